@@ -1,0 +1,86 @@
+# XSAKE on plain venv + pip. `make help` lists the targets; each may be run again at no cost.
+#
+# Every Python has its own environment, .venv/3.11.7, .venv/3.12.1, …, undisturbed by the others.
+
+# The interpreter, 3.11 to 3.13: make test PYTHON=python3.12
+PYTHON ?= python3
+# Extras beside cli and dev, with commas: make setup EXTRAS=cuda
+EXTRAS ?=
+# Processes that pytest uses: one compiles while the other runs. 0: no second process
+WORKERS ?= 2
+# More words for pytest: make pytest PYTEST_ARGS="tests/test_readme.py -x"
+PYTEST_ARGS ?=
+# How many random cases `make fuzz` runs, and the seed of the first
+N ?= 1000
+SEED ?= 0
+# More words for the resolver: make lock LOCK_ARGS=--upgrade
+LOCK_ARGS ?=
+
+comma := ,
+ASK = import sys; print("%d.%d.%d" % sys.version_info[:3])
+VERSION := $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
+VENV := .venv/$(or $(VERSION),none)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
+SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint pytest format bench fuzz lock clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | \
+	    awk -F'\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
+
+setup: $(STAMP)  ## install into .venv/VERSION what constraints.txt pins; EXTRAS=cuda adds extras
+
+$(STAMP): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	@echo "Installing into $(VENV): xsake[cli,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
+	    --constraint constraints.txt --editable '.[cli,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	@touch $@
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
+	    echo "PYTHON=$(PYTHON) is $(or $(VERSION),no interpreter that runs); XSAKE needs Python" \
+	        "3.11, 3.12 or 3.13: set PYTHON to the path of one" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+demo: setup  ## say what this machine can run, draw masks, time dense against sparse
+	$(BIN)/xsake doctor
+	$(BIN)/xsake demo
+
+test: setup lint pytest  ## everything that must pass: lint, tests, doctests, README's code
+
+lint: setup  ## ruff, mypy, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+pytest: setup  ## the tests without lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+format: setup  ## rewrite the sources as lint wants them
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+bench: setup  ## time the CPU suite and write its JSON
+	$(BIN)/xsake bench --suite cpu
+
+fuzz: setup  ## N random cases against the oracle, from SEED
+	$(BIN)/python -m tests.fuzz --n $(N) --seed $(SEED)
+
+# The index is pip's own and stays out of the file.
+lock: $(VENV)/pyvenv.cfg  ## resolve constraints.txt again, for every Python and machine
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check uv
+	@index=$$($(BIN)/python -m pip config get global.index-url 2>/dev/null) || index=; \
+	 env $${index:+UV_DEFAULT_INDEX="$$index"} $(BIN)/uv pip compile pyproject.toml --quiet \
+	    --universal --python-version 3.11 --all-extras --no-emit-index-url \
+	    --custom-compile-command 'make lock' --output-file constraints.txt $(LOCK_ARGS)
+	@echo "constraints.txt: $$(grep -c == constraints.txt) pins"
+
+clean:  ## remove environments, caches and build products
+	rm -rf .venv build dist *.egg-info
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,183 @@
+"""Every case of bench/cases.py on every backend, against the float64 oracle and against jax.nn."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from tests import oracle
+from xsake import masks
+from xsake.attention import BACKENDS
+from xsake.bench.cases import CONFORMANCE, Case
+
+# max |error| ÷ max |reference|. float32: sums of a few hundred terms of relative error 6e-8, and
+# gradients chain three products. Half precision: inputs are rounded before the oracle sees them, so
+# what remains is the rounding of the output (bfloat16: 2**-9) and of p and ds (the same again).
+OUTPUT_LIMIT = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1e-2}
+GRADIENT_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+
+DIFFERENTIABLE = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "sinks": "dsinks"}
+
+
+def spec_of(rule):
+    """A rule as a spec for the oracle, read off its public fields."""
+    match type(rule).__name__:
+        case "Window":
+            return ("sliding_window", rule.left, rule.right)
+        case "And" | "Or" as name:
+            return (name.lower(), spec_of(rule.a), spec_of(rule.b))
+        case "Not":
+            return ("not", spec_of(rule.a))
+        case "Chunked":
+            return ("chunked", rule.size)
+        case "First":
+            return ("first", rule.n)
+        case "Strided":
+            return ("strided", rule.stride)
+        case "GlobalTokens":
+            return ("global_tokens", rule.n)
+        case "Random":
+            return ("random", rule.density, rule.seed, rule.block)
+    raise AssertionError(f"the oracle has no word for {rule}")
+
+
+def allowed_in(case: Case) -> np.ndarray:
+    """Who sees whom in a case, bool [B, N, T, S], by the oracle alone."""
+    B, T, S, N, *_ = case.sizes
+    arrays, parts = case.arrays(), [("everything",)]
+    if case.rule is not None:
+        rule = spec_of(case.rule)
+        parts.append(("positions", rule, arrays.get("q_positions"), arrays.get("kv_positions")))
+    if case.blocks() is not None:
+        parts.append(("blocks", case.blocks(), case.block))
+    if "mask" in arrays:
+        parts.append(("array", arrays["mask"]))
+    if case.documents:
+        parts.append(("documents", arrays["q_segment_ids"], arrays["kv_segment_ids"]))
+    if case.lengths:
+        parts.append(("lengths", arrays["query_seq_lengths"], arrays["key_value_seq_lengths"]))
+    return oracle.allowed(functools.reduce(lambda a, b: ("and", a, b), parts), B, N, T, S)
+
+
+@functools.cache
+def expected(case: Case):
+    """The oracle's output, logsumexp and gradients, and the cotangents they belong to."""
+    given = {name: np.asarray(case.arguments()[name], np.float64) for name in inputs_of(case)}
+    q, k, v = (given.pop(name) for name in ("query", "key", "value"))
+    setting = {"allowed": allowed_in(case), "scale": case.scale, "soft_cap": case.soft_cap, **given}
+    out, lse = oracle.attention(q, k, v, **setting)
+    rng = np.random.default_rng(99)
+    d_out, d_lse = (rng.standard_normal(x.shape) for x in (out, lse))
+    d_lse = np.where(np.isfinite(lse), d_lse, 0)
+    d_out = np.asarray(jnp.asarray(d_out, case.dtype), np.float64)
+    cotangents = {"d_out": d_out, "d_lse": d_lse}
+    grads = oracle.attention_grads(q, k, v, **setting, **cotangents)
+    terms = oracle.gradient_terms(q, k, v, **setting, **cotangents)
+    return out, lse, grads, terms, (d_out, d_lse)
+
+
+def inputs_of(case: Case) -> list[str]:
+    return [name for name in DIFFERENTIABLE if name in case.arguments()]
+
+
+def run(case: Case, backend: str):
+    """(out, lse), gradients of every differentiable input."""
+    given = case.arguments()
+    names = inputs_of(case)
+    rest = {name: x for name, x in given.items() if name not in names}
+
+    def attend(*arrays):
+        call = dict(zip(names, arrays, strict=True)) | rest
+        return xsake.dot_product_attention(**call, implementation=backend, return_residual=True)
+
+    @jax.jit
+    def both(arrays, d_out, d_lse):
+        results, pull_back = jax.vjp(attend, *arrays)
+        return results, pull_back((d_out, d_lse))
+
+    d_out, d_lse = expected(case)[-1]
+    results, grads = both(
+        [given[name] for name in names],
+        jnp.asarray(d_out, case.dtype),
+        jnp.asarray(d_lse, jnp.float32),
+    )
+    return results, dict(zip(map(DIFFERENTIABLE.get, names), grads, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CONFORMANCE, ids=lambda case: case.name)
+def test_every_case_agrees_with_the_oracle(case: Case, backend: str):
+    """Output, logsumexp and the gradient of every input."""
+    out, lse, grads, terms, _ = expected(case)
+    (got_out, got_lse), got_grads = run(case, backend)
+    assert (got_out.dtype, got_lse.dtype) == (jnp.dtype(case.dtype), jnp.float32)
+    limit = OUTPUT_LIMIT[case.dtype]
+    assert oracle.relative_error(got_out, out) <= limit
+    assert oracle.relative_error(got_lse, lse, floor=1.0) <= limit
+    assert got_grads.keys() == grads.keys()
+    for name, grad in grads.items():
+        # where terms cancel to nothing (one visible key: dq = 0) rounding is relative to the terms
+        error = oracle.relative_error(got_grads[name], grad, floor=1e-3 * terms[name])
+        assert error <= GRADIENT_LIMIT[case.dtype], f"{name}: {error}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"is_causal": True},
+        {"local_window_size": (9, 3)},
+        {"local_window_size": 12, "is_causal": True},
+        {"key_value_seq_lengths": np.array([50, 64], np.int32), "scale": 0.3},
+        {"query_seq_lengths": np.array([7, 64], np.int32)},
+        {"bias": np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(1, 1, 64, 64)},
+        {"mask": np.arange(64 * 64).reshape(64, 64) % 3 != 1},
+    ],
+    ids=lambda extra: "+".join(extra) or "plain",
+)
+def test_jax_nn_calls_work_unchanged(extra, backend):
+    """The same call on jax.nn gives the same output and gradients."""
+    rng = np.random.default_rng(5)
+    q = jnp.asarray(rng.standard_normal((2, 64, 4, 16)), jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((2, 64, 2, 16)), jnp.float32) for _ in range(2))
+    weight = jnp.asarray(rng.standard_normal(q.shape), jnp.float32)
+
+    def loss(attend, q, k, v, **named):
+        return (attend(q, k, v, **extra, **named) * weight).sum()
+
+    for argument in (0, 1, 2):
+        ours = functools.partial(xsake.dot_product_attention, implementation=backend)
+        got = jax.grad(functools.partial(loss, ours), argument)(q, k, v)
+        want = jax.grad(functools.partial(loss, jax.nn.dot_product_attention), argument)(q, k, v)
+        assert oracle.relative_error(got, want) <= 1e-5
+    got = xsake.dot_product_attention(q, k, v, **extra, implementation=backend)
+    want = jax.nn.dot_product_attention(q, k, v, **extra)
+    assert oracle.relative_error(got, want) <= 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_three_axes_mean_a_batch_of_one(backend):
+    """[T, N, H] in, [T, N, Hv] and [T, N] out, as jax.nn allows."""
+    x = jax.random.normal(jax.random.key(0), (40, 3, 8))
+    out, lse = xsake.dot_product_attention(
+        x, x, x, is_causal=True, implementation=backend, return_residual=True
+    )
+    assert (out.shape, lse.shape) == ((40, 3, 8), (40, 3))
+    want = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+    assert oracle.relative_error(out, want) <= 2e-6
+
+
+def test_positional_arguments_keep_jax_nns_order():
+    """query, key, value, bias, mask."""
+    x = jax.random.normal(jax.random.key(0), (1, 20, 2, 8))
+    bias = jax.random.normal(jax.random.key(1), (1, 2, 20, 20))
+    mask = masks.causal()(0, 0, jnp.arange(20)[:, None], jnp.arange(20))[None, None]
+    got = xsake.dot_product_attention(x, x, x, bias, mask)
+    want = jax.nn.dot_product_attention(x, x, x, bias, mask)
+    assert oracle.relative_error(got, want) <= 2e-6

@@ -1,0 +1,228 @@
+"""Rules: each against its meaning at every token, their algebra, their life as pytrees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import oracle
+from tests.specs import has_data, shifted_by_table, to_rule, zoo
+from xsake import masks
+
+SIZES = [(2, 3, 48, 48), (1, 2, 33, 57)]  # B, N, T, S
+NAMES = list(zoo(*SIZES[0]))
+
+
+def tokens(rule, B, N, T, S):
+    """The rule asked about every (b, n, q, k) at once."""
+    at = np.ix_(range(B), range(N), range(T), range(S))
+    return np.broadcast_to(rule(*map(jnp.asarray, at)), (B, N, T, S))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_means_what_the_oracle_says(name, sizes):
+    spec = zoo(*sizes)[name]
+    assert (tokens(to_rule(spec), *sizes) == oracle.allowed(spec, *sizes)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_answers_about_one_token(name):
+    B, N, T, S = SIZES[1]
+    spec = zoo(B, N, T, S)[name]
+    expected = oracle.allowed(spec, B, N, T, S)
+    rule = to_rule(spec)
+    for n, q, k in [(0, 0, 0), (1, 32, 5), (1, 7, 56)]:
+        answer = rule(0, n, q, k)
+        assert jnp.asarray(answer).dtype == bool
+        assert bool(answer) == expected[0, n, q, k]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_travels_through_jit(name):
+    sizes = SIZES[0]
+    spec = zoo(*sizes)[name]
+    at = [jnp.asarray(x) for x in np.ix_(*map(range, sizes))]
+    traced = jax.jit(lambda rule: jnp.broadcast_to(rule(*at), sizes))(to_rule(spec))
+    assert (np.asarray(traced) == oracle.allowed(spec, *sizes)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_is_a_pytree(name):
+    sizes = SIZES[0]
+    spec = zoo(*sizes)[name]
+    rule = to_rule(spec)
+    leaves, structure = jax.tree.flatten(rule)
+    assert bool(leaves) == has_data(spec)
+    again = jax.tree.unflatten(structure, leaves)
+    assert type(again) is type(rule)
+    assert (tokens(again, *sizes) == tokens(rule, *sizes)).all()
+    assert str(again) == str(rule)
+
+
+FREE = [name for name in NAMES if not has_data(zoo(*SIZES[0])[name])]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_rules_without_data_compare_by_value(name):
+    spec = zoo(*SIZES[0])[name]
+    one, two = to_rule(spec), to_rule(spec)
+    assert one is not two or name in {"everything", "causal"}
+    assert one == two
+    assert hash(one) == hash(two)
+    others = [to_rule(zoo(*SIZES[0])[other]) for other in FREE if other != name]
+    assert one not in others
+
+
+def test_a_rule_without_data_can_be_a_static_argument():
+    traces = []
+
+    @jax.jit
+    def rows(x, rule):
+        traces.append(rule)
+        return rule(0, 0, x, x)
+
+    static = jax.jit(rows.__wrapped__, static_argnums=1)
+    x = jnp.arange(4)
+    static(x, masks.sliding_window(3, 2) & masks.causal())
+    static(x, masks.sliding_window(3, 2) & masks.causal())
+    assert len(traces) == 1
+    static(x, masks.sliding_window(4, 2) & masks.causal())
+    assert len(traces) == 2
+
+
+def test_windows_are_one_thing_however_spelled():
+    assert masks.sliding_window(3) == masks.sliding_window(3, 3) == masks.sliding_window((3, 3))
+    assert masks.sliding_window(3, 0) == masks.sliding_window((3, 0)) != masks.sliding_window(3)
+    assert masks.sliding_window(None, 0) != masks.sliding_window(0, None)
+    sizes = (1, 1, 20, 20)
+    for one, two in [
+        (masks.sliding_window(None, 0), masks.causal()),
+        (masks.sliding_window(None, None), masks.everything()),
+        (masks.longformer(3, 2), masks.sliding_window(3) | masks.global_tokens(2)),
+        (masks.longformer((3, 1), 2), masks.sliding_window(3, 1) | masks.global_tokens(2)),
+        (masks.bigbird(3, 2, 0.3), masks.longformer(3, 2) | masks.random(0.3, 0, 64)),
+        (masks.dilated(2, 3), masks.sliding_window(6) & masks.strided(3)),
+        (masks.random(1.0), masks.everything()),
+        (masks.random(0.0), ~masks.everything()),
+        (masks.prefix(7), masks.first(7)),
+    ]:
+        assert (tokens(one, *sizes) == tokens(two, *sizes)).all(), (str(one), str(two))
+
+
+def test_algebra():
+    """The laws of sets, at every token, over every pair of a few rules."""
+    sizes = SIZES[0]
+    some = [to_rule(zoo(*sizes)[name]) for name in ("causal", "documents", "random", "array")]
+
+    def same(one, two):
+        return (tokens(one, *sizes) == tokens(two, *sizes)).all()
+
+    for a in some:
+        assert same(~~a, a)
+        assert same(a & a, a)
+        assert same(a | a, a)
+        assert same(a & masks.everything(), a)
+        assert same(a | masks.everything(), masks.everything())
+        assert not tokens(a & ~a, *sizes).any()
+        assert tokens(a | ~a, *sizes).all()
+        for b in some:
+            assert same(a & b, b & a)
+            assert same(a | b, b | a)
+            assert same(~(a & b), ~a | ~b)
+            assert same(a & (a | b), a)
+            assert same((a & b) | (a & ~b), a)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (masks.causal(), "causal()"),
+        (masks.sliding_window(3, 2) & masks.causal(), "sliding_window(3, 2) & causal()"),
+        (masks.chunked(8), "chunked(8)"),
+        (masks.first(4), "first(4)"),
+    ],
+)
+def test_a_rule_reads_as_it_is_written(rule, words):
+    assert str(rule) == words
+
+
+def test_str_of_a_mixture_keeps_its_meaning():
+    """Without parentheses (a | b) & c and a | (b & c) would print alike."""
+    a, b, c = masks.first(2), masks.chunked(4), masks.causal()
+    assert str((a | b) & c) != str(a | (b & c))
+    assert str(~(a & b)) != str(~a & b)
+    for rule in ((a | b) & c, a | (b & c), ~(a & b), ~a & b):
+        assert eval(str(rule), vars(masks)) == rule
+
+
+def test_rules_are_frozen():
+    for rule in (masks.sliding_window(3), masks.causal() & masks.first(2)):
+        name = dataclasses.fields(rule)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(rule, name, 1)
+
+
+def test_random_keeps_its_density_and_differs_by_head_and_seed():
+    sizes = (1, 8, 128, 128)
+    one, two = (tokens(masks.random(0.3, seed, 2), *sizes) for seed in (0, 1))
+    # 8 * 64 * 64 = 32,768 cells: the share kept has a standard deviation of 0.0025.
+    assert abs(one.mean() - 0.3) < 0.0125
+    assert abs((one & two).mean() - 0.09) < 0.01
+    assert abs((one[:, 0] & one[:, 1]).mean() - 0.09) < 0.03
+
+
+def test_a_function_reads_positions_unless_it_carries_arrays():
+    B, N, T, S = 1, 2, 6, 6
+    at = jnp.arange(T)[::-1]
+    moved = [jnp.asarray(x) for x in np.ix_(range(B), range(N), range(T), range(S))]
+
+    def below(b, n, q, k, *_):
+        return k <= q
+
+    plain = np.tril(np.ones((T, S), bool))
+    table = jnp.zeros((B, N), jnp.int32)
+    for rule, expected in [
+        (masks.rule(below), plain.T),  # both reversed: k <= q turns round
+        (masks.rule(below, reads="indices"), plain),
+        (masks.rule(below, table), plain),
+        (masks.rule(below, table, reads="positions"), plain.T),
+        (masks.rule(shifted_by_table, table), plain),
+    ]:
+        answer = masks.at_positions(rule, at, at)(*moved)
+        assert (np.broadcast_to(answer, (B, N, T, S)) == expected).all()
+
+
+def test_lengths_and_documents_do_not_follow_positions():
+    T = 8
+    at = jnp.arange(T)[::-1]
+    moved = [jnp.asarray(x) for x in np.ix_(range(1), range(1), range(T), range(T))]
+    for rule in (
+        masks.lengths(query=jnp.array([5]), key_value=jnp.array([3])),
+        masks.documents(jnp.array([[0, 0, 0, 1, 1, 2, -1, -1]])),
+        masks.array(jnp.arange(T * T).reshape(1, 1, T, T) % 3 == 0),
+    ):
+        here, there = rule(*moved), masks.at_positions(rule, at, at)(*moved)
+        assert (np.asarray(here) == np.asarray(there)).all()
+
+
+def test_numbers_are_global_for_functions_and_local_for_arrays():
+    B, N, T, S = 2, 2, 5, 5
+    lengths = jnp.array([2, 4])
+    moved = [jnp.asarray(x) for x in np.ix_(range(B), range(N), range(T), range(S))]
+    batch, heads = jnp.array([4, 5]), jnp.array([2, 3])
+
+    def is_number(b, n, q, k):
+        return (b == 5) & (n == 2)
+
+    answer = masks.numbered(masks.rule(is_number), batch=batch, heads=heads)(*moved)
+    answer = np.broadcast_to(answer, (B, N, T, S))
+    assert answer[1, 0].all()
+    assert answer.sum() == T * S
+    prefix = masks.numbered(masks.prefix(lengths), batch=batch, heads=heads)(*moved)
+    plain = masks.prefix(lengths)(*moved)
+    assert (np.asarray(prefix) == np.asarray(plain)).all()

@@ -1,0 +1,18 @@
+"""The one place that bridges JAX versions (0.10.2 to 0.12) and says what device this is."""
+
+import jax
+
+
+def version() -> tuple[int, ...]:
+    """JAX's version as numbers: (0, 10, 2)."""
+    return tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+
+
+def platform() -> str:
+    """Where code runs unless told otherwise: "cpu", "gpu" or "tpu"."""
+    return jax.default_backend()
+
+
+def device_kind() -> str:
+    """What JAX calls the first device: "cpu", "NVIDIA H200", "TPU v5e" …."""
+    return jax.devices()[0].device_kind

@@ -1,0 +1,430 @@
+"""dot_product_attention(q, k, v, mask=mask): check, choose a backend, call it. Nothing else.
+
+    q [B, T, N, H] ─┐
+    k [B, S, K, H] ─┼─ check ─ choose ─┬─ backends/xla.py        any device, visits live blocks
+    v [B, S, K, Hv]─┤                  └─ backends/reference.py  any device, T x S in memory
+    BlockMask ──────┘                                  │
+                                                out, logsumexp ─ sinks ─ out
+
+Whatever says who sees whom (mask, is_causal, windows, lengths, segments, positions) becomes one
+BlockMask before a backend is asked. Sinks are applied to the result: out · eᴸ / (eᴸ + Σ exp(sink)).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake import masks
+from xsake.backends import Options, Sizes, reference, xla
+from xsake.block_mask import BLOCK, BlockMask
+from xsake.masks.rule import Rule, carried, combine
+
+__all__ = ["Explanation", "dot_product_attention", "explain"]
+
+# Fastest first. A backend is a module with two functions: why_not(...) and forward(...).
+BACKENDS: dict[str, ModuleType] = {"xla": xla, "reference": reference}
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+    options: Options | None = None,
+) -> Any:
+    """softmax(scale · q kᵀ + bias) v over the keys that each query may see, by live blocks only.
+
+    `jax.nn.dot_product_attention`, argument for argument, and more. A query that sees no key gets
+    zeros, logsumexp -inf and zero gradients.
+
+    Args:
+      query: [B, T, N, H], or [T, N, H].
+      key: [B, S, K, H]; K divides N, and query head n uses kv head n // (N / K).
+      value: [B, S, K, Hv].
+      bias: added to the logits, after the soft cap; broadcastable to [B, N, T, S], differentiable.
+      mask: who sees whom: a BlockMask, a rule of `xsake.masks`, a bool array broadcastable to
+        [B, N, T, S] (True = attend), or None.
+      scale: of the logits; default 1/sqrt(H).
+      is_causal: a query sees keys at its own position and before.
+      query_seq_lengths: int [B]; queries past it see nothing.
+      key_value_seq_lengths: int [B]; keys past it are not seen.
+      local_window_size: w or (left, right): keys q - left … q + right; None = no limit there.
+      implementation: a backend by name, which runs or raises; default the fastest that can run.
+      return_residual: also return the logsumexp [B, T, N] float32, sinks left out; differentiable.
+      logits_soft_cap: cap · tanh(logits / cap).
+      sinks: [N] or [N, M], learnable logits that join the softmax's denominator.
+      q_segment_ids: int [B, T]; only equal ids see each other, negative ones see nothing.
+      kv_segment_ids: int [B, S]; default q_segment_ids.
+      q_positions: int [B, T], what causal and window rules compare; default arange.
+      kv_positions: int [B, S].
+      options: how to work, never what to compute.
+
+    Returns:
+      [B, T, N, Hv] in query's dtype; with return_residual, that and the logsumexp.
+
+    >>> import jax, xsake
+    >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 256, 4, 64))
+    >>> xsake.dot_product_attention(q, k, v, is_causal=True).shape
+    (1, 256, 4, 64)
+    """
+    call = _check(**locals())
+    name = _choose(implementation, call).chosen
+    out, logsumexp = BACKENDS[name].forward(
+        *call.operands, scale=call.scale, soft_cap=call.soft_cap, options=call.options
+    )
+    if call.sinks is not None:
+        out = _with_sinks(out, logsumexp, call.sinks)
+    if call.is_unbatched:
+        out, logsumexp = out[0], logsumexp[0]
+    return (out, logsumexp) if return_residual else out
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which backend a call takes, and why not the others: None where one could run."""
+
+    chosen: str
+    reasons: dict[str, str | None]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        said = {name: why or "can run" for name, why in self.reasons.items()}
+        said[self.chosen] = "chosen"
+        return "\n".join(f"{name:<{width}}  {why}" for name, why in said.items())
+
+
+def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> Explanation:
+    """Says what `dot_product_attention` would run on, and every backend's reason.
+
+    >>> import jax, xsake
+    >>> q = jax.ShapeDtypeStruct((1, 256, 4, 64), "float32")
+    >>> xsake.explain(q, q, q, is_causal=True).reasons["reference"] is None
+    True
+    """
+    found = {}
+
+    def ask(*arrays: Any) -> Any:
+        names = ("query", "key", "value", "bias")
+        given = {**dict(zip(names, args, strict=False)), **dict(zip(names, arrays, strict=False))}
+        if len(args) > 4:
+            given["mask"] = args[4]
+        call = _check(**{**_DEFAULTS, **kwargs, **given, "implementation": implementation})
+        found["explanation"] = _choose(implementation, call)
+        return 0
+
+    jax.eval_shape(ask, *args[:3])
+    return found["explanation"]
+
+
+# ------------------------------------------------------------------------------------------- choose
+
+
+def _choose(implementation: str | None, call: Call) -> Explanation:
+    if implementation is not None and implementation not in BACKENDS:
+        raise ValueError(
+            f"implementation {implementation!r} is not one of {list(BACKENDS)}; "
+            "leave it out for the fastest that can run"
+        )
+    reasons = {
+        name: backend.why_not(*call.operands, soft_cap=call.soft_cap, options=call.options)
+        for name, backend in BACKENDS.items()
+    }
+    if implementation is not None:
+        if (reason := reasons[implementation]) is not None:
+            raise ValueError(f"implementation {implementation!r} cannot run this call: it {reason}")
+        return Explanation(implementation, reasons)
+    return Explanation(next(name for name, why in reasons.items() if why is None), reasons)
+
+
+def _with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
+    """Lets the sinks' share of every row vanish: out · exp(L) / (exp(L) + Σ exp(sink))."""
+    share = jax.nn.sigmoid(logsumexp - jax.nn.logsumexp(sinks, axis=-1))
+    return (out * share[..., None]).astype(out.dtype)
+
+
+# -------------------------------------------------------------------------------------------- check
+
+
+class Call(NamedTuple):
+    """A checked call: what every backend gets."""
+
+    operands: tuple[Array, Array, Array, Array | None, BlockMask]
+    scale: float
+    soft_cap: float | None
+    sinks: Array | None  # [N, M]
+    options: Options
+    is_unbatched: bool
+
+
+_DEFAULTS: dict[str, Any] = dict.fromkeys(
+    (
+        "bias mask scale query_seq_lengths key_value_seq_lengths local_window_size implementation "
+        "logits_soft_cap sinks q_segment_ids kv_segment_ids q_positions kv_positions options"
+    ).split()
+) | {"is_causal": False, "return_residual": False}
+
+
+def _check(
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    scale: Any,
+    is_causal: bool,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    local_window_size: Any,
+    implementation: Any,
+    return_residual: bool,
+    logits_soft_cap: Any,
+    sinks: Any,
+    q_segment_ids: Any,
+    kv_segment_ids: Any,
+    q_positions: Any,
+    kv_positions: Any,
+    options: Any,
+) -> Call:
+    """Everything wrong with a call is said here, in one sentence each."""
+    q, k, v, is_unbatched = _check_qkv(query, key, value)
+    sizes = Sizes.of(q, k, v)
+    extras = [
+        _segments(sizes, q_segment_ids, kv_segment_ids),
+        _lengths(sizes, query_seq_lengths, key_value_seq_lengths),
+    ]
+    if is_causal:
+        extras.append(masks.causal())
+    if local_window_size is not None:
+        extras.append(masks.sliding_window(local_window_size))
+    rule = combine(extras)
+    positions = (
+        _per_token("q_positions", q_positions, sizes.B, sizes.T),
+        _per_token("kv_positions", kv_positions, sizes.B, sizes.S),
+    )
+    block_mask = _block_mask(sizes, mask, rule, positions)
+    if options is None:
+        options = Options()
+    if not isinstance(options, Options):
+        raise TypeError(f"options must be xsake.Options, got {type(options).__name__}")
+    return Call(
+        (q, k, v, _check_bias(sizes, bias), block_mask),
+        1 / math.sqrt(sizes.H) if scale is None else _number("scale", scale),
+        None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, above=0.0),
+        _check_sinks(sizes, sinks),
+        options,
+        is_unbatched,
+    )
+
+
+def _check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bool]:
+    named = {"query": query, "key": key, "value": value}
+    q, k, v = (_array(name, x) for name, x in named.items())
+    if q.ndim not in (3, 4):
+        raise ValueError(f"query must be [B, T, N, H] or [T, N, H], got shape {list(q.shape)}")
+    for name, x in (("key", k), ("value", v)):
+        if x.ndim != q.ndim:
+            raise ValueError(
+                f"{name} must have as many axes as query ({q.ndim}), got shape {list(x.shape)}"
+            )
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} is {x.dtype} but query is {q.dtype}; cast one of them")
+    if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
+        raise TypeError(f"query must be float16, bfloat16 or float32, got {q.dtype}")
+    is_unbatched = q.ndim == 3
+    if is_unbatched:
+        q, k, v = q[None], k[None], v[None]
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"key and value must agree in [B, S, K], got {list(k.shape)} and {list(v.shape)}"
+        )
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"query has {q.shape[0]} batch rows but key has {k.shape[0]}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"query has head size {q.shape[3]} but key has {k.shape[3]}")
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(f"no axis may be empty, got {list(q.shape)} and {list(v.shape)}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"query has {q.shape[2]} heads, which {k.shape[2]} key/value heads do not divide"
+        )
+    return q, k, v, is_unbatched
+
+
+def _array(name: str, x: Any) -> Array:
+    if x is None or isinstance(x, (str, dict)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    return jnp.asarray(x)
+
+
+def _number(name: str, value: Any, above: float = -math.inf) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be a plain number, got a traced array; fold it into query")
+    if (not np.isscalar(value) and np.ndim(value)) or isinstance(value, (str, bool)):
+        raise TypeError(f"{name} must be a plain number, got {value!r}")
+    if not math.isfinite(value) or value <= above:
+        limit = "" if above == -math.inf else f" above {above}"
+        raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")
+    return float(value)
+
+
+def _check_bias(sizes: Sizes, bias: Any) -> Array | None:
+    if bias is None:
+        return None
+    bias = _array("bias", bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating (a bool mask goes to mask), got {bias.dtype}")
+    return _broadcastable("bias", bias, sizes)
+
+
+def _broadcastable(name: str, x: Array, sizes: Sizes) -> Array:
+    """x with 4 axes, each 1 or that of [B, N, T, S]."""
+    full = (sizes.B, sizes.N, sizes.T, sizes.S)
+    wide = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    if wide.ndim != 4 or any(d not in (1, f) for d, f in zip(wide.shape, full, strict=True)):
+        raise ValueError(
+            f"{name} must be broadcastable to [B, N, T, S] = {list(full)}, "
+            f"got shape {list(x.shape)}"
+        )
+    return wide
+
+
+def _check_sinks(sizes: Sizes, sinks: Any) -> Array | None:
+    if sinks is None:
+        return None
+    sinks = _array("sinks", sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(f"sinks must be floating, got {sinks.dtype}")
+    if sinks.ndim not in (1, 2) or sinks.shape[0] != sizes.N or sinks.size == 0:
+        raise ValueError(
+            f"sinks must be [N] or [N, M] with N = {sizes.N} query heads, "
+            f"got shape {list(sinks.shape)}"
+        )
+    return sinks.reshape(sizes.N, -1).astype(jnp.promote_types(sinks.dtype, jnp.float32))
+
+
+def _per_token(name: str, ids: Any, batch: int, length: int) -> Array | None:
+    """int [B|1, length]; a 1-D array is shared by the batch."""
+    if ids is None:
+        return None
+    ids = _array(name, ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {ids.dtype}")
+    wide = ids[None] if ids.ndim == 1 else ids
+    if wide.ndim != 2 or wide.shape[0] not in (1, batch) or wide.shape[1] != length:
+        raise ValueError(f"{name} must be [{batch}, {length}], got shape {list(ids.shape)}")
+    return wide
+
+
+def _segments(sizes: Sizes, q_ids: Any, kv_ids: Any) -> Rule:
+    if q_ids is None and kv_ids is None:
+        return masks.everything()
+    if q_ids is None:
+        raise ValueError("kv_segment_ids needs q_segment_ids beside it")
+    if kv_ids is None and sizes.T != sizes.S:
+        raise ValueError(
+            f"q_segment_ids alone serves T = S only, got T = {sizes.T} and S = {sizes.S}; "
+            "give kv_segment_ids too"
+        )
+    q_ids = _per_token("q_segment_ids", q_ids, sizes.B, sizes.T)
+    kv_ids = _per_token("kv_segment_ids", kv_ids, sizes.B, sizes.S)
+    return masks.documents(q_ids, kv_ids)
+
+
+def _lengths(sizes: Sizes, query: Any, key_value: Any) -> Rule:
+    for name, x in (("query_seq_lengths", query), ("key_value_seq_lengths", key_value)):
+        if x is None:
+            continue
+        x = _array(name, x)
+        if x.shape != (sizes.B,) or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(
+                f"{name} must be integers of shape [{sizes.B}], got {x.dtype} {list(x.shape)}"
+            )
+    return masks.lengths(query, key_value)
+
+
+def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any]) -> BlockMask:
+    """One BlockMask of all that limits who sees whom."""
+    if isinstance(mask, BlockMask):
+        if positions != (None, None):
+            raise ValueError(
+                "positions beside a BlockMask come too late, its blocks are chosen; "
+                "give them to BlockMask.from_rule(rule, shape, q_positions=…, kv_positions=…)"
+            )
+        _check_block_mask(sizes, mask)
+        return mask if rule == masks.everything() else mask & rule
+    if isinstance(mask, Rule):
+        rule = mask & rule
+    elif mask is not None:
+        if callable(mask):
+            raise TypeError("mask is a function; lift it with xsake.masks.rule(fn)")
+        mask = _array("mask", mask)
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask must be bool (an additive mask goes to bias), got {mask.dtype}")
+        rule = masks.array(_broadcastable("mask", mask, sizes)) & rule
+    _check_rule(sizes, rule)
+    block = tuple(_block_for(length) for length in (sizes.T, sizes.S))
+    return BlockMask.from_rule(
+        masks.at_positions(rule, *positions),
+        (sizes.T, sizes.S),
+        batch=sizes.B,
+        heads=sizes.N,
+        block=(block[0], block[1]),
+    )
+
+
+def _block_for(length: int) -> int:
+    """128 tokens, or the smallest power of two from 16 up that holds a shorter sequence."""
+    return min(BLOCK, max(16, 1 << (length - 1).bit_length()))
+
+
+def _check_block_mask(sizes: Sizes, mask: BlockMask) -> None:
+    if mask.shape != (sizes.T, sizes.S):
+        raise ValueError(
+            f"mask is for (T, S) = {mask.shape}, but query and key have {(sizes.T, sizes.S)}"
+        )
+    batch, heads = mask.kv_count.shape[:2]
+    if batch not in (1, sizes.B):
+        raise ValueError(f"mask has {batch} batch rows, but query has {sizes.B}")
+    if heads not in (1, sizes.K, sizes.N):
+        raise ValueError(
+            f"mask has {heads} heads; it may have 1, {sizes.K} (key/value heads) "
+            f"or {sizes.N} (query heads)"
+        )
+    if mask.rule is not None:
+        _check_rule(sizes, mask.rule)
+
+
+def _check_rule(sizes: Sizes, rule: Rule) -> None:
+    """The arrays that a rule carries must fit this call: a read past their end would be silent."""
+    full = {"b": sizes.B, "n": sizes.N, "q": sizes.T, "k": sizes.S}
+    for name, axes, shape in carried(rule):
+        for axis, size in zip(axes, shape, strict=True):
+            if axis is not None and size not in (1, full[axis]):
+                raise ValueError(
+                    f"the mask's {name} has shape {list(shape)}, but this call has "
+                    f"B = {sizes.B}, N = {sizes.N}, T = {sizes.T}, S = {sizes.S}"
+                )

@@ -1,0 +1,83 @@
+"""Backends: each a module with two functions, and none imports another.
+
+    why_not(q, k, v, bias, mask, *, soft_cap, options) -> str | None     why it cannot run
+    forward(q, k, v, bias, mask, *, scale, soft_cap, options) -> (out, logsumexp)
+
+q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S|1] or None, mask a
+BlockMask. out is [B, T, N, Hv] in q's dtype, logsumexp [B, T, N] float32. Both are differentiable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.block_mask import BlockMask
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a backend works, never what it computes. Every default is a good choice.
+
+    Attributes:
+      deterministic: gradients bit-equal from run to run, where that costs speed.
+      xla_rows: query rows that the `xla` backend handles in one batched product.
+    """
+
+    deterministic: bool = False
+    xla_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.xla_rows < 1:
+            raise ValueError(f"Options.xla_rows must be at least 1, got {self.xla_rows}")
+
+
+class Sizes(NamedTuple):
+    """The axes of one call; see DESIGN's letters."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    Hv: int
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any) -> Sizes:
+        """Reads the letters off q, k and v."""
+        (B, T, N, H), (_, S, K, Hv) = q.shape, v.shape
+        return cls(B, T, S, N, K, H, Hv)
+
+
+def accumulator(dtype: Any) -> Any:
+    """What softmax and sums are kept in: float32, or float64 for float64 inputs."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def mask_place(mask: BlockMask, sizes: Sizes, b: Array, n: Array) -> Array:
+    """Which of the mask's Bm·Nm lists serves batch row b and query head n."""
+    batch, heads = mask.kv_count.shape[:2]
+    row = b if batch > 1 else jnp.zeros_like(b)
+    head = n * heads // sizes.N  # N lists: n; K lists: n's kv head; one list: 0
+    return row * heads + head
+
+
+def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn, which refuses to be differentiated: it is itself part of a derivative."""
+    guarded = jax.custom_jvp(fn)
+
+    @functools.partial(guarded.defjvp)
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"the {name!r} backend has first derivatives only; "
+            "take second derivatives with implementation='reference'"
+        )
+
+    return guarded

@@ -1,0 +1,67 @@
+"""The definition: attention with all T x S logits in memory, in float32, for any mask.
+
+logits = scale · q kᵀ ─ soft cap ─ + bias ─ masked ─ softmax ─ · v
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from xsake.backends import Options, Sizes, accumulator
+from xsake.block_mask import BlockMask
+
+
+def why_not(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    mask: BlockMask,
+    *,
+    soft_cap: float | None,
+    options: Options,
+) -> str | None:
+    """The reference takes everything."""
+    return None
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    mask: BlockMask,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    options: Options,
+) -> tuple[Array, Array]:
+    """(out [B, T, N, Hv], logsumexp [B, T, N]), differentiable to any order."""
+    B, T, S, N, K, H, Hv = Sizes.of(q, k, v)
+    dtype, given, group = accumulator(q.dtype), q.dtype, N // K
+    allowed = jnp.broadcast_to(mask.to_dense(B, N), (B, N, T, S)).reshape(B, K, group, T, S)
+    # A key that nobody sees is never read: it may be NaN, so it must not meet a zero in a product.
+    seen = jnp.moveaxis(allowed.any((2, 3)), 1, 2)[..., None]
+    k, v = (jnp.where(seen, x, 0).astype(dtype) for x in (k, v))
+    q = q.reshape(B, T, K, group, H).astype(dtype)
+
+    exact = lax.Precision.HIGHEST
+    logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision=exact)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    if bias is not None:
+        logits = logits + jnp.broadcast_to(bias, (B, N, T, S)).reshape(logits.shape)
+    logits = jnp.where(allowed, logits, -jnp.inf)
+
+    # An empty row has no finite maximum; 0 in its place keeps every derivative finite.
+    some = allowed.any(-1)
+    m = lax.stop_gradient(jnp.where(some, logits.max(-1), 0))
+    p = jnp.where(allowed, jnp.exp(jnp.where(allowed, logits, 0) - m[..., None]), 0)
+    total = jnp.where(some, p.sum(-1), 1)
+    out = jnp.einsum("bkgts,bskh->btkgh", p / total[..., None], v, precision=exact)
+    logsumexp = jnp.where(some, m + jnp.log(total), -jnp.inf)
+    return (
+        out.reshape(B, T, N, Hv).astype(given),
+        jnp.moveaxis(logsumexp.reshape(B, N, T), 1, 2),
+    )

@@ -1,0 +1,359 @@
+"""Plain JAX that visits live blocks only: any device, forward and backward, memory linear in T.
+
+A row of blocks costs what it visits. Rows of all heads are sorted by how much they visit and taken
+in chunks of about a thousand query rows; a chunk loops to its longest row, nearly its shortest:
+
+    rows (b, n, i), most blocks first        one chunk, step t of the loop over full blocks
+    ┌─────────┐ chunk 0   9 9 9 8            q [R, block_q, H] ─┐
+    ├─────────┤ chunk 1   8 8 7 7            k[list[t]]  ───────┴─ s ─ m, l, acc ← online softmax
+    ├─────────┤ chunk 2   7 5 5 4            then the same over partial blocks, with the rule
+    └─────────┘
+
+The backward pass does the same with the transposed lists: a chunk of kv blocks visits the row
+blocks that see it, recomputes p from the logsumexp, keeps dk and dv, and adds dq where it belongs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from xsake import _jax
+from xsake.backends import Options, Sizes, accumulator, first_order_only, mask_place
+from xsake.block_mask import BlockMask
+from xsake.masks.rule import Tokens
+
+
+def why_not(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    mask: BlockMask,
+    *,
+    soft_cap: float | None,
+    options: Options,
+) -> str | None:
+    """Plain JAX runs everywhere; only a promise of bit-equal gradients is more than a GPU keeps."""
+    if options.deterministic and _jax.platform() == "gpu":
+        return (
+            "adds dq by atomics on GPUs, which is not deterministic; options ask for deterministic"
+        )
+    return None
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    mask: BlockMask,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    options: Options,
+) -> tuple[Array, Array]:
+    """(out [B, T, N, Hv], logsumexp [B, T, N])."""
+    settings = Settings(float(scale), soft_cap, options.xla_rows)
+    return _attention(settings, q, k, v, bias, mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is fixed when the loop is compiled."""
+
+    scale: float
+    soft_cap: float | None
+    rows: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
+) -> tuple[Array, Array]:
+    return _visit_rows(settings, q, k, v, bias, mask)
+
+
+def _attention_fwd(settings: Settings, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    run = first_order_only("xla", functools.partial(_visit_rows, settings))
+    out, logsumexp = run(q, k, v, bias, mask)
+    return (out, logsumexp), (q, k, v, bias, mask, out, logsumexp)
+
+
+def _attention_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
+    run = first_order_only("xla", functools.partial(_visit_columns, settings))
+    dq, dk, dv, dbias = run(saved, cotangents)
+    return dq, dk, dv, dbias, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+# ---------------------------------------------------------------------------------------- geometry
+
+
+def _to_blocks(x: Array, block: int, fill: float = 0) -> Array:
+    """[B, L, N, D] -> [B·N·blocks, block, D], the last block of each head filled up."""
+    B, L, N, D = x.shape
+    x = jnp.pad(
+        jnp.moveaxis(x, 2, 1), ((0, 0), (0, 0), (0, -L % block), (0, 0)), constant_values=fill
+    )
+    return x.reshape(-1, block, D)
+
+
+def _from_blocks(x: Array, B: int, L: int, N: int) -> Array:
+    """The way back: [B·N·blocks, block, D] -> [B, L, N, D]."""
+    x = x.reshape(B, N, -1, x.shape[-1])[:, :, :L]
+    return jnp.moveaxis(x, 1, 2)
+
+
+def _work_order(mask: BlockMask, sizes: Sizes, per_chunk: int) -> tuple[Array, Array]:
+    """Rows (b, n, i) as flat numbers, most visits first, in chunks [chunks, R]; where each went.
+
+    The last chunk is filled up with -1.
+    """
+    B, N, blocks = sizes.B, sizes.N, mask.kv_count.shape[2]
+    row = jnp.arange(B * N * blocks, dtype=jnp.int32)
+    b, n, i = row // (N * blocks), row // blocks % N, row % blocks
+    place = mask_place(mask, sizes, b, n) * blocks + i
+    count, full = mask.kv_count.reshape(-1)[place], mask.full_count.reshape(-1)[place]
+    # full and partial blocks are two loops, so rows alike in both belong together
+    order = jnp.lexsort((count - full, full))[::-1].astype(jnp.int32)
+    went = jnp.zeros_like(order).at[order].set(row)
+    padded = jnp.pad(order, (0, -order.shape[0] % per_chunk), constant_values=-1)
+    return padded.reshape(-1, per_chunk), went
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """R rows of blocks that are worked on together, [R] each."""
+
+    row: Array  # flat (b, n, i)
+    b: Array
+    n: Array
+    i: Array
+    first: Array  # where the row's list begins in the flat index
+    count: Array
+    full: Array
+
+    @classmethod
+    def of(cls, mask: BlockMask, sizes: Sizes, row: Array) -> Chunk:
+        """Looks the rows up; -1 stands for a row that visits nothing."""
+        blocks, entries = mask.kv_count.shape[2], mask.kv_index.shape[2]
+        real, row = row >= 0, jnp.maximum(row, 0)
+        b, n, i = row // (sizes.N * blocks), row // blocks % sizes.N, row % blocks
+        place = mask_place(mask, sizes, b, n)
+        at = place * blocks + i
+        count = jnp.where(real, mask.kv_count.reshape(-1)[at], 0)
+        full = jnp.where(real, mask.full_count.reshape(-1)[at], 0)
+        return cls(row, b, n, i, place * entries + mask.kv_start.reshape(-1)[at], count, full)
+
+    def block_at(self, mask: BlockMask, t: Array) -> Array:
+        """The t-th block of every row; past its end a row repeats its last, never a foreign one."""
+        t = jnp.clip(t, 0, jnp.maximum(self.count - 1, 0))
+        return mask.kv_index.reshape(-1)[self.first + t]
+
+    def loop(self, visit: Callable[..., Any], state: Any) -> Any:
+        """Runs visit(t, live, is_partial, state) over full blocks, then over partial ones."""
+
+        def full(t: Array, state: Any) -> Any:
+            return visit(jnp.broadcast_to(t, self.full.shape), t < self.full, False, state)
+
+        def partial(t: Array, state: Any) -> Any:
+            return visit(self.full + t, self.full + t < self.count, True, state)
+
+        state = lax.fori_loop(0, self.full.max(), full, state)
+        return lax.fori_loop(0, (self.count - self.full).max(), partial, state)
+
+
+def _allowed(mask: BlockMask, b: Array, n: Array, i: Array, j: Array) -> Array:
+    """Inside blocks (i, j): which token pairs, bool [R, block_q, block_k] by broadcasting."""
+    (bq, bk), S = mask.block, mask.shape[1]
+    q = (i[:, None] * bq + jnp.arange(bq))[:, :, None]
+    k = (j[:, None] * bk + jnp.arange(bk))[:, None, :]
+    inside = k < S
+    if mask.rule is None:
+        return inside
+    return inside & mask.rule.allows(Tokens.at(b[:, None, None], n[:, None, None], q, k))
+
+
+class BiasTiles:
+    """A bias cut into blocks, so that a visit reads (and adds to) whole tiles."""
+
+    def __init__(self, bias: Array, mask: BlockMask, dtype: Any) -> None:
+        self.shape, self.block = bias.shape, mask.block
+        cuts = [
+            (d, blk) if d > 1 else (1, 1) for d, blk in zip(bias.shape[2:], mask.block, strict=True)
+        ]
+        (T, self.bq), (S, self.bk) = cuts
+        padded = jnp.pad(bias, ((0, 0), (0, 0), (0, -T % self.bq), (0, -S % self.bk))).astype(dtype)
+        nq, nk = padded.shape[2] // self.bq, padded.shape[3] // self.bk
+        self.counts = (*bias.shape[:2], nq, nk)
+        tiles = padded.reshape(*bias.shape[:2], nq, self.bq, nk, self.bk)
+        self.tiles = jnp.moveaxis(tiles, 3, 4).reshape(-1, self.bq, self.bk)
+
+    def place(self, *at: Array) -> Array:
+        """The tile's number for (b, n, i, j); axes of size 1 are shared."""
+        flat = jnp.zeros_like(at[0])
+        for index, count in zip(at, self.counts, strict=True):
+            flat = flat * count + (index if count > 1 else 0)
+        return flat
+
+    def reduce(self, ds: Array) -> Array:
+        """A tile of logit gradients [R, block_q, block_k] summed over the axes that bias shares."""
+        if self.bq == 1:
+            ds = ds.sum(1, keepdims=True)
+        return ds.sum(2, keepdims=True) if self.bk == 1 else ds
+
+    def whole(self, tiles: Array) -> Array:
+        """Tiles put together again to bias's shape."""
+        B, N, nq, nk = self.counts
+        x = jnp.moveaxis(tiles.reshape(B, N, nq, nk, self.bq, self.bk), 4, 3)
+        x = x.reshape(B, N, nq * self.bq, nk * self.bk)
+        return x[:, :, : self.shape[2], : self.shape[3]]
+
+
+def _operand(x: Array) -> Array:
+    """What products are fed: CPUs have no fast half-precision product, so they get float32."""
+    return x.astype(jnp.float32) if _jax.platform() == "cpu" and x.dtype.itemsize < 4 else x
+
+
+def _product(spec: str, a: Array, b: Array, dtype: Any) -> Array:
+    """A batched product of blocks, summed in `dtype`."""
+    return jnp.einsum(spec, a, b.astype(a.dtype), preferred_element_type=dtype)
+
+
+def _logits(settings: Settings, q: Array, k: Array, dtype: Any) -> Array:
+    s = _product("rqh,rkh->rqk", q, k, dtype) * settings.scale
+    return s if settings.soft_cap is None else settings.soft_cap * jnp.tanh(s / settings.soft_cap)
+
+
+# ----------------------------------------------------------------------------------------- forward
+
+
+def _visit_rows(
+    settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
+) -> tuple[Array, Array]:
+    sizes, dtype = Sizes.of(q, k, v), accumulator(q.dtype)
+    B, T, S, N, K, _, Hv = sizes
+    bq, bk = mask.block
+    nk = -(-S // bk)
+    q_blocks, k_blocks, v_blocks = _to_blocks(q, bq), _to_blocks(k, bk), _to_blocks(v, bk)
+    tiles = None if bias is None else BiasTiles(bias, mask, dtype)
+    order, went = _work_order(mask, sizes, max(1, settings.rows // bq))
+
+    def rows(row: Array) -> tuple[Array, Array]:
+        chunk = Chunk.of(mask, sizes, row)
+        b, n, i = chunk.b, chunk.n, chunk.i
+        q_rows = _operand(q_blocks[chunk.row])
+
+        def visit(t: Array, live: Array, is_partial: bool, state: Any) -> Any:
+            m, l, acc = state  # running maximum, running sum, unnormalised output
+            j = chunk.block_at(mask, t)
+            kv = (b * K + n * K // N) * nk + j
+            s = _logits(settings, q_rows, _operand(k_blocks[kv]), dtype)
+            if tiles is not None:
+                s = s + tiles.tiles[tiles.place(b, n, i, j)]
+            keep = live[:, None, None]
+            if is_partial:
+                keep = keep & _allowed(mask, b, n, i, j)
+            s = jnp.where(keep, s, -jnp.inf)
+            m_new = jnp.maximum(m, s.max(-1))
+            m_finite = jnp.where(m_new == -jnp.inf, 0, m_new)  # nothing seen yet: exp(-inf - 0) = 0
+            shrink = jnp.exp(m - m_finite)  # rescales what was summed under the old maximum
+            p = jnp.exp(s - m_finite[..., None])
+            v_rows = _operand(v_blocks[kv])
+            pv = _product("rqk,rkh->rqh", p.astype(v_rows.dtype), v_rows, dtype)
+            return m_new, l * shrink + p.sum(-1), acc * shrink[..., None] + pv
+
+        R = row.shape[0]
+        m = jnp.full((R, bq), -jnp.inf, dtype)
+        start = m, jnp.zeros((R, bq), dtype), jnp.zeros((R, bq, Hv), dtype)
+        m, l, acc = chunk.loop(visit, start)
+        # l is 0 where nothing was seen; a row without blocks was fed blocks that are not its own
+        seen = (l > 0) & (chunk.count > 0)[:, None]
+        out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
+        return out.astype(v.dtype), jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
+
+    out, logsumexp = lax.map(rows, order)
+    out = out.reshape(-1, bq, Hv)[went]
+    logsumexp = logsumexp.reshape(-1, bq)[went]
+    return _from_blocks(out, B, T, N), _from_blocks(logsumexp[..., None], B, T, N)[..., 0]
+
+
+# ---------------------------------------------------------------------------------------- backward
+
+
+def _visit_columns(settings: Settings, saved: Any, cotangents: Any) -> Any:
+    q, k, v, bias, mask, out, logsumexp = saved
+    d_out, d_logsumexp = cotangents
+    sizes, dtype = Sizes.of(q, k, v), accumulator(q.dtype)
+    B, T, S, N, K, H, Hv = sizes
+    bq, bk = mask.block
+    nq, nk = -(-T // bq), -(-S // bk)
+    columns = mask.transpose()
+
+    # ds = p · (dp - delta); a gradient of the logsumexp only shifts delta.
+    empty = logsumexp == -jnp.inf
+    delta = jnp.einsum("btnh,btnh->btn", d_out.astype(dtype), out.astype(dtype)) - d_logsumexp
+    delta = _to_blocks(jnp.where(empty, 0, delta)[..., None], bq)
+    # p = exp(s - logsumexp) is 0 in an empty row, and in the rows that fill up the last block
+    level = _to_blocks(jnp.where(empty, jnp.inf, logsumexp)[..., None], bq, fill=jnp.inf)
+    q_blocks, do_blocks = _to_blocks(q, bq), _to_blocks(d_out.astype(q.dtype), bq)
+    k_blocks, v_blocks = _to_blocks(k, bk), _to_blocks(v, bk)
+    tiles = None if bias is None else BiasTiles(bias, mask, dtype)
+    order, went = _work_order(columns, sizes, max(1, settings.rows // bk))
+
+    def column_chunk(carry: Any, column: Array) -> tuple[Any, Any]:
+        chunk = Chunk.of(columns, sizes, column)
+        b, n, j = chunk.b, chunk.n, chunk.i
+        kv = (b * K + n * K // N) * nk + j
+        k_rows, v_rows = _operand(k_blocks[kv]), _operand(v_blocks[kv])
+
+        def visit(t: Array, live: Array, is_partial: bool, state: Any) -> Any:
+            dq, dbias, dk, dv = state
+            i = chunk.block_at(columns, t)
+            row = (b * N + n) * nq + i
+            q_rows, do_rows = _operand(q_blocks[row]), _operand(do_blocks[row])
+            capped = _logits(settings, q_rows, k_rows, dtype)
+            s = capped if tiles is None else capped + tiles.tiles[tiles.place(b, n, i, j)]
+            keep = live[:, None, None]
+            if is_partial:
+                keep = keep & _allowed(mask, b, n, i, j)
+            p = jnp.where(keep, jnp.exp(s - level[row]), 0)
+            dp = _product("rqh,rkh->rqk", do_rows, v_rows, dtype)
+            ds = jnp.where(keep, p * (dp - delta[row]), 0)
+            if tiles is not None:
+                dbias = dbias.at[tiles.place(b, n, i, j)].add(tiles.reduce(ds))
+            if settings.soft_cap is not None:
+                ds = ds * (1 - (capped / settings.soft_cap) ** 2)
+            ds, p = ds.astype(q_rows.dtype), p.astype(q_rows.dtype)
+            dq_rows = _product("rqk,rkh->rqh", ds, k_rows, dtype)
+            dq = dq.at[row].add(jnp.where(live[:, None, None], dq_rows, 0))
+            dk = dk + _product("rqk,rqh->rkh", ds, q_rows, dtype)
+            return dq, dbias, dk, dv + _product("rqk,rqh->rkh", p, do_rows, dtype)
+
+        R = column.shape[0]
+        zeros = jnp.zeros((R, bk, H), dtype), jnp.zeros((R, bk, Hv), dtype)
+        dq, dbias, dk, dv = chunk.loop(visit, (*carry, *zeros))
+        some = (chunk.count > 0)[:, None, None]
+        return (dq, dbias), (jnp.where(some, dk, 0), jnp.where(some, dv, 0))
+
+    dq = jnp.zeros((B * N * nq, bq, H), dtype)
+    dbias: Any = None if tiles is None else jnp.zeros_like(tiles.tiles)
+    (dq, dbias), (dk, dv) = lax.scan(column_chunk, (dq, dbias), order)
+
+    def of_kv_heads(x: Array) -> Array:
+        """Sums what the query heads of a group gave to their kv head."""
+        x = x.reshape(-1, *x.shape[2:])[went].reshape(B, K, N // K, nk, bk, -1).sum(2)
+        return _from_blocks(x, B, S, K)
+
+    dq = _from_blocks(dq * settings.scale, B, T, N).astype(q.dtype)
+    dk, dv = (of_kv_heads(dk) * settings.scale).astype(k.dtype), of_kv_heads(dv).astype(v.dtype)
+    return dq, dk, dv, None if tiles is None else tiles.whole(dbias).astype(bias.dtype)

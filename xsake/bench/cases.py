@@ -1,0 +1,192 @@
+"""ONE list of shapes and masks: conformance tests, benchmarks and web pages all read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from xsake import masks
+from xsake.block_mask import BlockMask
+from xsake.masks import Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention problem with all its inputs, drawn from `seed`; letters as everywhere."""
+
+    name: str
+    B: int = 1
+    T: int = 256
+    S: int | None = None  # default T
+    N: int = 4
+    K: int | None = None  # default N
+    H: int = 64
+    Hv: int | None = None  # default H
+    dtype: str = "float32"
+    rule: Rule | None = None
+    block: tuple[int, int] = (128, 128)
+    head_densities: tuple[float, ...] | None = None  # random blocks, drawn anew for every b and n
+    mask_heads: int | None = None  # lists per kv head or for all heads; default one per query head
+    token_mask: tuple[int, int, int, int] | None = None  # a random bool array; 0 = the whole axis
+    documents: int = 0  # number of segment ids, unsorted, with some negative ones
+    lengths: bool = False
+    permuted: bool = False  # positions are a permutation
+    bias: tuple[int, int, int, int] | None = None  # 0 = the whole axis, 1 = shared
+    sinks: int | None = None  # 0: [N]; M: [N, M]
+    soft_cap: float | None = None
+    scale: float | None = None
+    seed: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """(B, T, S, N, K, H, Hv)."""
+        return (
+            self.B,
+            self.T,
+            self.S or self.T,
+            self.N,
+            self.K or self.N,
+            self.H,
+            self.Hv or self.H,
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every array of the case as NumPy, in float32 (rounded to `dtype` by `arguments`)."""
+        rng = np.random.default_rng(self.seed)
+        B, T, S, N, K, H, Hv = self.sizes
+        full = (B, N, T, S)
+        out: dict[str, np.ndarray] = {
+            "query": rng.standard_normal((B, T, N, H)),
+            "key": rng.standard_normal((B, S, K, H)),
+            "value": rng.standard_normal((B, S, K, Hv)),
+        }
+        if self.bias is not None:
+            out["bias"] = rng.standard_normal(
+                [d or f for d, f in zip(self.bias, full, strict=True)]
+            )
+        if self.sinks is not None:
+            out["sinks"] = rng.standard_normal((N, self.sinks) if self.sinks else (N,))
+        out = {name: x.astype(np.float32) for name, x in out.items()}
+        if self.token_mask is not None:
+            size = [d or f for d, f in zip(self.token_mask, full, strict=True)]
+            out["mask"] = rng.random(size) < 0.6
+        if self.documents:
+            out["q_segment_ids"] = rng.integers(-1, self.documents, (B, T)).astype(np.int32)
+            out["kv_segment_ids"] = (
+                out["q_segment_ids"]
+                if S == T
+                else rng.integers(-1, self.documents, (B, S)).astype(np.int32)
+            )
+        if self.lengths:
+            out["query_seq_lengths"] = rng.integers(1, T + 1, B).astype(np.int32)
+            out["key_value_seq_lengths"] = rng.integers(1, S + 1, B).astype(np.int32)
+        if self.permuted:
+            out["q_positions"] = np.stack([rng.permutation(T) for _ in range(B)]).astype(np.int32)
+            out["kv_positions"] = np.stack([rng.permutation(S) for _ in range(B)]).astype(np.int32)
+        return out
+
+    def blocks(self) -> np.ndarray | None:
+        """The random blocks, bool [B|1, heads, nq, nk]; the diagonal is kept."""
+        if self.head_densities is None:
+            return None
+        rng = np.random.default_rng(self.seed + 1)
+        nq, nk = (-(-d // b) for d, b in zip(self.sizes[1:3], self.block, strict=True))
+        heads = self.mask_heads or self.N
+        densities = np.resize(self.head_densities, (self.B, heads))[..., None, None]
+        blocks = rng.random((self.B, heads, nq, nk)) < densities
+        rows = np.arange(min(nq, nk))
+        blocks[..., rows, rows] = True
+        return blocks
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `dot_product_attention`."""
+        inputs = {"query", "key", "value", "bias", "sinks"}
+        out: dict[str, Any] = {
+            name: jnp.asarray(x, dtype=self.dtype if name in inputs else None)
+            for name, x in self.arrays().items()
+        }
+        blocks = self.blocks()
+        if blocks is not None:
+            shape = (self.T, self.S or self.T)
+            out["mask"] = BlockMask.from_dense(blocks, self.rule, shape=shape, block=self.block)
+        elif self.rule is not None and "mask" not in out:
+            out["mask"] = self.rule
+        out |= {"scale": self.scale, "logits_soft_cap": self.soft_cap}
+        return out
+
+
+_causal = masks.causal()
+
+CONFORMANCE = (
+    Case("dense"),
+    Case("causal", rule=_causal),
+    Case("odd lengths", T=250, rule=_causal),
+    Case("one query", T=1, S=200),
+    Case("one token", T=1),
+    Case("more keys than queries", T=130, S=300, rule=_causal),
+    Case("more queries than keys", T=300, S=130, rule=_causal),
+    Case("window", T=300, rule=masks.sliding_window(37, 5)),
+    Case("window, causal", T=300, rule=masks.sliding_window(70, None) & _causal),
+    Case("chunked, causal", T=300, rule=masks.chunked(48) & _causal),
+    Case(
+        "first keys and window", T=300, rule=_causal & (masks.first(4) | masks.sliding_window(50))
+    ),
+    Case("prefix", T=200, rule=masks.prefix(70) | _causal),
+    Case("strided", T=200, rule=masks.strided(7) & _causal),
+    Case("dilated", T=200, rule=masks.dilated(9, 3)),
+    Case("longformer", T=300, rule=masks.longformer(20, 6)),
+    Case("bigbird", T=300, rule=masks.bigbird(20, 6, 0.2, seed=3, block=32)),
+    Case("not", T=200, rule=~masks.sliding_window(11)),
+    Case("grouped heads", N=6, K=2, rule=_causal),
+    Case("one kv head", N=5, K=1, H=24, Hv=40, rule=_causal),
+    Case("two batch rows, odd sizes", B=2, T=77, S=91, N=3, H=5, Hv=7),
+    Case("head blocks", B=2, N=4, head_densities=(0.1, 0.5, 0.9), block=(32, 32), rule=_causal),
+    Case("head blocks, no rule", T=200, S=330, head_densities=(0.3, 0.7), block=(64, 128)),
+    Case(
+        "kv-head blocks",
+        N=8,
+        K=2,
+        mask_heads=2,
+        head_densities=(0.4,),
+        block=(64, 64),
+        rule=_causal,
+    ),
+    Case("shared blocks", B=2, mask_heads=1, head_densities=(0.4,), block=(16, 64)),
+    Case("token mask", T=100, S=140, token_mask=(0, 0, 0, 0)),
+    Case("token mask, shared", B=2, T=100, token_mask=(1, 0, 1, 0), rule=None),
+    Case("documents", B=2, T=190, documents=4, rule=_causal),
+    Case("documents, T ≠ S", B=2, T=90, S=150, documents=3),
+    Case("lengths", B=3, T=140, lengths=True, rule=_causal),
+    Case("permuted positions", B=2, T=160, permuted=True, rule=masks.sliding_window(40, 3)),
+    Case("bias", B=2, T=100, S=140, bias=(0, 0, 0, 0), rule=masks.sliding_window(30)),
+    Case("bias per head", B=2, T=100, bias=(1, 0, 1, 0), N=4, K=2, rule=_causal),
+    Case("bias per query", T=100, bias=(1, 1, 0, 1), rule=_causal),
+    Case("soft cap", soft_cap=2.0, scale=0.7, rule=_causal),
+    Case("soft cap and bias", T=140, soft_cap=3.0, bias=(0, 1, 0, 0), rule=_causal),
+    Case("sinks", T=140, sinks=0, rule=_causal),
+    Case("several sinks, documents", B=2, T=140, sinks=3, documents=5, rule=_causal),
+    Case("bfloat16", dtype="bfloat16", N=4, K=2, rule=_causal),
+    Case("bfloat16 head blocks", dtype="bfloat16", head_densities=(0.3, 0.8), block=(64, 64)),
+    Case("float16", dtype="float16", rule=masks.sliding_window(60, 0), sinks=0),
+)
+
+
+def cpu_case(T: int, density: float | None) -> Case:
+    """Eight causal heads of 64: one at 0.9 among sparse ones; below 0.2, heads from 0.07 to 0.25.
+
+    Blocks are drawn off the diagonal, which is always kept; densities are lowered by its share.
+    """
+    if density is None:
+        return Case(f"cpu T={T} dense", T=T, N=8, rule=_causal)
+    n = T // 128
+    heads = (0.9, *[(8 * density - 0.9) / 7] * 7)
+    if density < 0.2:
+        # mostly near the smallest, a few up to 0.25: the mean is `density`
+        heads = (0.25, 0.11, *[(8 * density - 0.36) / 6] * 6)
+    off_diagonal = tuple(max(0.0, (d * (n + 1) - 2) / (n - 1)) for d in heads)
+    return Case(
+        f"cpu T={T} density={density}", T=T, N=8, rule=_causal, head_densities=off_diagonal, seed=T
+    )

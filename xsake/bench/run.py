@@ -1,0 +1,185 @@
+"""Suites: what `xsake bench --suite NAME` measures. Every time stands beside its result's error."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xsake import masks
+from xsake.attention import dot_product_attention
+from xsake.bench.cases import Case, cpu_case
+from xsake.bench.timing import provenance, temporary_bytes, time_calls
+from xsake.block_mask import BlockMask
+
+# float32 with full products; the conformance tests hold the same backends to 2e-6 and 1e-5
+ERROR_LIMIT = 1e-5
+
+
+class WrongResultError(RuntimeError):
+    """A timed function disagreed with the reference: its time is worth nothing."""
+
+
+def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """The `xla` backend as a user calls it."""
+    return dot_product_attention(q, k, v, mask=mask, implementation="xla")
+
+
+def attend_gradients(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """Forward and backward: gradients of a scalar that weighs every output."""
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = attend(q, k, v, mask)
+        return jnp.vdot(out, jnp.cos(jnp.arange(out.shape[-1], dtype=out.dtype)) + 0 * out)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+
+def error_of(case: Case, heads: tuple[int, ...] = (0, 5)) -> dict[str, float]:
+    """max|error| ÷ max|reference| of some heads, output and gradients."""
+    given = case.arguments()
+    worst = {"output": 0.0, "gradients": 0.0}
+    for n in heads:
+        head = {name: given[name][:, :, n : n + 1] for name in ("query", "key", "value")}
+        mask = given["mask"]
+        mask = mask[0, n] if isinstance(mask, BlockMask) else mask
+        found = {}
+        for name in ("xla", "reference"):
+
+            def loss(q: Any, k: Any, v: Any, name: str = name, mask: Any = mask) -> Any:
+                out = dot_product_attention(q, k, v, mask=mask, implementation=name)
+                return jnp.vdot(
+                    out, jnp.cos(out.shape[1] + jnp.arange(out.size)).reshape(out.shape)
+                ), out
+
+            grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*head.values())
+            found[name] = {"output": [out], "gradients": grads}
+        for kind, error in worst.items():
+            for got, want in zip(found["xla"][kind], found["reference"][kind], strict=True):
+                error = max(error, float(jnp.abs(got - want).max() / jnp.abs(want).max()))
+            worst[kind] = error
+    if not all(error <= ERROR_LIMIT for error in worst.values()):
+        raise WrongResultError(
+            f"{case.name}: errors {worst} exceed {ERROR_LIMIT}; no time is reported"
+        )
+    return worst
+
+
+def cpu_densities(T: int, densities: tuple[float, ...], repeats: int) -> Iterator[dict[str, Any]]:
+    """Time against density: ours dense, ours sparse, and `jax.nn` causal, in one round."""
+    cases = {None: cpu_case(T, None)} | {d: cpu_case(T, d) for d in densities}
+    q, k, v = (cases[None].arguments()[name] for name in ("query", "key", "value"))
+    block_masks = {
+        d: BlockMask.from_rule(masks.causal(), (T, T)) if d is None else case.arguments()["mask"]
+        for d, case in cases.items()
+    }
+    errors = {d: error_of(case) for d, case in cases.items()}
+
+    def peer(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    for direction, fn in (("forward", attend), ("forward+backward", attend_gradients)):
+        compiled = jax.jit(fn)
+        calls: dict[str, Any] = {
+            str(d): (compiled, (q, k, v, mask)) for d, mask in block_masks.items()
+        }
+        if direction == "forward":
+            calls["jax.nn"] = (jax.jit(peer), (q, k, v))
+        times = time_calls(calls, repeats)
+        dense = times["None"].median_seconds
+        for d, mask in block_masks.items():
+            density, taken = float(mask.density()), times[str(d)].median_seconds
+            row = {
+                "suite": "cpu",
+                "case": cases[d].name,
+                "direction": direction,
+                "T": T,
+                "density_ratio": density,
+                "median_seconds": taken,
+                "least_seconds": times[str(d)].least_seconds,
+                "repeats": repeats,
+                "over_density_times_dense": taken / (density * dense),
+                "error": errors[d]["output" if direction == "forward" else "gradients"],
+            }
+            if d is None and "jax.nn" in times:
+                row["jax_nn_seconds"] = times["jax.nn"].median_seconds
+                row["times_faster_than_jax_nn"] = times["jax.nn"].median_seconds / taken
+            yield row
+
+
+def cpu_memory(T: int) -> Iterator[dict[str, Any]]:
+    """Peak temporary memory, from the compiler; nothing of this size is run."""
+    shape = jax.ShapeDtypeStruct((1, T, 8, 64), jnp.float32)
+    mask = jax.eval_shape(lambda: BlockMask.from_rule(masks.causal(), (T, T)))
+
+    def peer(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    ours, theirs = temporary_bytes(attend, *[shape] * 3, mask), temporary_bytes(peer, *[shape] * 3)
+    yield {
+        "suite": "cpu",
+        "case": f"memory T={T}",
+        "T": T,
+        "temporary_bytes": ours,
+        "jax_nn_temporary_bytes": theirs,
+        "share_of_jax_nn": ours / theirs,
+    }
+
+
+def mask_building(repeats: int) -> Iterator[dict[str, Any]]:
+    """Building masks for long sequences, compiled: seconds and temporary bytes."""
+    window = masks.sliding_window(4096) & masks.causal()
+    for rule, length in ((window, 1 << 20), (masks.causal(), 1 << 17)):
+
+        def build(rule: Any = rule, length: int = length) -> BlockMask:
+            return BlockMask.from_rule(rule, (length, length))
+
+        compiled = jax.jit(build)
+        taken = time_calls({"build": (compiled, ())}, repeats)["build"]
+        mask = compiled()
+        lists = sum(np.asarray(x).nbytes for x in (mask.kv_start, mask.kv_count, mask.kv_index))
+        yield {
+            "suite": "cpu",
+            "case": f"build {rule}, {length} tokens",
+            "T": length,
+            "median_seconds": taken.median_seconds,
+            "least_seconds": taken.least_seconds,
+            "repeats": repeats,
+            "temporary_bytes": temporary_bytes(build),
+            "list_bytes": lists,
+        }
+
+
+def cpu_suite(quick: bool = False) -> Iterator[dict[str, Any]]:
+    """What FEATURES promises of CPUs: time in proportion to density, little memory, quick masks."""
+    repeats = 3 if quick else 7
+    for T in (2048,) if quick else (4096, 8192):
+        yield from cpu_densities(T, (0.43, 0.25) if quick else (0.43, 0.25, 0.10), repeats)
+    yield from cpu_memory(16384)
+    yield from mask_building(repeats)
+
+
+SUITES: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {"cpu": cpu_suite}
+
+
+def run_suite(
+    name: str, out: Path, quick: bool = False, tell: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
+    """Runs a suite and writes its JSON: provenance and one row per measurement."""
+    if name not in SUITES:
+        raise ValueError(f"suite {name!r} is not one of {list(SUITES)}")
+    began, rows = time.perf_counter(), []
+    for row in SUITES[name](quick):
+        rows.append(row)
+        if tell is not None:
+            tell(row)
+    report = {**provenance(), "seconds": time.perf_counter() - began, "results": rows}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    return report

@@ -1,0 +1,106 @@
+"""Times that can be trusted: warmed up, repeated, the median, and how they were taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from xsake import _jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median and the fastest of `repeats` calls."""
+
+    median_seconds: float
+    least_seconds: float
+    repeats: int
+
+
+def time_calls(
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int = 7
+) -> dict[str, Timing]:
+    """Times several compiled functions round by round, so that drift hits all of them alike."""
+    for fn, args in calls.values():
+        jax.block_until_ready(fn(*args))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, (fn, args) in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(fn(*args))
+            seconds[name].append(time.perf_counter() - began)
+    return {
+        name: Timing(statistics.median(taken), min(taken), repeats)
+        for name, taken in seconds.items()
+    }
+
+
+def temporary_bytes(fn: Callable[..., Any], *args: Any) -> int:
+    """What the compiled function needs beyond its arguments and results. Nothing is run."""
+    analysis: Any = jax.jit(fn).lower(*args).compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes)
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions, commit, command and date: what makes a number a measurement."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "device": _jax.device_kind(),
+            "platform": _jax.platform(),
+            "processor": _processor(),
+            "architecture": platform.machine(),
+            "cores": len(jax.devices()) if _jax.platform() != "cpu" else _cores(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        },
+        "commit": _commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except FileNotFoundError:  # not Linux
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The checkout's commit, with a + when files differ from it; "unknown" outside a checkout."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")

@@ -1,0 +1,142 @@
+"""Lists of blocks: how kv_start, kv_count, full_count and kv_index are made and taken apart.
+
+Every function is pure, runs under jit and has static sizes; `capacity` is M, kv_index's length.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.masks.rule import Grid, Rule, Spans
+
+
+class Lists(NamedTuple):
+    """The arrays of a BlockMask, each with leading axes [B|1, N|K|1]."""
+
+    kv_start: Array
+    kv_count: Array
+    full_count: Array
+    kv_index: Array
+    overflow: Array
+
+
+def cut_to_capacity(lists: Lists) -> Lists:
+    """Keeps every list inside kv_index: an overflow may be wrong but never reads outside."""
+    room = jnp.maximum(lists.kv_index.shape[-1] - lists.kv_start, 0)
+    count = jnp.minimum(lists.kv_count, room)
+    return lists._replace(kv_count=count, full_count=jnp.minimum(lists.full_count, count))
+
+
+def starts_of(count: Array) -> Array:
+    """Where each row begins when rows of these lengths lie one after the other."""
+    return jnp.cumsum(count, axis=-1, dtype=jnp.int32) - count
+
+
+def lists_from_spans(spans: Spans, grid: Grid, capacity: int) -> Lists:
+    """Lists of a rule whose rows are runs of blocks: no nq x nk array, M work."""
+    nk = grid.counts[1]
+    lo, hi, full_lo, full_hi = (jnp.clip(x, 0, nk).astype(jnp.int32) for x in spans)
+    hi = jnp.maximum(hi, lo)
+    full_hi = jnp.minimum(full_hi, min(grid.shape[1] // grid.block[1], nk))  # past S: partial
+    full_lo, full_hi = jnp.maximum(full_lo, lo), jnp.minimum(full_hi, hi)
+    none = full_hi <= full_lo
+    full_lo, full_hi = jnp.where(none, lo, full_lo), jnp.where(none, lo, full_hi)
+    count, full = hi - lo, full_hi - full_lo
+    start = starts_of(count)
+
+    rows = rows_of_entries(start, capacity)
+    rank = jnp.arange(capacity, dtype=jnp.int32) - start[rows]
+    behind = (
+        rank - full[rows]
+    )  # counts partial blocks: first those left of the full run, then right
+    left = full_lo[rows] - lo[rows]
+    partial = jnp.where(behind < left, lo[rows] + behind, full_hi[rows] + behind - left)
+    index = jnp.where(behind < 0, full_lo[rows] + rank, partial)
+    index = jnp.clip(index, 0, nk - 1)  # the tail is never read, but stays a legal number
+    overflow = start[-1] + count[-1] > capacity
+    lead = (x[None, None] for x in (start, count, full, index))
+    return Lists._make([*lead, overflow])
+
+
+def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists:
+    """Lists from every block's class, [B|1, N|1, nq, nk]: places are found by counting."""
+    nq, nk = grid.counts
+    lead = np.broadcast_shapes(live.shape, full.shape)[:2]
+    live, full = (jnp.broadcast_to(x, (*lead, nq, nk)) for x in (live, full))
+    whole = jnp.arange(nk) < grid.shape[1] // grid.block[1]  # a block past S is partial
+    full = full & live & whole
+    full_count, count = (x.sum(-1, dtype=jnp.int32) for x in (full, live))
+    start = starts_of(count)
+
+    def one(live: Array, full: Array, start: Array, full_count: Array) -> Array:
+        rank_full = jnp.cumsum(full, -1, dtype=jnp.int32) - 1
+        rank_partial = jnp.cumsum(live & ~full, -1, dtype=jnp.int32) - 1 + full_count[:, None]
+        place = start[:, None] + jnp.where(full, rank_full, rank_partial)
+        place = jnp.where(live, place, capacity)  # dropped
+        blocks = jnp.broadcast_to(jnp.arange(nk, dtype=jnp.int32), (nq, nk))
+        return (
+            jnp.zeros(capacity, jnp.int32).at[place].set(blocks, mode="drop", unique_indices=False)
+        )
+
+    index = jax.vmap(jax.vmap(one))(live, full, start, full_count)
+    overflow = jnp.any(start[..., -1] + count[..., -1] > capacity)
+    return Lists(start, count, full_count, index, overflow)
+
+
+def rows_of_entries(start: Array, entries: int) -> Array:
+    """The row that each of the first `entries` places of kv_index belongs to."""
+    places = jnp.arange(entries, dtype=jnp.int32)
+    return jnp.searchsorted(start, places, side="right").astype(jnp.int32) - 1
+
+
+def entries_of(lists: Lists) -> tuple[Array, Array, Array, Array]:
+    """(row, column, is_full, is_listed) of every place of kv_index, [B|1, N|K|1, M] each."""
+
+    def one(
+        start: Array, count: Array, full: Array, index: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        rows = rows_of_entries(start, index.shape[0])
+        rank = jnp.arange(index.shape[0], dtype=jnp.int32) - start[rows]
+        return rows, index, rank < full[rows], rank < count[rows]
+
+    return jax.vmap(jax.vmap(one))(*lists[:4])
+
+
+def pack(
+    major: Array, minor: Array, full: Array, live: Array, n_major: int, capacity: int
+) -> Lists:
+    """Lists from single entries, sorted by row, full blocks first, the order otherwise kept."""
+
+    def one(major: Array, minor: Array, full: Array, live: Array) -> tuple[Array, ...]:
+        key = jnp.where(live, 2 * major + ~full, 2 * n_major)
+        order = jnp.argsort(key, stable=True)
+        zeros = jnp.zeros(n_major, jnp.int32)
+        count, full_count = zeros.at[major].add(live), zeros.at[major].add(live & full)
+        return starts_of(count), count, full_count, minor[order][:capacity]
+
+    packed = jax.vmap(jax.vmap(one))(major, minor, full, live)
+    return Lists._make([*packed, jnp.zeros((), bool)])
+
+
+def classes_at(rule: Rule, grid: Grid, rows: Array, columns: Array) -> tuple[Array, Array]:
+    """(live, full) of single blocks; without an nq x nk array where the rule has spans."""
+    spans = rule.spans(grid)
+    if spans is not None:
+        live_lo, live_hi, full_lo, full_hi = (x[rows] for x in spans)
+        live, full = ((columns >= live_lo) & (columns < live_hi)), (columns >= full_lo)
+        return live, full & (columns < full_hi)
+    size = (*rows.shape[:2], *grid.counts)
+    b, n = (jnp.arange(d).reshape(-1, *[1] * (2 - axis)) for axis, d in enumerate(rows.shape[:2]))
+    return tuple(jnp.broadcast_to(x, size)[b, n, rows, columns] for x in rule.classify(grid))  # type: ignore[return-value]
+
+
+def listed_blocks(count: Array, index: Array, nk: int) -> Array:
+    """FlexAttention's padded lists as bool [B, H, Tb, nk]."""
+    named = jnp.arange(index.shape[-1]) < count[..., None]
+    hits = (index[..., None] == jnp.arange(nk)) & named[..., None]
+    return hits.any(-2)

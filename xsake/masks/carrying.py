@@ -1,0 +1,351 @@
+"""Rules that carry arrays: lengths, documents, token masks, functions, positions, numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.masks.positional import first
+from xsake.masks.rule import (
+    EVERYTHING,
+    INT_MAX,
+    Grid,
+    Leaf,
+    Rule,
+    Tokens,
+    carries_data,
+    cut,
+    int_array,
+    leaf,
+)
+
+
+@carries_data
+class Prefix(Rule):
+    """k < lengths[b]."""
+
+    lengths: Leaf = leaf()  # [B]
+    axes = {"lengths": ("b",)}
+
+    def allows(self, tokens: Tokens) -> Array:
+        return tokens.k < self.lengths[tokens.b_index]
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        k_lo, k_hi = grid.k_range()
+        limit = self.lengths[:, None, None, None]
+        return k_lo < limit, k_hi < limit
+
+    def __str__(self) -> str:
+        return f"prefix([{self.lengths.shape[0]}])"
+
+
+def prefix(lengths: Any) -> Rule:
+    """Keys before a length are seen by all: k < length, one number or an int array [B].
+
+    A prefix language model is `prefix(lengths) | causal()`.
+    """
+    if isinstance(lengths, (int, np.integer)):
+        return first(int(lengths))
+    return Prefix(int_array("prefix lengths", lengths, 1))
+
+
+@carries_data
+class Lengths(Rule):
+    """index of q < query[b], index of k < key_value[b]."""
+
+    query: Leaf = leaf()  # [B]
+    key_value: Leaf = leaf()
+    axes = {"query": ("b",), "key_value": ("b",)}
+
+    def allows(self, tokens: Tokens) -> Array:
+        real = jnp.ones((1, 1), bool)
+        if self.query is not None:
+            real = real & (tokens.q_index < self.query[tokens.b_index])
+        if self.key_value is not None:
+            real = real & (tokens.k_index < self.key_value[tokens.b_index])
+        return real
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        live = full = jnp.ones((1, 1, 1, 1), bool)
+        for limit, (lo, hi) in (
+            (self.query, grid.q_index_range()),
+            (self.key_value, grid.k_index_range()),
+        ):
+            if limit is not None:
+                limit = limit[:, None, None, None]
+                live, full = live & (lo < limit), full & (hi < limit)
+        return live, full
+
+    def __str__(self) -> str:
+        given = [name for name in ("query", "key_value") if getattr(self, name) is not None]
+        return f"lengths({', '.join(given)})"
+
+
+def lengths(query: Any = None, key_value: Any = None) -> Rule:
+    """Only the first query[b] queries and key_value[b] keys of a batch row count; int [B]."""
+    if query is None and key_value is None:
+        return EVERYTHING
+    given = (
+        None if x is None else int_array(f"{name} lengths", x, 1)
+        for name, x in (("query", query), ("key_value", key_value))
+    )
+    return Lengths(*given)
+
+
+@carries_data
+class Documents(Rule):
+    """Equal, non-negative ids."""
+
+    q_ids: Leaf = leaf()  # [B|1, T]
+    kv_ids: Leaf = leaf()  # [B|1, S]
+    axes = {"q_ids": ("b", "q"), "kv_ids": ("b", "k")}
+
+    def allows(self, tokens: Tokens) -> Array:
+        q_id = read(self.q_ids, tokens.b_index, tokens.q_index)
+        k_id = read(self.kv_ids, tokens.b_index, tokens.k_index)
+        return (q_id == k_id) & (q_id >= 0)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        def summary(ids: Array, block: int) -> tuple[Array, Array, Array]:
+            ids = cut(ids, block, -1, -1)
+            real = ids >= 0
+            lo = jnp.where(real, ids, INT_MAX).min(-1)  # an empty block: lo > hi, overlaps nothing
+            return lo, ids.max(-1), real.all(-1)
+
+        q_lo, q_hi, q_whole = (x[:, None, :, None] for x in summary(self.q_ids, grid.block[0]))
+        k_lo, k_hi, k_whole = (x[:, None, None, :] for x in summary(self.kv_ids, grid.block[1]))
+        live = (q_lo <= k_hi) & (k_lo <= q_hi)
+        same = (q_lo == q_hi) & (k_lo == k_hi) & (q_lo == k_lo)
+        return live, same & q_whole & k_whole
+
+    def __str__(self) -> str:
+        return f"documents({list(self.q_ids.shape)}, {list(self.kv_ids.shape)})"
+
+
+def read(values: Array, b: Any, at: Any) -> Array:
+    """values[b, at] for values [B|1, L]; past the end it repeats the last (cut off later)."""
+    return values[0 if values.shape[0] == 1 else b, jnp.minimum(at, values.shape[1] - 1)]
+
+
+def documents(q_ids: Any, kv_ids: Any = None) -> Rule:
+    """Tokens see each other only inside a document: equal, non-negative segment ids.
+
+    Args:
+      q_ids: int [B|1, T] or [T], in any order; negative = padding, which sees nothing.
+      kv_ids: int [B|1, S] or [S]; default q_ids.
+    """
+    q_ids = int_array("q_ids", q_ids, 2)
+    return Documents(q_ids, q_ids if kv_ids is None else int_array("kv_ids", kv_ids, 2))
+
+
+@carries_data
+class TokenArray(Rule):
+    """mask[b, n, q, k], by index."""
+
+    mask: Leaf = leaf()  # bool [B|1, N|1, T|1, S|1]
+    axes = {"mask": ("b", "n", "q", "k")}
+
+    def allows(self, tokens: Tokens) -> Array:
+        at = (tokens.b_index, tokens.n_index, tokens.q_index, tokens.k_index)
+        sizes = self.mask.shape
+        return self.mask[
+            tuple(0 if d == 1 else jnp.minimum(i, d - 1) for i, d in zip(at, sizes, strict=True))
+        ]
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        live = full = self.mask
+        for axis, block in ((2, grid.block[0]), (3, grid.block[1])):
+            if self.mask.shape[axis] > 1:
+                live = cut(live, block, axis, False).any(axis + 1)
+                full = cut(full, block, axis, True).all(axis + 1)
+        return live, full
+
+    def __str__(self) -> str:
+        return f"array({list(self.mask.shape)})"
+
+
+def array(mask: Any) -> Rule:
+    """A bool array broadcastable to [B, N, T, S], True = attend; missing leading axes are added."""
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"a mask array must be bool (an additive mask goes to bias), got {mask.dtype}"
+        )
+    if mask.ndim > 4:
+        raise ValueError(f"a mask array has at most 4 axes [B, N, T, S], got shape {mask.shape}")
+    return TokenArray(mask.reshape((1,) * (4 - mask.ndim) + mask.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function:
+    fn: Callable[..., Any]
+    reads: str
+
+
+@carries_data
+class Custom(Rule):
+    """A lifted function with the arrays that it reads."""
+
+    function: _Function
+    arrays: Leaf = leaf()
+
+    def allows(self, tokens: Tokens) -> Array:
+        at = tokens[:4] if self.function.reads == "positions" else tokens[4:]
+        return self.function.fn(*at, *self.arrays)
+
+    def upper_bound(self) -> Rule:
+        return EVERYTHING
+
+    def __eq__(self, other: object) -> bool:
+        if self.arrays or not isinstance(other, Custom):
+            return self is other
+        return not other.arrays and self.function == other.function
+
+    def __hash__(self) -> int:
+        return id(self) if self.arrays else hash(self.function)
+
+    def __str__(self) -> str:
+        return f"rule({getattr(self.function.fn, '__name__', 'fn')})"
+
+
+def rule(fn: Callable[..., Any], *arrays: Any, reads: str | None = None) -> Rule:
+    """Lifts a function of (b, n, q, k, *arrays) -> bool, written for broadcasting jax.numpy arrays.
+
+    Args:
+      fn: e.g. `lambda b, n, q, k: q - k < 100 * (n + 1)`; FlexAttention's mask_mod has this form.
+      *arrays: what fn reads; they may be traced, and change without a recompile.
+      reads: "positions": b, n, q, k are global numbers and positions; "indices": they are places in
+        this call's arrays. Default: "indices" when arrays are given, else "positions".
+    """
+    if not callable(fn):
+        raise TypeError(f"masks.rule takes a function of (b, n, q, k), got {type(fn).__name__}")
+    reads = reads or ("indices" if arrays else "positions")
+    if reads not in ("positions", "indices"):
+        raise ValueError(f'reads must be "positions" or "indices", got {reads!r}')
+    return Custom(_Function(fn, reads), tuple(map(jnp.asarray, arrays)))
+
+
+@carries_data
+class Positioned(Rule):
+    """Another rule, its positions looked up by index."""
+
+    a: Rule = leaf()
+    q_positions: Leaf = leaf()  # [B|1, T]
+    kv_positions: Leaf = leaf()  # [B|1, S]
+    axes = {"q_positions": ("b", "q"), "kv_positions": ("b", "k")}
+
+    def allows(self, tokens: Tokens) -> Array:
+        if self.q_positions is not None:
+            tokens = tokens._replace(q=read(self.q_positions, tokens.b_index, tokens.q_index))
+        if self.kv_positions is not None:
+            tokens = tokens._replace(k=read(self.kv_positions, tokens.b_index, tokens.k_index))
+        return self.a.allows(tokens)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        given = {"q_positions": self.q_positions, "kv_positions": self.kv_positions}
+        given = {name: x for name, x in given.items() if x is not None}
+        return self.a.classify(dataclasses.replace(grid, **given))
+
+    def __str__(self) -> str:
+        return f"at_positions({self.a})"
+
+
+def at_positions(rule: Rule, q_positions: Any = None, kv_positions: Any = None) -> Rule:
+    """The same rule over other positions: int [B|1, T] and [B|1, S] (or 1-D); None = arange.
+
+    Only what compares positions moves (causal, windows, …); segment ids and other arrays are read
+    by index as before.
+    """
+    if q_positions is None and kv_positions is None:
+        return rule
+    given = (
+        None if x is None else int_array(name, x, 2)
+        for name, x in (("q_positions", q_positions), ("kv_positions", kv_positions))
+    )
+    return Positioned(rule, *given)
+
+
+@carries_data
+class Numbered(Rule):
+    """Another rule, b and n looked up by index."""
+
+    a: Rule = leaf()
+    batch: Leaf = leaf()  # [B]
+    heads: Leaf = leaf()  # [N]
+    axes = {"batch": ("b",), "heads": ("n",)}
+
+    def allows(self, tokens: Tokens) -> Array:
+        if self.batch is not None:
+            tokens = tokens._replace(b=self.batch[tokens.b_index])
+        if self.heads is not None:
+            tokens = tokens._replace(n=self.heads[tokens.n_index])
+        return self.a.allows(tokens)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        b_ids = grid.b_ids if self.batch is None else self.batch[:, None, None, None]
+        n_ids = grid.n_ids if self.heads is None else self.heads[None, :, None, None]
+        return self.a.classify(dataclasses.replace(grid, b_ids=b_ids, n_ids=n_ids))
+
+    @property
+    def is_causal(self) -> bool:
+        return self.a.is_causal
+
+    def upper_bound(self) -> Rule:
+        return self.a.upper_bound()
+
+    def __str__(self) -> str:
+        return str(self.a)
+
+
+def numbered(rule: Rule, batch: Any = None, heads: Any = None) -> Rule:
+    """The same rule for rows and heads of a larger whole: their global numbers, int [B], [N].
+
+    Inside `shard_map` every device counts from 0; a rule that looks at b or n needs these numbers
+    as sharded arguments. `BlockMask.from_rule` adds them by itself.
+    """
+    given = (
+        None if x is None else int_array(f"{name} numbers", x, 1)
+        for name, x in (("batch", batch), ("heads", heads))
+    )
+    return Numbered(rule, *given)
+
+
+@carries_data
+class Picked(Rule):
+    """One batch row and head of a rule, asked as (0, 0)."""
+
+    a: Rule = leaf()
+    b: Leaf = leaf()
+    n: Leaf = leaf()
+
+    def allows(self, tokens: Tokens) -> Array:
+        return self.a.allows(tokens._replace(b=self.b, n=self.n, b_index=self.b, n_index=self.n))
+
+    @property
+    def is_causal(self) -> bool:
+        return self.a.is_causal
+
+    def upper_bound(self) -> Rule:
+        return self.a.upper_bound()
+
+    def __str__(self) -> str:
+        return str(self.a)
+
+
+@carries_data
+class Swapped(Rule):
+    """A rule asked with query and key exchanged: what a transposed BlockMask carries."""
+
+    a: Rule = leaf()
+
+    def allows(self, tokens: Tokens) -> Array:
+        b, n, q, k, b_index, n_index, q_index, k_index = tokens
+        return self.a.allows(Tokens(b, n, k, q, b_index, n_index, k_index, q_index))
+
+    def __str__(self) -> str:
+        return f"transposed({self.a})"

@@ -1,0 +1,280 @@
+"""Rules of plain numbers that compare positions; each knows its blocks without the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.masks.rule import (
+    EVERYTHING,
+    Grid,
+    Rule,
+    Spans,
+    Tokens,
+    classify_by_tokens,
+    index_range,
+    plain,
+    size_of,
+)
+
+
+def everything() -> Rule:
+    """Every query sees every key."""
+    return EVERYTHING
+
+
+@plain
+class Window(Rule):
+    """q - left <= k <= q + right; None = no limit. causal() is Window(None, 0)."""
+
+    left: int | None
+    right: int | None
+
+    def allows(self, tokens: Tokens) -> Array:
+        near = jnp.ones((1, 1), bool)
+        if self.left is not None:
+            near = near & (tokens.k >= tokens.q - self.left)
+        if self.right is not None:
+            near = near & (tokens.k <= tokens.q + self.right)
+        return near
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        (q_lo, q_hi), (k_lo, k_hi) = grid.q_range(), grid.k_range()
+        live = full = jnp.ones((1, 1, *grid.counts), bool)
+        if self.left is not None:
+            live, full = live & (k_hi >= q_lo - self.left), full & (k_lo >= q_hi - self.left)
+        if self.right is not None:
+            live, full = live & (k_lo <= q_hi + self.right), full & (k_hi <= q_lo + self.right)
+        return live, full
+
+    def spans(self, grid: Grid) -> Spans | None:
+        bk, nk = grid.block[1], grid.counts[1]
+        q_lo, q_hi = index_range(grid.shape[0], grid.block[0])
+        live_lo = full_lo = jnp.zeros_like(q_lo)
+        live_hi = full_hi = jnp.full_like(q_lo, nk)
+        if self.left is not None:
+            live_lo = (q_lo - self.left) // bk  # the block that holds the first key seen by any
+            full_lo = -((self.left - q_hi) // bk)  # the first block that starts where all can see
+        if self.right is not None:
+            live_hi = (q_hi + self.right) // bk + 1
+            full_hi = (q_lo + self.right + 1) // bk
+        return Spans(live_lo, live_hi, full_lo, full_hi)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.right == 0
+
+    def __str__(self) -> str:
+        causal_only = self.left is None and self.right == 0
+        return "causal()" if causal_only else f"sliding_window({self.left}, {self.right})"
+
+
+def causal() -> Rule:
+    """A query sees keys at its own position and before: k <= q."""
+    return Window(None, 0)
+
+
+SAME = object()
+
+
+def window_sides(left: Any, right: Any) -> tuple[int | None, int | None]:
+    """(left, right) from two numbers, one number for both, or a pair."""
+    if isinstance(left, (tuple, list)):
+        if len(left) != 2 or right is not SAME:
+            raise ValueError(f"a window is (left, right), got {left!r}")
+        left, right = left
+    right = left if right is SAME else right
+    left = None if left is None else size_of("window left", left, 0)
+    return left, None if right is None else size_of("window right", right, 0)
+
+
+def sliding_window(left: Any, right: Any = SAME) -> Rule:
+    """A query sees keys q - left … q + right, both ends included; None = no limit on that side.
+
+    One number w means (w, w), as `local_window_size` of jax.nn; a pair (left, right) is taken too.
+    """
+    return Window(*window_sides(left, right))
+
+
+@plain
+class Chunked(Rule):
+    """q // size == k // size."""
+
+    size: int
+
+    def allows(self, tokens: Tokens) -> Array:
+        return tokens.q // self.size == tokens.k // self.size
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        q_lo, q_hi = (x // self.size for x in grid.q_range())
+        k_lo, k_hi = (x // self.size for x in grid.k_range())
+        live = (k_lo <= q_hi) & (k_hi >= q_lo)
+        return live, (q_lo == q_hi) & (k_lo == k_hi) & (q_lo == k_lo)
+
+    def spans(self, grid: Grid) -> Spans | None:
+        bk = grid.block[1]
+        q_lo, q_hi = index_range(grid.shape[0], grid.block[0])
+        first, last = q_lo // self.size, q_hi // self.size
+        live_hi = -(-jnp.minimum((last + 1) * self.size, grid.shape[1]) // bk)
+        full_lo = -(-(first * self.size) // bk)
+        full_hi = jnp.where(first == last, (first + 1) * self.size // bk, full_lo)
+        # the last block may end at S inside the chunk: it is full, and cut short
+        ends = (first == last) & ((first + 1) * self.size >= grid.shape[1])
+        full_hi = jnp.where(ends, grid.counts[1], full_hi)
+        return Spans(first * self.size // bk, live_hi, full_lo, full_hi)
+
+    def __str__(self) -> str:
+        return f"chunked({self.size})"
+
+
+def chunked(size: int) -> Rule:
+    """Tokens see each other within consecutive chunks: q // size == k // size.
+
+    Llama 4's local layers are `chunked(8192) & causal()`.
+    """
+    return Chunked(size_of("chunk size", size, 1))
+
+
+@plain
+class First(Rule):
+    """k < n."""
+
+    n: int
+
+    def allows(self, tokens: Tokens) -> Array:
+        return tokens.k < self.n
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        k_lo, k_hi = grid.k_range()
+        return k_lo < self.n, k_hi < self.n
+
+    def spans(self, grid: Grid) -> Spans | None:
+        zero = jnp.zeros(grid.counts[0], jnp.int32)
+        full = grid.counts[1] if self.n >= grid.shape[1] else self.n // grid.block[1]
+        return Spans(zero, zero + -(-self.n // grid.block[1]), zero, zero + full)
+
+    def __str__(self) -> str:
+        return f"first({self.n})"
+
+
+def first(n: int) -> Rule:
+    """Everybody sees the first n keys: k < n (what others call attention sinks in the cache)."""
+    return First(size_of("first n", n, 0))
+
+
+@plain
+class Strided(Rule):
+    """(q - k) % stride == 0."""
+
+    stride: int
+
+    def allows(self, tokens: Tokens) -> Array:
+        return (tokens.q - tokens.k) % self.stride == 0
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        (q_lo, q_hi), (k_lo, k_hi) = grid.q_range(), grid.k_range()
+        nearest, farthest = q_lo - k_hi, q_hi - k_lo  # q - k runs over all between
+        live = farthest // self.stride * self.stride >= nearest
+        return live, live & ((nearest == farthest) | (self.stride == 1))
+
+    def __str__(self) -> str:
+        return f"strided({self.stride})"
+
+
+def strided(stride: int) -> Rule:
+    """Every stride-th key, counted from the query: (q - k) % stride == 0."""
+    return Strided(size_of("stride", stride, 1))
+
+
+def dilated(window: Any, dilation: int) -> Rule:
+    """A window with gaps: keys q + t·dilation for t from -left to right."""
+    left, right = window_sides(window, SAME)
+    step = size_of("dilation", dilation, 1)
+    reach = [None if side is None else side * step for side in (left, right)]
+    return Window(*reach) & strided(step)
+
+
+@plain
+class GlobalTokens(Rule):
+    """q < n or k < n."""
+
+    n: int
+
+    def allows(self, tokens: Tokens) -> Array:
+        return (tokens.q < self.n) | (tokens.k < self.n)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        (q_lo, q_hi), (k_lo, k_hi) = grid.q_range(), grid.k_range()
+        return (q_lo < self.n) | (k_lo < self.n), (q_hi < self.n) | (k_hi < self.n)
+
+    def __str__(self) -> str:
+        return f"global_tokens({self.n})"
+
+
+def global_tokens(n: int) -> Rule:
+    """The first n tokens see everything and are seen by everybody: q < n or k < n."""
+    return GlobalTokens(size_of("global n", n, 0))
+
+
+@plain
+class Random(Rule):
+    """Cells kept by a hash of (seed, n, q // block, k // block)."""
+
+    density: float
+    seed: int
+    block: int
+
+    def _keeps(self, n: Any, q_cell: Any, k_cell: Any) -> Array:
+        n, q_cell, k_cell = (jnp.asarray(x).astype(jnp.uint32) for x in (n, q_cell, k_cell))
+        x = jnp.uint32(self.seed * 0x9E3779B9 & 0xFFFFFFFF) ^ n * jnp.uint32(0x85EBCA6B)
+        x = x ^ q_cell * jnp.uint32(0xC2B2AE35) ^ k_cell * jnp.uint32(0x27D4EB2F)
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)  # murmur3's finaliser
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        x = x ^ (x >> 16)
+        limit = int(self.density * 2**32)
+        return x < jnp.uint32(limit) if limit < 2**32 else jnp.ones_like(x, dtype=bool)
+
+    def allows(self, tokens: Tokens) -> Array:
+        return self._keeps(tokens.n, tokens.q // self.block, tokens.k // self.block)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        if not grid.is_contiguous or max(grid.block) > 8 * self.block:
+            return classify_by_tokens(self, grid)
+        (q_lo, q_hi), (k_lo, k_hi) = grid.q_range(), grid.k_range()
+        live, full = jnp.zeros((1, 1, 1, 1), bool), jnp.ones((1, 1, 1, 1), bool)
+        for dq in range((grid.block[0] - 1) // self.block + 2):
+            for dk in range((grid.block[1] - 1) // self.block + 2):
+                q_cell, k_cell = q_lo // self.block + dq, k_lo // self.block + dk
+                touched = (q_cell <= q_hi // self.block) & (k_cell <= k_hi // self.block)
+                keeps = self._keeps(grid.n, q_cell, k_cell)
+                live, full = live | touched & keeps, full & (~touched | keeps)
+        return live, full
+
+    def upper_bound(self) -> Rule:
+        return EVERYTHING
+
+    def __str__(self) -> str:
+        return f"random({self.density}, seed={self.seed}, block={self.block})"
+
+
+def random(density: float, seed: int = 0, block: int = 64) -> Rule:
+    """Keeps each block × block cell of tokens with probability `density`, anew for every head.
+
+    A cell (n, q // block, k // block) is kept when its 32-bit hash is below density · 2**32, so the
+    same seed gives the same mask on every machine.
+    """
+    if not 0 <= density <= 1:
+        raise ValueError(f"random density must be from 0 to 1, got {density!r}")
+    return Random(float(density), size_of("seed", seed, 0), size_of("random block", block, 1))
+
+
+def longformer(window: Any, n_global: int) -> Rule:
+    """sliding_window(window) | global_tokens(n_global)."""
+    return sliding_window(window) | global_tokens(n_global)
+
+
+def bigbird(window: Any, n_global: int, density: float, seed: int = 0, block: int = 64) -> Rule:
+    """longformer(window, n_global) | random(density, seed, block)."""
+    return longformer(window, n_global) | random(density, seed, block)

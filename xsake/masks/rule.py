@@ -1,0 +1,414 @@
+"""Rule, what it is asked (Tokens, Grid), what it answers (Spans), and how rules combine: & | ~."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+# An Array, or what JAX puts in its place while it rebuilds a pytree: no checker may insist.
+Leaf = Any
+T = TypeVar("T")
+
+INT_MAX = np.iinfo(np.int32).max
+
+
+class Tokens(NamedTuple):
+    """Where a rule is asked: integer arrays that broadcast against each other."""
+
+    b: Any  # what the rule compares: global batch row, global query head, positions
+    n: Any
+    q: Any
+    k: Any
+    b_index: Any  # where the rule's own arrays are read
+    n_index: Any
+    q_index: Any
+    k_index: Any
+
+    @classmethod
+    def at(cls, b: Any, n: Any, q: Any, k: Any) -> Tokens:
+        """Tokens whose positions are their indices."""
+        return cls(b, n, q, k, b, n, q, k)
+
+
+class Spans(NamedTuple):
+    """Of every row of blocks, [nq] each: live are live_lo … live_hi-1, full full_lo … full_hi-1."""
+
+    live_lo: Array
+    live_hi: Array
+    full_lo: Array
+    full_hi: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The blocks that a rule is asked to classify: (T, S) tokens cut into (block_q, block_k)."""
+
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    batch: int = 1
+    heads: int = 1
+    b_ids: Array | None = None  # [B, 1, 1, 1], default arange
+    n_ids: Array | None = None  # [1, N, 1, 1]
+    q_positions: Array | None = None  # [B|1, T], default arange
+    kv_positions: Array | None = None  # [B|1, S]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Row blocks and kv blocks, the last of each possibly cut short."""
+        return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether positions are indices, so that a block holds a run of them."""
+        return self.q_positions is None and self.kv_positions is None
+
+    @property
+    def b(self) -> Array:
+        """Global batch rows [B, 1, 1, 1]."""
+        return jnp.arange(self.batch)[:, None, None, None] if self.b_ids is None else self.b_ids
+
+    @property
+    def n(self) -> Array:
+        """Global query heads [1, N, 1, 1]."""
+        return jnp.arange(self.heads)[None, :, None, None] if self.n_ids is None else self.n_ids
+
+    def q_index_range(self) -> tuple[Array, Array]:
+        """First and last query index of every row block, [1, 1, nq, 1]."""
+        lo, hi = index_range(self.shape[0], self.block[0])
+        return lo[None, None, :, None], hi[None, None, :, None]
+
+    def k_index_range(self) -> tuple[Array, Array]:
+        """First and last key index of every kv block, [1, 1, 1, nk]."""
+        lo, hi = index_range(self.shape[1], self.block[1])
+        return lo[None, None, None, :], hi[None, None, None, :]
+
+    def q_range(self) -> tuple[Array, Array]:
+        """Smallest and largest query position of every row block, [B|1, 1, nq, 1]."""
+        if self.q_positions is None:
+            return self.q_index_range()
+        lo, hi = value_range(self.q_positions, self.block[0])
+        return lo[:, None, :, None], hi[:, None, :, None]
+
+    def k_range(self) -> tuple[Array, Array]:
+        """Smallest and largest key position of every kv block, [B|1, 1, 1, nk]."""
+        if self.kv_positions is None:
+            return self.k_index_range()
+        lo, hi = value_range(self.kv_positions, self.block[1])
+        return lo[:, None, None, :], hi[:, None, None, :]
+
+    def row_tokens(self, i: Any) -> Tokens:
+        """Row block i against every key: q [B|1, 1, block_q, 1], k [B|1, 1, 1, S]."""
+        q_index = (i * self.block[0] + jnp.arange(self.block[0]))[None, None, :, None]
+        k_index = jnp.arange(self.shape[1])[None, None, None, :]
+        q, k = q_index, k_index
+        if self.q_positions is not None:
+            at = jnp.minimum(q_index[0, 0, :, 0], self.shape[0] - 1)
+            q = self.q_positions[:, at][:, None, :, None]
+        if self.kv_positions is not None:
+            k = self.kv_positions[:, None, None, :]
+        b_index = jnp.arange(self.batch)[:, None, None, None]
+        n_index = jnp.arange(self.heads)[None, :, None, None]
+        return Tokens(self.b, self.n, q, k, b_index, n_index, q_index, k_index)
+
+
+class Rule:
+    """A token-level function of (b, n, q, k) -> bool; `xsake.masks` says what is promised."""
+
+    # What each axis of a carried array counts: "b", "n", "q" or "k"; any of them may be 1 (shared).
+    axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    def allows(self, tokens: Tokens) -> Array:
+        """Whether each token pair is allowed, broadcast over `tokens`."""
+        raise NotImplementedError
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        """(live, full), broadcastable to [B, N, nq, nk]; by default token by token."""
+        return classify_by_tokens(self, grid)
+
+    def spans(self, grid: Grid) -> Spans | None:
+        """The live and the full blocks of every row as one run each, where they are."""
+        return None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query can ever see a later key."""
+        return False
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the rule carries arrays."""
+        return bool(jax.tree.leaves(self))
+
+    def upper_bound(self) -> Rule:
+        """A rule without data that allows all that this one may: it sizes lists under jit."""
+        return EVERYTHING if self.has_data else self
+
+    def __call__(self, b: Any, n: Any, q: Any, k: Any) -> Array:
+        """Whether query q of head n in batch row b sees key k; indices are positions here."""
+        return jnp.asarray(self.allows(Tokens.at(*map(jnp.asarray, (b, n, q, k)))))
+
+    def __and__(self, other: Rule) -> Rule:
+        if not isinstance(other, Rule):
+            return NotImplemented
+        if other == EVERYTHING:
+            return self
+        return other if self == EVERYTHING else And(self, other)
+
+    def __or__(self, other: Rule) -> Rule:
+        return Or(self, other) if isinstance(other, Rule) else NotImplemented
+
+    def __invert__(self) -> Rule:
+        return Not(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+# ------------------------------------------------------------------------------------------ pieces
+
+
+def index_range(length: int, block: int) -> tuple[Array, Array]:
+    """First and last index of every block, the last one cut at `length`."""
+    lo = jnp.arange(-(-length // block)) * block
+    return lo, jnp.minimum(lo + block, length) - 1
+
+
+def cut(values: Array, block: int, axis: int, fill: Any) -> Array:
+    """Splits one axis into (blocks, block), the last block filled up."""
+    axis %= values.ndim
+    length = values.shape[axis]
+    pads = [(0, 0)] * values.ndim
+    pads[axis] = (0, -length % block)
+    padded = jnp.pad(values, pads, constant_values=fill)
+    return padded.reshape(*values.shape[:axis], -1, block, *values.shape[axis + 1 :])
+
+
+def value_range(values: Array, block: int) -> tuple[Array, Array]:
+    """Smallest and largest value of every block of the last axis."""
+    lo = cut(values, block, -1, INT_MAX).min(-1)
+    return lo, cut(values, block, -1, -INT_MAX).max(-1)
+
+
+def classify_by_tokens(rule: Rule, grid: Grid) -> tuple[Array, Array]:
+    """Asks for every token pair, one row of blocks at a time: T·S work, block_q·S memory."""
+    (T, S), (_, bk) = grid.shape, grid.block
+
+    def row(i: Array) -> tuple[Array, Array]:
+        tokens = grid.row_tokens(i)
+        real = tokens.q_index < T
+        allowed = jnp.asarray(rule.allows(tokens))
+        allowed = jnp.broadcast_to(allowed, np.broadcast_shapes(allowed.shape, (grid.block[0], S)))
+        allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
+        some = cut(allowed & real, bk, -1, False).any((-1, -3))
+        return some, cut(allowed | ~real, bk, -1, True).all((-1, -3))
+
+    live, full = lax.map(row, jnp.arange(grid.counts[0]))  # [nq, B|1, N|1, nk]
+    return jnp.moveaxis(live, 0, 2), jnp.moveaxis(full, 0, 2)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def carries_data(cls: type[T]) -> type[T]:
+    """A rule that carries arrays: identity decides equality, the arrays are pytree leaves."""
+    return _register(dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls))
+
+
+@dataclass_transform(frozen_default=True)
+def plain(cls: type[T]) -> type[T]:
+    """A rule of plain numbers: equality and hash by value, no leaves."""
+    return _register(dataclasses.dataclass(frozen=True, repr=False)(cls))
+
+
+def _register(cls: Any) -> Any:
+    data: list[str] = []
+    meta: list[str] = []
+    for field in dataclasses.fields(cls):
+        (data if field.metadata.get("leaf") else meta).append(field.name)
+    return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
+
+
+def leaf() -> Any:
+    """Marks a dataclass field as a pytree child."""
+    return dataclasses.field(metadata={"leaf": True})
+
+
+def size_of(name: str, value: Any, least: int) -> int:
+    """A whole number of at least `least`, or an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return int(value)
+
+
+def int_array(name: str, values: Any, ndim: int) -> Array:
+    """An integer array of `ndim` axes, a missing leading axis added."""
+    out = jnp.asarray(values)
+    if not jnp.issubdtype(out.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {out.dtype}")
+    if out.ndim == ndim - 1:
+        out = out[None]
+    if out.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} axes, got shape {out.shape}")
+    return out.astype(jnp.int32)
+
+
+@plain
+class Everything(Rule):
+    """Every query sees every key."""
+
+    def allows(self, tokens: Tokens) -> Array:
+        return jnp.ones((1, 1), bool)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        yes = jnp.ones((1, 1, *grid.counts), bool)
+        return yes, yes
+
+    def spans(self, grid: Grid) -> Spans | None:
+        zero = jnp.zeros(grid.counts[0], jnp.int32)
+        return Spans(zero, zero + grid.counts[1], zero, zero + grid.counts[1])
+
+    def __str__(self) -> str:
+        return "everything()"
+
+
+EVERYTHING = Everything()
+
+# ------------------------------------------------------------------------------------- combinations
+
+
+@plain
+class And(Rule):
+    """Both."""
+
+    a: Rule = leaf()
+    b: Rule = leaf()
+
+    def allows(self, tokens: Tokens) -> Array:
+        return self.a.allows(tokens) & self.b.allows(tokens)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        (live_a, full_a), (live_b, full_b) = self.a.classify(grid), self.b.classify(grid)
+        return live_a & live_b, full_a & full_b
+
+    def spans(self, grid: Grid) -> Spans | None:
+        a, b = self.a.spans(grid), self.b.spans(grid)
+        if a is None or b is None:
+            return None
+        starts, ends = jnp.maximum, jnp.minimum
+        return Spans(*(f(x, y) for f, x, y in zip((starts, ends) * 2, a, b, strict=True)))
+
+    @property
+    def is_causal(self) -> bool:
+        return self.a.is_causal or self.b.is_causal
+
+    def upper_bound(self) -> Rule:
+        return self.a.upper_bound() & self.b.upper_bound()
+
+    def __str__(self) -> str:
+        return " & ".join(f"({r})" if isinstance(r, Or) else str(r) for r in (self.a, self.b))
+
+
+@plain
+class Or(Rule):
+    """Either."""
+
+    a: Rule = leaf()
+    b: Rule = leaf()
+
+    def allows(self, tokens: Tokens) -> Array:
+        return self.a.allows(tokens) | self.b.allows(tokens)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        (live_a, full_a), (live_b, full_b) = self.a.classify(grid), self.b.classify(grid)
+        return live_a | live_b, full_a | full_b
+
+    @property
+    def is_causal(self) -> bool:
+        return self.a.is_causal and self.b.is_causal
+
+    def upper_bound(self) -> Rule:
+        a, b = self.a.upper_bound(), self.b.upper_bound()
+        return EVERYTHING if EVERYTHING in (a, b) else a | b
+
+    def __str__(self) -> str:
+        return f"{self.a} | {self.b}"
+
+
+@plain
+class Not(Rule):
+    """The opposite."""
+
+    a: Rule = leaf()
+
+    def allows(self, tokens: Tokens) -> Array:
+        return ~self.a.allows(tokens)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        live, full = self.a.classify(grid)
+        return ~full, ~live
+
+    def upper_bound(self) -> Rule:
+        # an upper bound of `a` says nothing of what `a` leaves out
+        return self if self.a.upper_bound() == self.a else EVERYTHING
+
+    def __str__(self) -> str:
+        return f"~{self.a}" if not isinstance(self.a, (And, Or)) else f"~({self.a})"
+
+
+# ------------------------------------------------------------------------------- asked from outside
+
+
+def reach(rule: Rule, batch: int, heads: int, *, by_number: bool = False) -> tuple[int, int]:
+    """(B or 1, N or 1): what the rule's answers depend on, read off the shape of an answer.
+
+    With `by_number`, only the global numbers b and n count, not arrays read by index.
+    """
+
+    def ask(b: Array, n: Array) -> Array:
+        one = jnp.zeros((1, 1, 1, 1), jnp.int32)
+        at = (one, one) if by_number else (b, n)
+        return jnp.asarray(rule.allows(Tokens(b, n, one, one, *at, one, one)))
+
+    sizes = (batch, 1, 1, 1), (1, heads, 1, 1)
+    shape = jax.eval_shape(ask, *(jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)).shape
+    shape = (1,) * (4 - len(shape)) + shape
+    return shape[0], shape[1]
+
+
+def partition_spec(rule: Any, batch: Any, heads: Any) -> Any:
+    """The rule with a PartitionSpec in place of every array: `in_specs` for `shard_map`."""
+    names = {"b": batch, "n": heads, "q": None, "k": None}
+    new = {}
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if not field.metadata.get("leaf") or value is None:
+            continue
+        if isinstance(value, Rule):
+            new[field.name] = partition_spec(value, batch, heads)
+        elif field.name in rule.axes:
+            axes = zip(value.shape, rule.axes[field.name], strict=True)
+            new[field.name] = PartitionSpec(*(None if d == 1 else names[a] for d, a in axes))
+        else:
+            new[field.name] = jax.tree.map(lambda _: PartitionSpec(), value)
+    return dataclasses.replace(rule, **new)
+
+
+def carried(rule: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+    """(name, what each axis counts, shape) of every array whose layout the rule knows."""
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if isinstance(value, Rule):
+            yield from carried(value)
+        elif field.name in rule.axes and value is not None:
+            yield field.name, rule.axes[field.name], value.shape
+
+
+def combine(rules: Any) -> Rule:
+    """All of them at once: the & of any number of rules."""
+    return functools.reduce(lambda a, b: a & b, rules, EVERYTHING)
