@@ -6,8 +6,9 @@
 PYTHON ?= python3
 # Extras beside cli and dev, with commas: make setup EXTRAS=cuda
 EXTRAS ?=
-# Processes that pytest uses: one compiles while the other runs. 0: no second process
+# Processes that pytest uses (0: only its own), and how tests are dealt to them: worksteal, loadfile
 WORKERS ?= 2
+DIST ?= worksteal
 # More words for pytest: make pytest PYTEST_ARGS="tests/test_readme.py -x"
 PYTEST_ARGS ?=
 # How many random cases `make fuzz` runs, and the seed of the first
@@ -29,8 +30,7 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 .PHONY: help setup demo test lint pytest format bench fuzz lock clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | \
-	    awk -F'\t' '{ printf "make %-8s %s\n", $$1, $$2 }'
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## install into .venv/VERSION what constraints.txt pins; EXTRAS=cuda adds extras
 
@@ -59,7 +59,7 @@ lint: setup  ## ruff, mypy, and who may import whom
 	$(BIN)/lint-imports
 
 pytest: setup  ## the tests without lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist $(DIST) $(PYTEST_ARGS)
 
 format: setup  ## rewrite the sources as lint wants them
 	$(BIN)/ruff check --fix --exit-zero .

@@ -29,11 +29,15 @@ BACKENDS = ("xla", "reference")
 #     the result, of the saved output and of weights before a product, 2**-9 = 2e-3 each: five.
 #   float16: the same five roundings of 2**-11 = 5e-4.
 TOLERANCE = {"float32": (2e-6, 1e-5), "bfloat16": (1e-2, 1e-2), "float16": (2.5e-3, 2.5e-3)}
-# Where a gradient's terms cancel to less than 1/20 of their size, the size of the terms counts: in
-# float32 that grants 1e-5 / 20 = 5e-7 of them, eight roundings.
-CANCELLATION = 1 / 20
+# Where a gradient's terms cancel to less than 1/10 of their size, the size of the terms counts: in
+# float32 that grants 1e-5 / 10 = 1e-6 of them, 16 roundings. Half of them belong to a logsumexp of
+# about 8, whose rounding (8 * 2**-24) is a relative error of every weight made from it.
+CANCELLATION = 1 / 10
 # Logsumexp is an exponent: its absolute error is the relative error of the weights made from it.
 LOGSUMEXP_FLOOR = 1.0
+# LLVM's optimiser takes half of the time to compile and changes no result; the conformance suite
+# and the probes compile as users do.
+FAST_COMPILATION = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ def compiled(signature: Signature, backend: str):
             **{name: fill(value, arrays) for name, value in signature.keywords},
         )
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
     def run(floats, arrays):
         learned = {name: x for name, x in floats.items() if not name.startswith("d_")}
         (out, lse), pull_back = jax.vjp(lambda x: attend(x, arrays), learned)

@@ -65,6 +65,14 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     run(blocks, str(page.relative_to(ROOT)), module)
 
 
+def test_the_drawn_mask_is_what_the_example_prints(capsys):
+    """README's first ```text block is the output of its first python block, letter for letter."""
+    text = README.read_text(encoding="utf-8")
+    drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    run(python_blocks(text)[:1], "README.md", types.ModuleType("page"))
+    assert capsys.readouterr().out == drawn[1]
+
+
 def test_only_python_fences_are_taken_and_lines_are_counted():
     text = (
         "# Title\n\n```python\nx = 1\n```\n\n```text\nnot python (\n```\n"

@@ -260,14 +260,15 @@ def _visit_rows(
             s = _logits(settings, q_rows, _operand(k_blocks[kv]), dtype)
             if tiles is not None:
                 s = s + tiles.tiles[tiles.place(b, n, i, j)]
-            keep = live[:, None, None]
             if is_partial:
-                keep = keep & _allowed(mask, b, n, i, j)
-            s = jnp.where(keep, s, -jnp.inf)
-            m_new = jnp.maximum(m, s.max(-1))
-            m_finite = jnp.where(m_new == -jnp.inf, 0, m_new)  # nothing seen yet: exp(-inf - 0) = 0
-            shrink = jnp.exp(m - m_finite)  # rescales what was summed under the old maximum
-            p = jnp.exp(s - m_finite[..., None])
+                s = jnp.where(_allowed(mask, b, n, i, j), s, -jnp.inf)
+            # A row that has ended keeps its maximum and gets p = exp(s - inf) = 0. One that has seen
+            # nothing yet has no maximum: 0 in its place, and again p = 0.
+            live = live[:, None]
+            m_new = jnp.where(live, jnp.maximum(m, s.max(-1)), m)
+            level = jnp.where(live, jnp.where(m_new == -jnp.inf, 0, m_new), jnp.inf)
+            shrink = jnp.where(live, jnp.exp(m - level), 1)  # rescales sums under the old maximum
+            p = jnp.exp(s - level[..., None])
             v_rows = _operand(v_blocks[kv])
             pv = _product("rqk,rkh->rqh", p.astype(v_rows.dtype), v_rows, dtype)
             return m_new, l * shrink + p.sum(-1), acc * shrink[..., None] + pv
@@ -323,19 +324,20 @@ def _visit_columns(settings: Settings, saved: Any, cotangents: Any) -> Any:
             q_rows, do_rows = _operand(q_blocks[row]), _operand(do_blocks[row])
             capped = _logits(settings, q_rows, k_rows, dtype)
             s = capped if tiles is None else capped + tiles.tiles[tiles.place(b, n, i, j)]
-            keep = live[:, None, None]
+            live = live[:, None, None]
+            p = jnp.exp(s - jnp.where(live, level[row], jnp.inf))  # 0 where a column has ended
+            ds = p * (_product("rqh,rkh->rqk", do_rows, v_rows, dtype) - delta[row])
             if is_partial:
-                keep = keep & _allowed(mask, b, n, i, j)
-            p = jnp.where(keep, jnp.exp(s - level[row]), 0)
-            dp = _product("rqh,rkh->rqk", do_rows, v_rows, dtype)
-            ds = jnp.where(keep, p * (dp - delta[row]), 0)
+                allowed = _allowed(mask, b, n, i, j)
+                p, ds = jnp.where(allowed, p, 0), jnp.where(allowed, ds, 0)
             if tiles is not None:
-                dbias = dbias.at[tiles.place(b, n, i, j)].add(tiles.reduce(ds))
+                shares = jnp.where(live, tiles.reduce(ds), 0)
+                dbias = dbias.at[tiles.place(b, n, i, j)].add(shares)
             if settings.soft_cap is not None:
                 ds = ds * (1 - (capped / settings.soft_cap) ** 2)
             ds, p = ds.astype(q_rows.dtype), p.astype(q_rows.dtype)
             dq_rows = _product("rqk,rkh->rqh", ds, k_rows, dtype)
-            dq = dq.at[row].add(jnp.where(live[:, None, None], dq_rows, 0))
+            dq = dq.at[row].add(jnp.where(live, dq_rows, 0))
             dk = dk + _product("rqk,rqh->rkh", ds, q_rows, dtype)
             return dq, dbias, dk, dv + _product("rqk,rqh->rkh", p, do_rows, dtype)
 

@@ -1,0 +1,338 @@
+"""Wrong calls: each is refused before any kernel, in a sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import xsake
+from xsake import BlockMask, masks
+
+B, T, S, N, K, H = 2, 32, 48, 4, 2, 8
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def attend(query=None, key=None, value=None, *args, **call):
+    """A right call but for what is given."""
+    query = zeros(B, T, N, H) if query is None else query
+    key = zeros(B, S, K, H) if key is None else key
+    value = zeros(B, S, K, H) if value is None else value
+    return xsake.dot_product_attention(query, key, value, *args, **call)
+
+
+def ints(*shape):
+    return jnp.zeros(shape, jnp.int32)
+
+
+def mask_of(T=T, S=S, **more):
+    return BlockMask.from_rule(masks.causal(), (T, S), block=16, **more)
+
+
+# What is wrong: (the call, the exception, words that the message must hold, in this order)
+SHAPES_AND_DTYPES = {
+    "query of two axes": (lambda: attend(zeros(T, H)), ValueError, r"query.*\(?32, 8"),
+    "query of five axes": (lambda: attend(zeros(1, B, T, N, H)), ValueError, r"query.*1, 2, 32"),
+    "key of another rank": (lambda: attend(key=zeros(S, K, H)), ValueError, r"key.*48, 2, 8"),
+    "6 heads on 4": (
+        lambda: attend(zeros(B, T, 6, H), zeros(B, S, 4, H), zeros(B, S, 4, H)),
+        ValueError,
+        r"6.*4",
+    ),
+    "fewer heads than kv heads": (
+        lambda: attend(zeros(B, T, 2, H), zeros(B, S, 4, H), zeros(B, S, 4, H)),
+        ValueError,
+        r"2.*4",
+    ),
+    "batches differ": (lambda: attend(key=zeros(3, S, K, H)), ValueError, r"3"),
+    "value of another batch": (lambda: attend(value=zeros(3, S, K, H)), ValueError, r"value.*3"),
+    "value of another length": (lambda: attend(value=zeros(B, 47, K, H)), ValueError, r"47|48"),
+    "value of other heads": (lambda: attend(value=zeros(B, S, 1, H)), ValueError, r"value"),
+    "head sizes differ": (lambda: attend(key=zeros(B, S, K, 16)), ValueError, r"16|8"),
+    "integer query": (lambda: attend(ints(B, T, N, H)), (TypeError, ValueError), r"query.*int32"),
+    "key of another dtype": (
+        lambda: attend(key=zeros(B, S, K, H, dtype=jnp.bfloat16)),
+        (TypeError, ValueError),
+        r"bfloat16",
+    ),
+    "a list for a query": (lambda: attend([[1.0]]), (TypeError, ValueError), r"query"),
+}
+
+ARGUMENTS = {
+    "bias of other lengths": (
+        lambda: attend(bias=zeros(B, N, T, 47)),
+        ValueError,
+        r"bias.*47",
+    ),
+    "bias of three heads": (lambda: attend(bias=zeros(1, 3, T, S)), ValueError, r"bias.*3"),
+    "bool bias": (
+        lambda: attend(bias=jnp.ones((1, 1, T, S), bool)),
+        (TypeError, ValueError),
+        r"bias.*bool",
+    ),
+    "float mask": (lambda: attend(mask=zeros(1, 1, T, S)), (TypeError, ValueError), r"mask.*float"),
+    "bool mask of other lengths": (
+        lambda: attend(mask=jnp.ones((1, 1, T, 47), bool)),
+        ValueError,
+        r"mask.*47",
+    ),
+    "a string for a mask": (lambda: attend(mask="causal"), (TypeError, ValueError), r"mask.*str"),
+    "mask of other lengths": (
+        lambda: attend(mask=mask_of(T=64)),
+        ValueError,
+        r"(?s)64.*32|32.*64",
+    ),
+    "mask of other heads": (
+        lambda: attend(mask=BlockMask.from_dense(jnp.ones((3, 2, 3), bool), block=16)),
+        ValueError,
+        r"3.*heads|heads.*3",
+    ),
+    "mask of another batch": (
+        lambda: attend(mask=BlockMask.from_dense(jnp.ones((3, 1, 2, 3), bool), block=16)),
+        ValueError,
+        r"3",
+    ),
+    "positions beside a BlockMask": (
+        lambda: attend(mask=mask_of(), q_positions=ints(B, T)),
+        ValueError,
+        r"positions.*from_rule",
+    ),
+    "negative window": (
+        lambda: attend(local_window_size=(-1, 3)),
+        ValueError,
+        r"-1",
+    ),
+    "window of three": (
+        lambda: attend(local_window_size=(1, 2, 3)),
+        ValueError,
+        r"window.*1, 2, 3",
+    ),
+    "zero soft cap": (lambda: attend(logits_soft_cap=0.0), ValueError, r"logits_soft_cap.*0"),
+    "negative soft cap": (lambda: attend(logits_soft_cap=-5.0), ValueError, r"soft_cap.*-5"),
+    "sinks of three heads": (lambda: attend(sinks=zeros(3)), ValueError, r"sinks.*3"),
+    "sinks of three axes": (lambda: attend(sinks=zeros(N, 1, 1)), ValueError, r"sinks.*4, 1, 1"),
+    "integer sinks": (lambda: attend(sinks=ints(N)), (TypeError, ValueError), r"sinks.*int32"),
+    "lengths of three rows": (
+        lambda: attend(query_seq_lengths=ints(3)),
+        ValueError,
+        r"query_seq_lengths.*3",
+    ),
+    "float lengths": (
+        lambda: attend(key_value_seq_lengths=zeros(B)),
+        (TypeError, ValueError),
+        r"key_value_seq_lengths.*float",
+    ),
+    "segment ids of other lengths": (
+        lambda: attend(q_segment_ids=ints(B, 31), kv_segment_ids=ints(B, S)),
+        ValueError,
+        r"q_segment_ids.*31",
+    ),
+    "segment ids on one side only, T != S": (
+        lambda: attend(q_segment_ids=ints(B, T)),
+        ValueError,
+        r"kv_segment_ids",
+    ),
+    "float segment ids": (
+        lambda: attend(q_segment_ids=zeros(B, T), kv_segment_ids=zeros(B, S)),
+        (TypeError, ValueError),
+        r"segment_ids.*float",
+    ),
+    "positions of other lengths": (
+        lambda: attend(is_causal=True, q_positions=ints(B, 31)),
+        ValueError,
+        r"q_positions.*31",
+    ),
+    "unknown backend": (
+        lambda: attend(implementation="cudnn"),
+        ValueError,
+        r"cudnn.*xla",
+    ),
+    "a backend that cannot run here": (
+        lambda: attend(implementation="hopper"),
+        ValueError,
+        r"hopper",
+    ),
+    "TPU kernels on a CPU": (lambda: attend(implementation="tpu"), ValueError, r"(?i)tpu"),
+}
+
+RULES = {
+    "window of -3": (lambda: masks.sliding_window(-3), ValueError, r"-3"),
+    "window of half a token": (lambda: masks.sliding_window(2.5), (TypeError, ValueError), r"2\.5"),
+    "chunks of no token": (lambda: masks.chunked(0), ValueError, r"0"),
+    "first -1": (lambda: masks.first(-1), ValueError, r"-1"),
+    "stride of 0": (lambda: masks.strided(0), ValueError, r"0"),
+    "dilation of 0": (lambda: masks.dilated(3, 0), ValueError, r"0"),
+    "density of 1.5": (lambda: masks.random(1.5), ValueError, r"1\.5"),
+    "random cells of 0": (lambda: masks.random(0.5, block=0), ValueError, r"0"),
+    "-2 global tokens": (lambda: masks.global_tokens(-2), ValueError, r"-2"),
+    "float document ids": (lambda: masks.documents(zeros(B, T)), (TypeError, ValueError), r"float"),
+    "document ids of three axes": (lambda: masks.documents(ints(1, B, T)), ValueError, r"1, 2, 32"),
+    "prefix lengths of two axes": (lambda: masks.prefix(ints(B, 1)), ValueError, r"2, 1"),
+    "mask array of two axes": (
+        lambda: masks.array(jnp.ones((T, S), bool)),
+        ValueError,
+        r"32, 48",
+    ),
+    "mask array of floats": (
+        lambda: masks.array(zeros(1, 1, T, S)),
+        (TypeError, ValueError),
+        r"float",
+    ),
+    "a rule that is no function": (lambda: masks.rule(3), (TypeError, ValueError), r"3|int"),
+    "a rule that reads tokens": (
+        lambda: masks.rule(lambda b, n, q, k: k <= q, reads="tokens"),
+        ValueError,
+        r"tokens",
+    ),
+    "a rule and a number": (lambda: masks.causal() & 3, TypeError, r"(?i)int"),
+    "float positions": (
+        lambda: masks.at_positions(masks.causal(), zeros(T)),
+        (TypeError, ValueError),
+        r"float",
+    ),
+}
+
+BLOCK_MASKS = {
+    "blocks of 0": (lambda: BlockMask.from_rule(masks.causal(), (T, S), block=0), ValueError, r"0"),
+    "no queries": (lambda: BlockMask.from_rule(masks.causal(), (0, S)), ValueError, r"0"),
+    "data of another length": (
+        lambda: BlockMask.from_rule(masks.documents(ints(B, 31), ints(B, S)), (T, S), batch=B),
+        ValueError,
+        r"31.*32|32.*31",
+    ),
+    "data of another batch": (
+        lambda: BlockMask.from_rule(masks.prefix(ints(3)), (T, S), batch=B),
+        ValueError,
+        r"3.*2|2.*3",
+    ),
+    "capacity too small": (lambda: mask_of(capacity=1), ValueError, r"3.*1|1.*3"),
+    "a negative capacity": (lambda: mask_of(capacity=-1), ValueError, r"-1"),
+    "integer blocks": (
+        lambda: BlockMask.from_dense(ints(2, 3)),
+        (TypeError, ValueError),
+        r"bool.*int32|int32.*bool",
+    ),
+    "blocks of one axis": (
+        lambda: BlockMask.from_dense(jnp.ones(4, bool)),
+        ValueError,
+        r"4",
+    ),
+    "blocks that do not cover the lengths": (
+        lambda: BlockMask.from_dense(jnp.ones((2, 3), bool), shape=(64, 48), block=16),
+        ValueError,
+        r"64",
+    ),
+    "kv blocks of another rank": (
+        lambda: BlockMask.from_kv_blocks(ints(4), ints(4, 4)),
+        ValueError,
+        r"4",
+    ),
+    "full counts without their lists": (
+        lambda: BlockMask.from_kv_blocks(ints(1, 1, 2), ints(1, 1, 2, 2), ints(1, 1, 2)),
+        ValueError,
+        r"full_kv",
+    ),
+    "a mask and an array": (lambda: mask_of() & jnp.ones((T, S), bool), TypeError, r"."),
+    "a head that is not there": (
+        lambda: BlockMask.from_dense(jnp.ones((3, 2, 2), bool))[0, 5],
+        IndexError,
+        r"5.*3|3.*5",
+    ),
+}
+
+# Where the type itself is wrong: tests run with jaxtyping's checks, which would speak first.
+TYPES = {
+    "options that are a dict": (
+        lambda: attend(options={"deterministic": True}),
+        (TypeError, ValueError),
+        r"options.*dict",
+    ),
+    "three block sizes": (
+        lambda: BlockMask.from_rule(masks.causal(), (T, S), block=(16, 16, 16)),
+        (TypeError, ValueError),
+        r"16, 16, 16",
+    ),
+    "a shape of one number": (
+        lambda: BlockMask.from_rule(masks.causal(), T),
+        (TypeError, ValueError),
+        r"32",
+    ),
+    "a function for a rule": (
+        lambda: BlockMask.from_rule(lambda b, n, q, k: k <= q, (T, S)),
+        (TypeError, ValueError),
+        r"masks\.rule",
+    ),
+}
+
+WRONG = SHAPES_AND_DTYPES | ARGUMENTS | RULES | BLOCK_MASKS
+
+
+def refuse(call, exception, words):
+    with pytest.raises(exception, match=words) as caught:
+        call()
+    assert len(str(caught.value)) < 400, "one sentence"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_refused_with_its_value(name):
+    refuse(*WRONG[name])
+
+
+def test_a_wrong_type_is_refused_as_users_see_it():
+    """In a process of its own, without the type checks that tests run with."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_bad_input"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["6 heads on 4", "mask of other lengths", "head sizes differ"])
+def test_a_wrong_call_is_refused_while_tracing(name):
+    """Under jit as well, where no value is at hand."""
+    call, exception, words = WRONG[name]
+    with pytest.raises(exception, match=words):
+        jax.eval_shape(call)
+
+
+def test_the_right_call_passes():
+    """What every wrong call above differs from by one thing."""
+    assert attend(mask=mask_of()).shape == (B, T, N, H)
+
+
+def test_dropout_does_not_exist():
+    with pytest.raises(TypeError, match="dropout"):
+        attend(dropout_rate=0.1)
+
+
+def test_explain_gives_every_reason():
+    reasons = xsake.explain(zeros(B, T, N, H), zeros(B, S, K, H), zeros(B, S, K, H)).reasons
+    assert reasons["xla"] is None
+    assert reasons["reference"] is None
+    assert set(reasons) >= {"xla", "reference"}
+    for name, reason in reasons.items():
+        if reason is not None:
+            with pytest.raises(ValueError, match=name):
+                attend(implementation=name)
+
+
+def test_explain_names_what_the_door_takes():
+    explanation = xsake.explain(zeros(B, T, N, H), zeros(B, S, K, H), zeros(B, S, K, H))
+    assert explanation.reasons[explanation.chosen] is None
+    for name in explanation.reasons:
+        assert name in str(explanation)
+
+
+if __name__ == "__main__":
+    for case in TYPES.values():
+        refuse(*case)
