@@ -5,6 +5,7 @@ Every function is pure, runs under jit and has static sizes; `capacity` is M, kv
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,57 @@ def cut_to_capacity(lists: Lists) -> Lists:
 def starts_of(count: Array) -> Array:
     """Where each row begins when rows of these lengths lie one after the other."""
     return jnp.cumsum(count, axis=-1, dtype=jnp.int32) - count
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def lists_of_rule(rule: Rule, grid: Grid, capacity: int) -> Lists:
+    """The blocks that a rule leaves alive."""
+    spans = rule.spans(grid)
+    if spans is not None:
+        return lists_from_spans(spans, grid, capacity)
+    return lists_from_map(*rule.classify(grid), grid, capacity)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def lists_of_blocks(blocks: Array, rule: Rule, grid: Grid, capacity: int) -> Lists:
+    """The blocks marked True [B, N, nq, nk], less what the rule empties."""
+    live, full = rule.classify(grid)
+    return lists_from_map(blocks & live, blocks & full, grid, capacity)
+
+
+@functools.partial(jax.jit, static_argnums=(2,))
+def narrowed(lists: Lists, rule: Rule, grid: Grid) -> Lists:
+    """The same lists less what the rule empties, for all of the grid's batch rows. Keeps M."""
+
+    def widened(x: Array) -> Array:
+        return jnp.broadcast_to(x, (grid.batch, *x.shape[1:]))
+
+    wide = Lists._make([*map(widened, lists[:4]), lists.overflow])
+    rows, columns, full, live = entries_of(wide)
+    rule_live, rule_full = classes_at(rule, grid, rows, columns)
+    capacity = lists.kv_index.shape[-1]
+    packed = pack(rows, columns, full & rule_full, live & rule_live, grid.counts[0], capacity)
+    return packed._replace(overflow=lists.overflow)
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def transposed(lists: Lists, n_columns: int) -> Lists:
+    """The same blocks listed by column. Keeps M."""
+    rows, columns, full, live = entries_of(lists)
+    packed = pack(columns, rows, full, live, n_columns, lists.kv_index.shape[-1])
+    return packed._replace(overflow=lists.overflow)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def block_map(lists: Lists, nq: int, nk: int) -> Array:
+    """Every block's class, int8 [B|1, N|K|1, nq, nk]: 0 empty, 1 partial, 2 full."""
+
+    def one(rows: Array, columns: Array, full: Array, live: Array) -> Array:
+        at = jnp.where(live, rows * nk + columns, nq * nk)
+        flat = jnp.zeros(nq * nk, jnp.int8).at[at].max(jnp.int8(1) + full, mode="drop")
+        return flat.reshape(nq, nk)
+
+    return jax.vmap(jax.vmap(one))(*entries_of(lists))
 
 
 def lists_from_spans(spans: Spans, grid: Grid, capacity: int) -> Lists:

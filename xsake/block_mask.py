@@ -24,13 +24,14 @@ from jax.sharding import PartitionSpec
 from xsake import masks
 from xsake.block_lists import (
     Lists,
-    classes_at,
+    block_map,
     cut_to_capacity,
-    entries_of,
     listed_blocks,
     lists_from_map,
-    lists_from_spans,
-    pack,
+    lists_of_blocks,
+    lists_of_rule,
+    narrowed,
+    transposed,
 )
 from xsake.masks.carrying import Picked, Swapped
 from xsake.masks.rule import Grid, Leaf, Rule, Tokens, carried, partition_spec, reach
@@ -92,14 +93,8 @@ class BlockMask:
         """
         grid = _grid(shape, block, batch, heads)
         rule = _numbered(masks.at_positions(_a_rule(rule), q_positions, kv_positions), grid)
-        spans = rule.spans(grid)
         capacity = _capacity(rule, grid) if capacity is None else _checked_capacity(capacity)
-        if spans is not None:
-            lists = lists_from_spans(spans, grid, capacity)
-        else:
-            live, full = rule.classify(grid)
-            lists = lists_from_map(live, full, grid, capacity)
-        return _made(lists, rule, grid)
+        return _made(lists_of_rule(rule, grid, capacity), rule, grid)
 
     @staticmethod
     def from_dense(
@@ -136,9 +131,8 @@ class BlockMask:
                 f"but blocks has {list(blocks.shape[2:])}"
             )
         ruled = _numbered(masks.everything() if rule is None else _a_rule(rule), grid)
-        live, full = ruled.classify(grid)
         capacity = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
-        lists = lists_from_map(blocks & live, blocks & full, grid, capacity)
+        lists = lists_of_blocks(blocks, ruled, grid, capacity)
         return _made(lists, None if rule is None else ruled, grid)
 
     @staticmethod
@@ -197,15 +191,7 @@ class BlockMask:
 
     def blocks(self) -> Array:
         """Every block's class, int8 [B|1, N|K|1, nq, nk]: 0 empty, 1 partial, 2 full."""
-        entries = entries_of(self.lists)
-        nq, nk = self.grid.counts
-
-        def one(rows: Array, columns: Array, full: Array, live: Array) -> Array:
-            at = jnp.where(live, rows * nk + columns, nq * nk)
-            flat = jnp.zeros(nq * nk, jnp.int8).at[at].max(jnp.int8(1) + full, mode="drop")
-            return flat.reshape(nq, nk)
-
-        return jax.vmap(jax.vmap(one))(*entries)
+        return block_map(self.lists, *self.grid.counts)
 
     def to_dense(self, batch: int | None = None, heads: int | None = None) -> Array:
         """Every token pair, bool [B|1, N|1, T, S]. T x S in memory: for tests and for looking.
@@ -250,12 +236,9 @@ class BlockMask:
         `kv_count[b, n, j]` of the result counts the row blocks that visit kv block j, and its
         `to_dense` is that of this mask, transposed.
         """
-        rows, columns, full, live = entries_of(self.lists)
-        lists = pack(columns, rows, full, live, self.grid.counts[1], self.kv_index.shape[-1])
+        lists = transposed(self.lists, self.grid.counts[1])
         rule = self.rule.a if isinstance(self.rule, Swapped) else self.rule and Swapped(self.rule)
-        return BlockMask(
-            *lists._replace(overflow=self.overflow), rule, self.shape[::-1], self.block[::-1]
-        )
+        return _of_lists(lists, rule, self.shape[::-1], self.block[::-1])
 
     def __and__(self, rule: Rule) -> BlockMask:
         """Narrows the mask: blocks that `rule` empties are dropped, the others reclassified."""
@@ -271,22 +254,9 @@ class BlockMask:
                 )
         grid = dataclasses.replace(grid, batch=batch)
         rule = _numbered(rule, grid)
-        wide = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])) if x.ndim else x,
-            dataclasses.replace(self, rule=None),
-        )
-        rows, columns, full, live = entries_of(wide.lists)
-        rule_live, rule_full = classes_at(rule, grid, rows, columns)
-        lists = pack(
-            rows,
-            columns,
-            full & rule_full,
-            live & rule_live,
-            grid.counts[0],
-            self.kv_index.shape[-1],
-        )
+        lists = narrowed(self.lists, rule, grid)
         both = rule if self.rule is None else self.rule & rule
-        return BlockMask(*lists._replace(overflow=self.overflow), both, self.shape, self.block)
+        return _of_lists(lists, both, self.shape, self.block)
 
     def __getitem__(self, at: tuple[int, int]) -> BlockMask:
         """One batch row and head, `mask[b, n]`; a shared axis answers to any number."""
@@ -300,7 +270,7 @@ class BlockMask:
         if rule is not None and reach(rule, max(b + 1, 2), max(n + 1, 2)) != (1, 1):
             rule = Picked(rule, jnp.asarray(b), jnp.asarray(n))
         picked = (x[place][None, None] for x in self.lists[:4])
-        return BlockMask(*Lists._make([*picked, self.overflow]), rule, self.shape, self.block)
+        return _of_lists(Lists._make([*picked, self.overflow]), rule, self.shape, self.block)
 
     def partition_spec(self, batch: Any = None, heads: Any = None) -> BlockMask:
         """This mask with a PartitionSpec in place of every array: `in_specs` for `jax.shard_map`.
@@ -359,6 +329,13 @@ class BlockMask:
         return axes
 
 
+def _of_lists(
+    lists: Lists, rule: Rule | None, shape: tuple[int, int], block: tuple[int, int]
+) -> BlockMask:
+    start, count, full, index, overflow = lists
+    return BlockMask(start, count, full, index, overflow, rule, shape, block)
+
+
 def _made(lists: Lists, rule: Rule | None, grid: Grid) -> BlockMask:
     """A BlockMask of these lists; a list that was cut raises, unless it is traced."""
     if not isinstance(lists.overflow, jax.core.Tracer) and bool(lists.overflow):
@@ -367,7 +344,7 @@ def _made(lists: Lists, rule: Rule | None, grid: Grid) -> BlockMask:
             f"capacity {lists.kv_index.shape[-1]} is too small: a head lists {needed} blocks; "
             "raise capacity or leave it out"
         )
-    return BlockMask(*cut_to_capacity(lists), rule, grid.shape, grid.block)
+    return _of_lists(cut_to_capacity(lists), rule, grid.shape, grid.block)
 
 
 # ------------------------------------------------------------------------------------------- checks

@@ -237,6 +237,7 @@ def _logits(settings: Settings, q: Array, k: Array, dtype: Any) -> Array:
 # ----------------------------------------------------------------------------------------- forward
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _visit_rows(
     settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
 ) -> tuple[Array, Array]:
@@ -262,8 +263,8 @@ def _visit_rows(
                 s = s + tiles.tiles[tiles.place(b, n, i, j)]
             if is_partial:
                 s = jnp.where(_allowed(mask, b, n, i, j), s, -jnp.inf)
-            # A row that has ended keeps its maximum and gets p = exp(s - inf) = 0. One that has seen
-            # nothing yet has no maximum: 0 in its place, and again p = 0.
+            # A row that has ended keeps its maximum and gets p = exp(s - inf) = 0. One that has
+            # seen nothing yet has no maximum: 0 in its place, and again p = 0.
             live = live[:, None]
             m_new = jnp.where(live, jnp.maximum(m, s.max(-1)), m)
             level = jnp.where(live, jnp.where(m_new == -jnp.inf, 0, m_new), jnp.inf)
@@ -291,6 +292,7 @@ def _visit_rows(
 # ---------------------------------------------------------------------------------------- backward
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _visit_columns(settings: Settings, saved: Any, cotangents: Any) -> Any:
     q, k, v, bias, mask, out, logsumexp = saved
     d_out, d_logsumexp = cotangents

@@ -27,18 +27,18 @@ def everything() -> Rule:
 
 @plain
 class Window(Rule):
-    """q - left <= k <= q + right; None = no limit. causal() is Window(None, 0)."""
+    """q - left <= k <= q + right; None = no limit, on one side at most. causal() is (None, 0)."""
 
     left: int | None
     right: int | None
 
     def allows(self, tokens: Tokens) -> Array:
-        near = jnp.ones((1, 1), bool)
+        sides = []
         if self.left is not None:
-            near = near & (tokens.k >= tokens.q - self.left)
+            sides.append(tokens.k >= tokens.q - self.left)
         if self.right is not None:
-            near = near & (tokens.k <= tokens.q + self.right)
-        return near
+            sides.append(tokens.k <= tokens.q + self.right)
+        return sides[0] & sides[-1]
 
     def classify(self, grid: Grid) -> tuple[Array, Array]:
         (q_lo, q_hi), (k_lo, k_hi) = grid.q_range(), grid.k_range()
@@ -90,12 +90,16 @@ def window_sides(left: Any, right: Any) -> tuple[int | None, int | None]:
     return left, None if right is None else size_of("window right", right, 0)
 
 
+def _window_rule(left: int | None, right: int | None) -> Rule:
+    return EVERYTHING if left is None and right is None else Window(left, right)
+
+
 def sliding_window(left: Any, right: Any = SAME) -> Rule:
     """A query sees keys q - left … q + right, both ends included; None = no limit on that side.
 
     One number w means (w, w), as `local_window_size` of jax.nn; a pair (left, right) is taken too.
     """
-    return Window(*window_sides(left, right))
+    return _window_rule(*window_sides(left, right))
 
 
 @plain
@@ -193,7 +197,7 @@ def dilated(window: Any, dilation: int) -> Rule:
     left, right = window_sides(window, SAME)
     step = size_of("dilation", dilation, 1)
     reach = [None if side is None else side * step for side in (left, right)]
-    return Window(*reach) & strided(step)
+    return _window_rule(*reach) & strided(step)
 
 
 @plain
