@@ -16,3 +16,9 @@ def platform() -> str:
 def device_kind() -> str:
     """What JAX calls the first device: "cpu", "NVIDIA H200", "TPU v5e" …."""
     return jax.devices()[0].device_kind
+
+
+def compute_capability() -> tuple[int, ...]:
+    """Of the first GPU: (9, 0) for an H100 or H200; () where JAX does not say."""
+    said = getattr(jax.devices()[0], "compute_capability", "")
+    return tuple(int(part) for part in str(said).split(".") if part.isdigit())

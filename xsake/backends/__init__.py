@@ -31,7 +31,7 @@ class Options:
     """
 
     deterministic: bool = False
-    xla_rows: int = 1024
+    xla_rows: int = 512
 
     def __post_init__(self) -> None:
         if self.xla_rows < 1:

@@ -1,12 +1,12 @@
 """Plain JAX that visits live blocks only: any device, forward and backward, memory linear in T.
 
 A row of blocks costs what it visits. Rows of all heads are sorted by how much they visit and taken
-in chunks of about a thousand query rows; a chunk loops to its longest row, nearly its shortest:
+in chunks of some hundred query rows; a chunk loops to its longest row, nearly its shortest:
 
-    rows (b, n, i), most blocks first        one chunk, step t of the loop over full blocks
+    rows (b, n, i), most blocks first        one chunk, step t while all blocks are full
     ┌─────────┐ chunk 0   9 9 9 8            q [R, block_q, H] ─┐
     ├─────────┤ chunk 1   8 8 7 7            k[list[t]]  ───────┴─ s ─ m, l, acc ← online softmax
-    ├─────────┤ chunk 2   7 5 5 4            then the same over partial blocks, with the rule
+    ├─────────┤ chunk 2   7 5 5 4            then the same with the rule, to the longest row
     └─────────┘
 
 The backward pass does the same with the transposed lists: a chunk of kv blocks visits the row
@@ -27,7 +27,7 @@ from jax import Array, lax
 from xsake import _jax
 from xsake.backends import Options, Sizes, accumulator, first_order_only, mask_place
 from xsake.block_mask import BlockMask
-from xsake.masks.rule import Tokens
+from xsake.masks.rule import Leaf, Tokens
 
 
 def why_not(
@@ -98,49 +98,64 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 # ---------------------------------------------------------------------------------------- geometry
 
 
-def _to_blocks(x: Array, block: int, fill: float = 0) -> Array:
-    """[B, L, N, D] -> [B·N·blocks, block, D], the last block of each head filled up."""
-    B, L, N, D = x.shape
-    x = jnp.pad(
-        jnp.moveaxis(x, 2, 1), ((0, 0), (0, 0), (0, -L % block), (0, 0)), constant_values=fill
-    )
-    return x.reshape(-1, block, D)
+def _take(
+    x: Array, b: Array, first: Array, n: Array, block: int, past: float | None = None
+) -> Array:
+    """x[b, first : first + block, n] for every row, [R, block, D], from x [B, L, N, D].
 
-
-def _from_blocks(x: Array, B: int, L: int, N: int) -> Array:
-    """The way back: [B·N·blocks, block, D] -> [B, L, N, D]."""
-    x = x.reshape(B, N, -1, x.shape[-1])[:, :, :L]
-    return jnp.moveaxis(x, 1, 2)
-
-
-def _work_order(mask: BlockMask, sizes: Sizes, per_chunk: int) -> tuple[Array, Array]:
-    """Rows (b, n, i) as flat numbers, most visits first, in chunks [chunks, R]; where each went.
-
-    The last chunk is filled up with -1.
+    Past the end: the last token again, or the number `past`.
     """
+    at = b[:, None], first[:, None] + jnp.arange(block), n[:, None]
+    return x.at[at].get(mode="clip") if past is None else x.at[at].get(mode="fill", fill_value=past)
+
+
+_WINDOWS = lax.ScatterDimensionNumbers(
+    update_window_dims=(1, 2), inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 1, 2)
+)
+
+
+def _add(x: Array, b: Array, first: Array, n: Array, blocks: Array) -> Array:
+    """Adds blocks [R, block, D] to x[b, first : first + block, n], in place inside a loop.
+
+    The length of x [B, L, N, D] is a multiple of the block.
+    """
+    at = jnp.stack([b, first, n], axis=-1)
+    return lax.scatter_add(
+        x, at, blocks.astype(x.dtype), _WINDOWS, mode=lax.GatherScatterMode.FILL_OR_DROP
+    )
+
+
+def _in_order(x: Array, went: Array, sizes: Sizes, length: int) -> Array:
+    """Blocks in the order they were worked on, [chunks, R, block, D] -> [B, length, N, D]."""
+    blocks = x.reshape(-1, *x.shape[2:])[went].reshape(sizes.B, sizes.N, -1, x.shape[-1])
+    return jnp.moveaxis(blocks, 1, 2)[:, :length]
+
+
+def _work_order(mask: BlockMask, sizes: Sizes, rows: int) -> tuple[Chunk, Array]:
+    """All rows of blocks, most visits first, in chunks of about `rows` tokens; where each went."""
+    per_chunk = max(1, rows // mask.block[0])
     B, N, blocks = sizes.B, sizes.N, mask.kv_count.shape[2]
     row = jnp.arange(B * N * blocks, dtype=jnp.int32)
     b, n, i = row // (N * blocks), row // blocks % N, row % blocks
     place = mask_place(mask, sizes, b, n) * blocks + i
     count, full = mask.kv_count.reshape(-1)[place], mask.full_count.reshape(-1)[place]
-    # full and partial blocks are two loops, so rows alike in both belong together
-    order = jnp.lexsort((count - full, full))[::-1].astype(jnp.int32)
+    order = jnp.lexsort((full, count))[::-1].astype(jnp.int32)
     went = jnp.zeros_like(order).at[order].set(row)
     padded = jnp.pad(order, (0, -order.shape[0] % per_chunk), constant_values=-1)
-    return padded.reshape(-1, per_chunk), went
+    return Chunk.of(mask, sizes, padded.reshape(-1, per_chunk)), went
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """R rows of blocks that are worked on together, [R] each."""
+    """R rows of blocks that are worked on together, int32 [R] each; all chunks: [chunks, R]."""
 
-    row: Array  # flat (b, n, i)
-    b: Array
-    n: Array
-    i: Array
-    first: Array  # where the row's list begins in the flat index
-    count: Array
-    full: Array
+    b: Leaf
+    n: Leaf
+    i: Leaf
+    first: Leaf  # where the row's list begins in the flat index
+    count: Leaf
+    full: Leaf
 
     @classmethod
     def of(cls, mask: BlockMask, sizes: Sizes, row: Array) -> Chunk:
@@ -152,7 +167,7 @@ class Chunk:
         at = place * blocks + i
         count = jnp.where(real, mask.kv_count.reshape(-1)[at], 0)
         full = jnp.where(real, mask.full_count.reshape(-1)[at], 0)
-        return cls(row, b, n, i, place * entries + mask.kv_start.reshape(-1)[at], count, full)
+        return cls(b, n, i, place * entries + mask.kv_start.reshape(-1)[at], count, full)
 
     def block_at(self, mask: BlockMask, t: Array) -> Array:
         """The t-th block of every row; past its end a row repeats its last, never a foreign one."""
@@ -160,27 +175,26 @@ class Chunk:
         return mask.kv_index.reshape(-1)[self.first + t]
 
     def loop(self, visit: Callable[..., Any], state: Any) -> Any:
-        """Runs visit(t, live, is_partial, state) over full blocks, then over partial ones."""
+        """Runs visit(t, needs_rule, state) over every block of the longest row.
 
-        def full(t: Array, state: Any) -> Any:
-            return visit(jnp.broadcast_to(t, self.full.shape), t < self.full, False, state)
-
-        def partial(t: Array, state: Any) -> Any:
-            return visit(self.full + t, self.full + t < self.count, True, state)
-
-        state = lax.fori_loop(0, self.full.max(), full, state)
-        return lax.fori_loop(0, (self.count - self.full).max(), partial, state)
+        `needs_rule` is None while the block is full for every row, else bool [R].
+        """
+        full = lax.fori_loop(0, self.full.min(), lambda t, s: visit(t, None, s), state)
+        return lax.fori_loop(
+            self.full.min(), self.count.max(), lambda t, s: visit(t, t >= self.full, s), full
+        )
 
 
-def _allowed(mask: BlockMask, b: Array, n: Array, i: Array, j: Array) -> Array:
+def _allowed(mask: BlockMask, needs_rule: Array, b: Array, n: Array, i: Array, j: Array) -> Array:
     """Inside blocks (i, j): which token pairs, bool [R, block_q, block_k] by broadcasting."""
     (bq, bk), S = mask.block, mask.shape[1]
     q = (i[:, None] * bq + jnp.arange(bq))[:, :, None]
     k = (j[:, None] * bk + jnp.arange(bk))[:, None, :]
-    inside = k < S
-    if mask.rule is None:
-        return inside
-    return inside & mask.rule.allows(Tokens.at(b[:, None, None], n[:, None, None], q, k))
+    allowed = k < S
+    if mask.rule is not None:
+        tokens = Tokens.at(b[:, None, None], n[:, None, None], q, k)
+        allowed = allowed & mask.rule.allows(tokens)
+    return allowed | ~needs_rule[:, None, None]
 
 
 class BiasTiles:
@@ -229,8 +243,13 @@ def _product(spec: str, a: Array, b: Array, dtype: Any) -> Array:
     return jnp.einsum(spec, a, b.astype(a.dtype), preferred_element_type=dtype)
 
 
-def _logits(settings: Settings, q: Array, k: Array, dtype: Any) -> Array:
-    s = _product("rqh,rkh->rqk", q, k, dtype) * settings.scale
+def _scaled(x: Array, scale: float, dtype: Any) -> tuple[Array, float]:
+    """(x, scale) with the scale moved into x where that loses nothing, so (scale · x, 1)."""
+    return (x * scale, 1.0) if x.dtype == dtype else (x, scale)
+
+
+def _logits(settings: Settings, q: Array, k: Array, scale: float, dtype: Any) -> Array:
+    s = _product("rqh,rkh->rqk", q, k, dtype) * scale
     return s if settings.soft_cap is None else settings.soft_cap * jnp.tanh(s / settings.soft_cap)
 
 
@@ -242,51 +261,47 @@ def _visit_rows(
     settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
 ) -> tuple[Array, Array]:
     sizes, dtype = Sizes.of(q, k, v), accumulator(q.dtype)
-    B, T, S, N, K, _, Hv = sizes
+    B, T, _, N, K, _, Hv = sizes
     bq, bk = mask.block
-    nk = -(-S // bk)
-    q_blocks, k_blocks, v_blocks = _to_blocks(q, bq), _to_blocks(k, bk), _to_blocks(v, bk)
     tiles = None if bias is None else BiasTiles(bias, mask, dtype)
-    order, went = _work_order(mask, sizes, max(1, settings.rows // bq))
+    order, went = _work_order(mask, sizes, settings.rows)
 
-    def rows(row: Array) -> tuple[Array, Array]:
-        chunk = Chunk.of(mask, sizes, row)
+    def rows(chunk: Chunk) -> tuple[Array, Array]:
         b, n, i = chunk.b, chunk.n, chunk.i
-        q_rows = _operand(q_blocks[chunk.row])
+        q_rows, scale = _scaled(_operand(_take(q, b, i * bq, n, bq)), settings.scale, dtype)
+        head = n * K // N
 
-        def visit(t: Array, live: Array, is_partial: bool, state: Any) -> Any:
+        def visit(t: Array, needs_rule: Array | None, state: Any) -> Any:
             m, l, acc = state  # running maximum, running sum, unnormalised output
             j = chunk.block_at(mask, t)
-            kv = (b * K + n * K // N) * nk + j
-            s = _logits(settings, q_rows, _operand(k_blocks[kv]), dtype)
+            s = _logits(settings, q_rows, _operand(_take(k, b, j * bk, head, bk)), scale, dtype)
             if tiles is not None:
                 s = s + tiles.tiles[tiles.place(b, n, i, j)]
-            if is_partial:
-                s = jnp.where(_allowed(mask, b, n, i, j), s, -jnp.inf)
+            if needs_rule is not None:
+                s = jnp.where(_allowed(mask, needs_rule, b, n, i, j), s, -jnp.inf)
             # A row that has ended keeps its maximum and gets p = exp(s - inf) = 0. One that has
             # seen nothing yet has no maximum: 0 in its place, and again p = 0.
-            live = live[:, None]
+            live = (t < chunk.count)[:, None]
             m_new = jnp.where(live, jnp.maximum(m, s.max(-1)), m)
             level = jnp.where(live, jnp.where(m_new == -jnp.inf, 0, m_new), jnp.inf)
             shrink = jnp.where(live, jnp.exp(m - level), 1)  # rescales sums under the old maximum
             p = jnp.exp(s - level[..., None])
-            v_rows = _operand(v_blocks[kv])
+            v_rows = _operand(_take(v, b, j * bk, head, bk))
             pv = _product("rqk,rkh->rqh", p.astype(v_rows.dtype), v_rows, dtype)
             return m_new, l * shrink + p.sum(-1), acc * shrink[..., None] + pv
 
-        R = row.shape[0]
+        R = b.shape[0]
         m = jnp.full((R, bq), -jnp.inf, dtype)
         start = m, jnp.zeros((R, bq), dtype), jnp.zeros((R, bq, Hv), dtype)
         m, l, acc = chunk.loop(visit, start)
         # l is 0 where nothing was seen; a row without blocks was fed blocks that are not its own
         seen = (l > 0) & (chunk.count > 0)[:, None]
         out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
-        return out.astype(v.dtype), jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
+        lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
+        return out.astype(v.dtype), lse[..., None]
 
-    out, logsumexp = lax.map(rows, order)
-    out = out.reshape(-1, bq, Hv)[went]
-    logsumexp = logsumexp.reshape(-1, bq)[went]
-    return _from_blocks(out, B, T, N), _from_blocks(logsumexp[..., None], B, T, N)[..., 0]
+    out, lse = (_in_order(x, went, sizes, T) for x in lax.map(rows, order))
+    return out, lse[..., 0]
 
 
 # ---------------------------------------------------------------------------------------- backward
@@ -299,38 +314,38 @@ def _visit_columns(settings: Settings, saved: Any, cotangents: Any) -> Any:
     sizes, dtype = Sizes.of(q, k, v), accumulator(q.dtype)
     B, T, S, N, K, H, Hv = sizes
     bq, bk = mask.block
-    nq, nk = -(-T // bq), -(-S // bk)
     columns = mask.transpose()
 
     # ds = p · (dp - delta); a gradient of the logsumexp only shifts delta.
     empty = logsumexp == -jnp.inf
-    delta = jnp.einsum("btnh,btnh->btn", d_out.astype(dtype), out.astype(dtype)) - d_logsumexp
-    delta = _to_blocks(jnp.where(empty, 0, delta)[..., None], bq)
-    # p = exp(s - logsumexp) is 0 in an empty row, and in the rows that fill up the last block
-    level = _to_blocks(jnp.where(empty, jnp.inf, logsumexp)[..., None], bq, fill=jnp.inf)
-    q_blocks, do_blocks = _to_blocks(q, bq), _to_blocks(d_out.astype(q.dtype), bq)
-    k_blocks, v_blocks = _to_blocks(k, bk), _to_blocks(v, bk)
+    # (a sum over a short axis, written as a product: XLA's own reduction is far slower on CPUs)
+    delta = (d_out.astype(dtype) * out.astype(dtype)) @ jnp.ones(Hv, dtype) - d_logsumexp
+    delta = jnp.where(empty, 0, delta)[..., None]
+    # p = exp(s - level) is 0 in an empty row, and past the last one
+    level = jnp.where(empty, jnp.inf, logsumexp)[..., None]
+    d_out = d_out.astype(q.dtype)
     tiles = None if bias is None else BiasTiles(bias, mask, dtype)
-    order, went = _work_order(columns, sizes, max(1, settings.rows // bk))
+    order, went = _work_order(columns, sizes, settings.rows)
 
-    def column_chunk(carry: Any, column: Array) -> tuple[Any, Any]:
-        chunk = Chunk.of(columns, sizes, column)
+    def column_chunk(carry: Any, chunk: Chunk) -> tuple[Any, Any]:
         b, n, j = chunk.b, chunk.n, chunk.i
-        kv = (b * K + n * K // N) * nk + j
-        k_rows, v_rows = _operand(k_blocks[kv]), _operand(v_blocks[kv])
+        head = n * K // N
+        k_rows, v_rows = (_operand(_take(x, b, j * bk, head, bk)) for x in (k, v))
+        k_rows, scale = _scaled(k_rows, settings.scale, dtype)
 
-        def visit(t: Array, live: Array, is_partial: bool, state: Any) -> Any:
+        def visit(t: Array, needs_rule: Array | None, state: Any) -> Any:
             dq, dbias, dk, dv = state
             i = chunk.block_at(columns, t)
-            row = (b * N + n) * nq + i
-            q_rows, do_rows = _operand(q_blocks[row]), _operand(do_blocks[row])
-            capped = _logits(settings, q_rows, k_rows, dtype)
+            at = b, i * bq, n
+            q_rows, do_rows = (_operand(_take(x, *at, bq)) for x in (q, d_out))
+            capped = _logits(settings, q_rows, k_rows, scale, dtype)
             s = capped if tiles is None else capped + tiles.tiles[tiles.place(b, n, i, j)]
-            live = live[:, None, None]
-            p = jnp.exp(s - jnp.where(live, level[row], jnp.inf))  # 0 where a column has ended
-            ds = p * (_product("rqh,rkh->rqk", do_rows, v_rows, dtype) - delta[row])
-            if is_partial:
-                allowed = _allowed(mask, b, n, i, j)
+            live = (t < chunk.count)[:, None, None]
+            ended = jnp.where(live, _take(level, *at, bq, past=jnp.inf), jnp.inf)
+            p = jnp.exp(s - ended)
+            ds = p * (_product("rqh,rkh->rqk", do_rows, v_rows, dtype) - _take(delta, *at, bq))
+            if needs_rule is not None:
+                allowed = _allowed(mask, needs_rule, b, n, i, j)
                 p, ds = jnp.where(allowed, p, 0), jnp.where(allowed, ds, 0)
             if tiles is not None:
                 shares = jnp.where(live, tiles.reduce(ds), 0)
@@ -338,26 +353,23 @@ def _visit_columns(settings: Settings, saved: Any, cotangents: Any) -> Any:
             if settings.soft_cap is not None:
                 ds = ds * (1 - (capped / settings.soft_cap) ** 2)
             ds, p = ds.astype(q_rows.dtype), p.astype(q_rows.dtype)
-            dq_rows = _product("rqk,rkh->rqh", ds, k_rows, dtype)
-            dq = dq.at[row].add(jnp.where(live, dq_rows, 0))
+            dq_rows = _product("rqk,rkh->rqh", ds, k_rows, dtype) * scale
+            dq = _add(dq, *at, jnp.where(live, dq_rows, 0))
             dk = dk + _product("rqk,rqh->rkh", ds, q_rows, dtype)
             return dq, dbias, dk, dv + _product("rqk,rqh->rkh", p, do_rows, dtype)
 
-        R = column.shape[0]
+        R = b.shape[0]
         zeros = jnp.zeros((R, bk, H), dtype), jnp.zeros((R, bk, Hv), dtype)
         dq, dbias, dk, dv = chunk.loop(visit, (*carry, *zeros))
         some = (chunk.count > 0)[:, None, None]
-        return (dq, dbias), (jnp.where(some, dk, 0), jnp.where(some, dv, 0))
+        return (dq, dbias), (jnp.where(some, dk * settings.scale, 0), jnp.where(some, dv, 0))
 
-    dq = jnp.zeros((B * N * nq, bq, H), dtype)
-    dbias: Any = None if tiles is None else jnp.zeros_like(tiles.tiles)
-    (dq, dbias), (dk, dv) = lax.scan(column_chunk, (dq, dbias), order)
-
-    def of_kv_heads(x: Array) -> Array:
-        """Sums what the query heads of a group gave to their kv head."""
-        x = x.reshape(-1, *x.shape[2:])[went].reshape(B, K, N // K, nk, bk, -1).sum(2)
-        return _from_blocks(x, B, S, K)
-
-    dq = _from_blocks(dq * settings.scale, B, T, N).astype(q.dtype)
-    dk, dv = (of_kv_heads(dk) * settings.scale).astype(k.dtype), of_kv_heads(dv).astype(v.dtype)
-    return dq, dk, dv, None if tiles is None else tiles.whole(dbias).astype(bias.dtype)
+    dq = jnp.zeros((B, T + -T % bq, N, H), dtype)
+    dbias = None if tiles is None else jnp.zeros_like(tiles.tiles)
+    (dq, dbias), columns_done = lax.scan(column_chunk, (dq, dbias), order)
+    # what the query heads of a group gave to their kv head
+    dk, dv = (
+        _in_order(x, went, sizes, S).reshape(B, S, K, N // K, -1).sum(3) for x in columns_done
+    )
+    d_bias = None if tiles is None else tiles.whole(dbias).astype(bias.dtype)
+    return dq[:, :T].astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_bias
