@@ -175,8 +175,8 @@ RULES = {
     "float document ids": (lambda: masks.documents(zeros(B, T)), (TypeError, ValueError), r"float"),
     "document ids of three axes": (lambda: masks.documents(ints(1, B, T)), ValueError, r"1, 2, 32"),
     "prefix lengths of two axes": (lambda: masks.prefix(ints(B, 1)), ValueError, r"2, 1"),
-    "mask array of two axes": (
-        lambda: masks.array(jnp.ones((T, S), bool)),
+    "mask array of five axes": (
+        lambda: masks.array(jnp.ones((1, 1, 1, T, S), bool)),
         ValueError,
         r"32, 48",
     ),

@@ -25,7 +25,7 @@ from jax import Array
 from xsake import masks
 from xsake.backends import Options, Sizes, reference, xla
 from xsake.block_mask import BLOCK, BlockMask
-from xsake.masks.rule import Rule, carried, combine
+from xsake.masks.rule import Rule, check_fits, combine, reach
 
 __all__ = ["Explanation", "dot_product_attention", "explain"]
 
@@ -161,7 +161,8 @@ def _choose(implementation: str | None, call: Call) -> Explanation:
 
 def _with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
     """Lets the sinks' share of every row vanish: out · exp(L) / (exp(L) + Σ exp(sink))."""
-    share = jax.nn.sigmoid(logsumexp - jax.nn.logsumexp(sinks, axis=-1))
+    # 1 / (1 + eˣ), written so that its gradient keeps its digits where the sinks are weak
+    share = jnp.exp(-jax.nn.softplus(jax.nn.logsumexp(sinks, axis=-1) - logsumexp))
     return (out * share[..., None]).astype(out.dtype)
 
 
@@ -385,7 +386,7 @@ def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any])
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be bool (an additive mask goes to bias), got {mask.dtype}")
         rule = masks.array(_broadcastable("mask", mask, sizes)) & rule
-    _check_rule(sizes, rule)
+    check_fits(rule, sizes.B, sizes.N, sizes.T, sizes.S)
     block = tuple(_block_for(length) for length in (sizes.T, sizes.S))
     return BlockMask.from_rule(
         masks.at_positions(rule, *positions),
@@ -414,17 +415,15 @@ def _check_block_mask(sizes: Sizes, mask: BlockMask) -> None:
             f"mask has {heads} heads; it may have 1, {sizes.K} (key/value heads) "
             f"or {sizes.N} (query heads)"
         )
-    if mask.rule is not None:
-        _check_rule(sizes, mask.rule)
-
-
-def _check_rule(sizes: Sizes, rule: Rule) -> None:
-    """The arrays that a rule carries must fit this call: a read past their end would be silent."""
-    full = {"b": sizes.B, "n": sizes.N, "q": sizes.T, "k": sizes.S}
-    for name, axes, shape in carried(rule):
-        for axis, size in zip(axes, shape, strict=True):
-            if axis is not None and size not in (1, full[axis]):
-                raise ValueError(
-                    f"the mask's {name} has shape {list(shape)}, but this call has "
-                    f"B = {sizes.B}, N = {sizes.N}, T = {sizes.T}, S = {sizes.S}"
-                )
+    if mask.rule is None:
+        return
+    check_fits(mask.rule, sizes.B, sizes.N, sizes.T, sizes.S)
+    told_apart = reach(mask.rule, sizes.B, sizes.N, by_number=True)
+    for name, number, lists in zip(
+        ("batch rows", "heads"), told_apart, (batch, heads), strict=True
+    ):
+        if number > lists:
+            raise ValueError(
+                f"the mask's rule tells {number} {name} apart, but its lists are for {lists}; "
+                "build it with batch=… and heads=… of this call"
+            )

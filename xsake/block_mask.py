@@ -26,6 +26,7 @@ from xsake.block_lists import (
     Lists,
     block_map,
     cut_to_capacity,
+    entries_of,
     listed_blocks,
     lists_from_map,
     lists_of_blocks,
@@ -34,7 +35,7 @@ from xsake.block_lists import (
     transposed,
 )
 from xsake.masks.carrying import Picked, Swapped
-from xsake.masks.rule import Grid, Leaf, Rule, Tokens, carried, partition_spec, reach
+from xsake.masks.rule import Grid, Leaf, Rule, Tokens, carried, check_fits, partition_spec, reach
 
 __all__ = ["BlockMask"]
 
@@ -79,7 +80,8 @@ class BlockMask:
         Args:
           rule: a `masks` rule.
           shape: (T, S) in tokens.
-          batch: batch rows that the rule may tell apart; the result has 1 where it does not.
+          batch: batch rows that the rule may tell apart (default: as many as its arrays have); the
+            result has 1 where it does not.
           heads: query heads likewise.
           block: tokens per block, one number or (block_q, block_k).
           capacity: blocks that one head can list. Default: all that the rule can allow whatever its
@@ -91,8 +93,9 @@ class BlockMask:
         >>> BlockMask.from_rule(masks.causal(), (512, 512)).density()
         Array(1., dtype=float32)
         """
-        grid = _grid(shape, block, batch, heads)
-        rule = _numbered(masks.at_positions(_a_rule(rule), q_positions, kv_positions), grid)
+        rule = masks.at_positions(_a_rule(rule), q_positions, kv_positions)
+        grid = _grid(shape, block, max(batch, _rows_of(rule)) if batch == 1 else batch, heads)
+        rule = _numbered(rule, grid)
         capacity = _capacity(rule, grid) if capacity is None else _checked_capacity(capacity)
         return _made(lists_of_rule(rule, grid, capacity), rule, grid)
 
@@ -169,6 +172,10 @@ class BlockMask:
             )
         partial = listed_blocks(count, index, grid.counts[1])
         full = jnp.zeros_like(partial)
+        if (full_kv_indices is None) != (full_kv_num_blocks is None):
+            raise ValueError(
+                "full_kv_num_blocks and full_kv_indices come together, got one of them"
+            )
         if full_kv_indices is not None:
             full = listed_blocks(
                 jnp.asarray(full_kv_num_blocks), jnp.asarray(full_kv_indices), grid.counts[1]
@@ -222,11 +229,15 @@ class BlockMask:
             is_causal = self.rule is not None and self.rule.is_causal
             against = masks.causal() if is_causal else masks.everything()
         grid = self.grid
-        allowed = BlockMask.from_rule(
-            against, self.shape, batch=grid.batch, heads=grid.heads, block=self.block
-        ).kv_count
-        share = grid.batch * grid.heads / (allowed.shape[0] * allowed.shape[1])
-        return self.kv_count.sum().astype(jnp.float32) / (allowed.sum() * share)
+        spans = _a_rule(against).spans(grid)
+        if spans is not None:
+            lo, hi = (jnp.clip(x, 0, grid.counts[1]) for x in spans[:2])
+            allowed = jnp.maximum(hi - lo, 0).astype(jnp.float32).sum() * grid.batch * grid.heads
+        else:
+            live = against.classify(grid)[0]
+            size = (grid.batch, grid.heads, *grid.counts)
+            allowed = jnp.broadcast_to(live, size).sum(dtype=jnp.float32)
+        return self.kv_count.astype(jnp.float32).sum() / allowed
 
     # -------------------------------------------------------------------------------- made from it
 
@@ -299,14 +310,8 @@ class BlockMask:
         """Draws the first head: ■ full, ◪ partial, · empty; large masks are thinned to 32 rows."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self)):
             return repr(self)
-        classes = np.asarray(self[0, 0].blocks())[0, 0]
-        step = max(1, -(-max(classes.shape) // 32))
-        rows = [
-            " ".join(
-                _mark(classes[i : i + step, j : j + step]) for j in range(0, classes.shape[1], step)
-            )
-            for i in range(0, classes.shape[0], step)
-        ]
+        step = max(1, -(-max(self.grid.counts) // 32))
+        rows = [" ".join(marks) for marks in _drawn(self, step)]
         thinned = "" if step == 1 else f", each mark {step} × {step} blocks"
         head = f"{self!r}\ndensity {float(self.density()):.3f}{thinned}; ■ full ◪ partial · empty"
         return "\n".join([head, *rows])
@@ -350,10 +355,22 @@ def _made(lists: Lists, rule: Rule | None, grid: Grid) -> BlockMask:
 # ------------------------------------------------------------------------------------------- checks
 
 
-def _mark(classes: np.ndarray) -> str:
-    if (classes == 2).all():
-        return "■"
-    return "◪" if classes.any() else "·"
+def _drawn(mask: BlockMask, step: int) -> np.ndarray:
+    """Marks of the first head, each for step × step blocks; costs what the lists hold."""
+    rows, columns, full, live = (np.asarray(x)[0, 0] for x in entries_of(mask.lists))
+    size = [-(-n // step) for n in mask.grid.counts]
+
+    def blocks_per_mark(which: np.ndarray) -> np.ndarray:
+        place = rows[which] // step * size[1] + columns[which] // step
+        return np.bincount(place, minlength=size[0] * size[1]).reshape(size)
+
+    edges = (
+        np.minimum(step, n - step * np.arange(s))
+        for n, s in zip(mask.grid.counts, size, strict=True)
+    )
+    whole = np.multiply.outer(*edges)
+    marks = np.where(blocks_per_mark(live) > 0, "◪", "·")
+    return np.where(blocks_per_mark(live & full) == whole, "■", marks)
 
 
 def _a_rule(rule: Any) -> Rule:
@@ -373,7 +390,7 @@ def _block(block: Any) -> tuple[int, int]:
 
 
 def _grid(shape: Any, block: Any, batch: int, heads: int) -> Grid:
-    shape = tuple(shape)
+    shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
     if len(shape) != 2 or any(not isinstance(x, (int, np.integer)) or x < 1 for x in shape):
         raise ValueError(f"shape must be (T, S), two positive lengths, got {shape!r}")
     return Grid((int(shape[0]), int(shape[1])), _block(block), batch, heads)
@@ -404,7 +421,8 @@ def _rows_of(rule: Rule) -> int:
 
 
 def _numbered(rule: Rule, grid: Grid) -> Rule:
-    """The rule with global numbers of b and n as arrays, where it looks at them."""
+    """The rule, checked, with global numbers of b and n as arrays where it looks at them."""
+    check_fits(rule, grid.batch, grid.heads, *grid.shape)
     batch, heads = reach(rule, grid.batch, grid.heads, by_number=True)
     if batch == heads == 1:
         return rule

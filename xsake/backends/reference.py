@@ -51,7 +51,7 @@ def forward(
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
-        logits = logits + jnp.broadcast_to(bias, (B, N, T, S)).reshape(logits.shape)
+        logits = logits + jnp.broadcast_to(bias.astype(dtype), (B, N, T, S)).reshape(logits.shape)
     logits = jnp.where(allowed, logits, -jnp.inf)
 
     # An empty row has no finite maximum; 0 in its place keeps every derivative finite.

@@ -295,7 +295,7 @@ def _visit_rows(
         start = m, jnp.zeros((R, bq), dtype), jnp.zeros((R, bq, Hv), dtype)
         m, l, acc = chunk.loop(visit, start)
         # l is 0 where nothing was seen; a row without blocks was fed blocks that are not its own
-        seen = (l > 0) & (chunk.count > 0)[:, None]
+        seen = (l != 0) & (chunk.count > 0)[:, None]
         out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
         lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
         return out.astype(v.dtype), lse[..., None]
@@ -365,7 +365,7 @@ def _visit_columns(settings: Settings, saved: Any, cotangents: Any) -> Any:
         return (dq, dbias), (jnp.where(some, dk * settings.scale, 0), jnp.where(some, dv, 0))
 
     dq = jnp.zeros((B, T + -T % bq, N, H), dtype)
-    dbias = None if tiles is None else jnp.zeros_like(tiles.tiles)
+    dbias: Any = None if tiles is None else jnp.zeros_like(tiles.tiles)
     (dq, dbias), columns_done = lax.scan(column_chunk, (dq, dbias), order)
     # what the query heads of a group gave to their kv head
     dk, dv = (

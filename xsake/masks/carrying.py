@@ -201,6 +201,13 @@ class Custom(Rule):
     def upper_bound(self) -> Rule:
         return EVERYTHING
 
+    def check_can_be_split(self) -> None:
+        if self.arrays and self.function.reads == "indices":
+            raise ValueError(
+                f"{self} reads its arrays by local index, and how to divide them is not known; "
+                'lift it with reads="positions", which hands over global numbers of b and n'
+            )
+
     def __eq__(self, other: object) -> bool:
         if self.arrays or not isinstance(other, Custom):
             return self is other

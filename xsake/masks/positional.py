@@ -55,7 +55,8 @@ class Window(Rule):
         live_lo = full_lo = jnp.zeros_like(q_lo)
         live_hi = full_hi = jnp.full_like(q_lo, nk)
         if self.left is not None:
-            live_lo = (q_lo - self.left) // bk  # the block that holds the first key seen by any
+            # the block that holds the first key seen by any query; past S there is none
+            live_lo = jnp.where(q_lo - self.left < grid.shape[1], (q_lo - self.left) // bk, nk)
             full_lo = -((self.left - q_hi) // bk)  # the first block that starts where all can see
         if self.right is not None:
             live_hi = (q_hi + self.right) // bk + 1
@@ -127,7 +128,9 @@ class Chunked(Rule):
         # the last block may end at S inside the chunk: it is full, and cut short
         ends = (first == last) & ((first + 1) * self.size >= grid.shape[1])
         full_hi = jnp.where(ends, grid.counts[1], full_hi)
-        return Spans(first * self.size // bk, live_hi, full_lo, full_hi)
+        begins = first * self.size
+        live_lo = jnp.where(begins < grid.shape[1], begins // bk, grid.counts[1])
+        return Spans(live_lo, live_hi, full_lo, full_hi)
 
     def __str__(self) -> str:
         return f"chunked({self.size})"

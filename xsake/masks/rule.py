@@ -151,6 +151,9 @@ class Rule:
         """A rule without data that allows all that this one may: it sizes lists under jit."""
         return EVERYTHING if self.has_data else self
 
+    def check_can_be_split(self) -> None:
+        """Raises where the rule's arrays cannot be divided over devices."""
+
     def __call__(self, b: Any, n: Any, q: Any, k: Any) -> Array:
         """Whether query q of head n in batch row b sees key k; indices are positions here."""
         return jnp.asarray(self.allows(Tokens.at(*map(jnp.asarray, (b, n, q, k)))))
@@ -384,6 +387,7 @@ def reach(rule: Rule, batch: int, heads: int, *, by_number: bool = False) -> tup
 def partition_spec(rule: Any, batch: Any, heads: Any) -> Any:
     """The rule with a PartitionSpec in place of every array: `in_specs` for `shard_map`."""
     names = {"b": batch, "n": heads, "q": None, "k": None}
+    rule.check_can_be_split()
     new = {}
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
@@ -407,6 +411,17 @@ def carried(rule: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]
             yield from carried(value)
         elif field.name in rule.axes and value is not None:
             yield field.name, rule.axes[field.name], value.shape
+
+
+def check_fits(rule: Rule, B: int, N: int, T: int, S: int) -> None:
+    """Refuses arrays of other sizes than the call's: a read past their end would be silent."""
+    full = {"b": B, "n": N, "q": T, "k": S}
+    for name, axes, shape in carried(rule):
+        if any(size not in (1, full[axis]) for axis, size in zip(axes, shape, strict=True)):
+            raise ValueError(
+                f"the rule's {name} has shape {list(shape)}, which does not fit "
+                f"B = {B}, N = {N}, T = {T}, S = {S}"
+            )
 
 
 def combine(rules: Any) -> Rule:
