@@ -1,9 +1,10 @@
 """dot_product_attention(q, k, v, mask=mask): check, choose a backend, call it. Nothing else.
 
     q [B, T, N, H] ─┐
-    k [B, S, K, H] ─┼─ check ─ choose ─┬─ backends/xla.py        any device, visits live blocks
-    v [B, S, K, Hv]─┤                  └─ backends/reference.py  any device, T x S in memory
-    BlockMask ──────┘                                  │
+    k [B, S, K, H] ─┼─ check ─ choose ─┬─ backends/hopper.py     Mosaic GPU, sm90
+    v [B, S, K, Hv]─┤                  ├─ backends/xla.py        any device, visits live blocks
+    BlockMask ──────┘                  └─ backends/reference.py  any device, T x S in memory
+                                                       │
                                                 out, logsumexp ─ sinks ─ out
 
 Whatever says who sees whom (mask, is_causal, windows, lengths, segments, positions) becomes one
@@ -23,14 +24,14 @@ import numpy as np
 from jax import Array
 
 from xsake import masks
-from xsake.backends import Options, Sizes, reference, xla
+from xsake.backends import Options, Sizes, hopper, reference, xla
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.rule import Rule, check_fits, combine, reach
 
 __all__ = ["Explanation", "dot_product_attention", "explain"]
 
 # Fastest first. A backend is a module with two functions: why_not(...) and forward(...).
-BACKENDS: dict[str, ModuleType] = {"xla": xla, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "xla": xla, "reference": reference}
 
 
 def dot_product_attention(

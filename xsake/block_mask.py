@@ -94,7 +94,7 @@ class BlockMask:
         Array(1., dtype=float32)
         """
         rule = masks.at_positions(_a_rule(rule), q_positions, kv_positions)
-        grid = _grid(shape, block, max(batch, _rows_of(rule)) if batch == 1 else batch, heads)
+        grid = _grid(shape, block, batch, heads, rule)
         rule = _numbered(rule, grid)
         capacity = _capacity(rule, grid) if capacity is None else _checked_capacity(capacity)
         return _made(lists_of_rule(rule, grid, capacity), rule, grid)
@@ -127,13 +127,15 @@ class BlockMask:
         block = _block(block)
         if shape is None:
             shape = (blocks.shape[2] * block[0], blocks.shape[3] * block[1])
-        grid = _grid(shape, block, *blocks.shape[:2])
+        ruled = masks.everything() if rule is None else _a_rule(rule)
+        batch, heads, *_ = blocks.shape
+        grid = _grid(shape, block, batch, heads, ruled)
         if grid.counts != blocks.shape[2:]:
             raise ValueError(
                 f"shape {tuple(shape)} in blocks of {block} needs {list(grid.counts)} blocks, "
                 f"but blocks has {list(blocks.shape[2:])}"
             )
-        ruled = _numbered(masks.everything() if rule is None else _a_rule(rule), grid)
+        ruled = _numbered(ruled, grid)
         capacity = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
         lists = lists_of_blocks(blocks, ruled, grid, capacity)
         return _made(lists, None if rule is None else ruled, grid)
@@ -164,7 +166,8 @@ class BlockMask:
         if shape is None:
             shape = (index.shape[2] * block[0], index.shape[3] * block[1])
         rule = mask_mod if isinstance(mask_mod, Rule) or mask_mod is None else masks.rule(mask_mod)
-        grid = _grid(shape, block, *index.shape[:2])
+        batch, heads, *_ = index.shape
+        grid = _grid(shape, block, batch, heads, rule or masks.everything())
         if grid.counts[0] != index.shape[2]:
             raise ValueError(
                 f"shape {tuple(shape)} in blocks of {block} has {grid.counts[0]} row blocks, "
@@ -256,7 +259,7 @@ class BlockMask:
         if not isinstance(rule, Rule):
             return NotImplemented
         own, grid = self.kv_count.shape[:2], self.grid
-        batch = max(own[0], _rows_of(rule))
+        batch = max(own[0], _carried_sizes(rule)[0])
         for name, size, asked in zip(("batch rows", "heads"), (batch, own[1]), (0, 1), strict=True):
             if size == 1 and reach(rule, 2, 2, by_number=True)[asked] > 1:
                 raise ValueError(
@@ -389,10 +392,13 @@ def _block(block: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def _grid(shape: Any, block: Any, batch: int, heads: int) -> Grid:
+def _grid(shape: Any, block: Any, batch: int, heads: int, rule: Rule) -> Grid:
+    """The checked grid; an axis of size 1 grows to what the rule's own arrays speak of."""
     shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
     if len(shape) != 2 or any(not isinstance(x, (int, np.integer)) or x < 1 for x in shape):
         raise ValueError(f"shape must be (T, S), two positive lengths, got {shape!r}")
+    rows, own_heads = _carried_sizes(rule)
+    batch, heads = rows if batch == 1 else batch, own_heads if heads == 1 else heads
     return Grid((int(shape[0]), int(shape[1])), _block(block), batch, heads)
 
 
@@ -414,10 +420,11 @@ def _capacity(rule: Rule, grid: Grid) -> int:
     return max(1, int(live.sum((-2, -1)).max()))
 
 
-def _rows_of(rule: Rule) -> int:
-    """The batch rows that a rule's own arrays speak of, 1 if none do."""
-    sizes = (dict(zip(axes, shape, strict=True)) for _, axes, shape in carried(rule))
-    return max((size.get("b", 1) for size in sizes), default=1)
+def _carried_sizes(rule: Rule) -> tuple[int, int]:
+    """(batch rows, heads) that a rule's own arrays speak of, 1 if none do."""
+    sizes = [dict(zip(axes, shape, strict=True)) for _, axes, shape in carried(rule)]
+    batch, heads = (max((size.get(axis, 1) for size in sizes), default=1) for axis in "bn")
+    return batch, heads
 
 
 def _numbered(rule: Rule, grid: Grid) -> Rule:

@@ -77,13 +77,15 @@ class Settings:
 def _attention(
     settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
 ) -> tuple[Array, Array]:
-    return _visit_rows(settings, q, k, v, bias, mask)
+    out, logsumexp = _visit_rows(settings, q, k, v, bias, mask)
+    return out.astype(q.dtype), logsumexp
 
 
 def _attention_fwd(settings: Settings, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
     run = first_order_only("xla", functools.partial(_visit_rows, settings))
     out, logsumexp = run(q, k, v, bias, mask)
-    return (out, logsumexp), (q, k, v, bias, mask, out, logsumexp)
+    # the output is kept unrounded: delta is a difference of nearly equal numbers
+    return (out.astype(q.dtype), logsumexp), (q, k, v, bias, mask, out, logsumexp)
 
 
 def _attention_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
@@ -298,7 +300,7 @@ def _visit_rows(
         seen = (l != 0) & (chunk.count > 0)[:, None]
         out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
         lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
-        return out.astype(v.dtype), lse[..., None]
+        return out, lse[..., None]
 
     out, lse = (_in_order(x, went, sizes, T) for x in lax.map(rows, order))
     return out, lse[..., 0]
@@ -319,7 +321,7 @@ def _visit_columns(settings: Settings, saved: Any, cotangents: Any) -> Any:
     # ds = p · (dp - delta); a gradient of the logsumexp only shifts delta.
     empty = logsumexp == -jnp.inf
     # (a sum over a short axis, written as a product: XLA's own reduction is far slower on CPUs)
-    delta = (d_out.astype(dtype) * out.astype(dtype)) @ jnp.ones(Hv, dtype) - d_logsumexp
+    delta = (d_out.astype(dtype) * out) @ jnp.ones(Hv, dtype) - d_logsumexp
     delta = jnp.where(empty, 0, delta)[..., None]
     # p = exp(s - level) is 0 in an empty row, and past the last one
     level = jnp.where(empty, jnp.inf, logsumexp)[..., None]

@@ -1,0 +1,142 @@
+"""The Hopper kernels without a GPU: what they refuse, that they lower, and small cases interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from tests import oracle
+from xsake import BlockMask, Options, _jax, masks
+from xsake.backends import hopper
+
+needs_newer_jax = pytest.mark.skipif(
+    _jax.version() < hopper.NEEDS_JAX, reason="the kernels need JAX 0.11; this is older"
+)
+
+RULES = {
+    "none": None,
+    "causal": masks.causal(),
+    "window": masks.sliding_window(300, 10),
+    "documents": masks.documents(jnp.arange(500) // 130) & masks.causal(),
+    "positions": masks.at_positions(masks.causal(), jnp.arange(500)[::-1], jnp.arange(500)[::-1]),
+    "lengths": masks.lengths(query=jnp.array([400]), key_value=jnp.array([300])),
+    "prefix": masks.prefix(jnp.array([70])) | masks.causal(),
+    "chunked": masks.chunked(200) & masks.causal(),
+    "not": ~masks.first(20),
+    "function": masks.rule(lambda b, n, q, k: (q - k) * 3 < 100 * (n + 1)),
+}
+
+
+def mask_of(rule, length=500, heads=1):
+    """A BlockMask of ragged length."""
+    if rule is None:
+        return BlockMask.from_rule(masks.everything(), (length, length))
+    return BlockMask.from_rule(rule, (length, length), heads=heads)
+
+
+@pytest.mark.parametrize("head_size", [40, 64, 128])
+@pytest.mark.parametrize("name", RULES)
+@needs_newer_jax
+def test_forward_and_backward_lower_for_cuda(name, head_size):
+    """Layout inference and verification of both kernels, which need no card."""
+    q = jax.ShapeDtypeStruct((1, 500, 4, head_size), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 500, 2, head_size), jnp.bfloat16)
+    mask = mask_of(RULES[name])
+
+    def attend(q, k, v):
+        call = {"scale": 0.1, "soft_cap": None, "options": Options()}
+        return hopper.forward(q, k, v, None, mask, **call)
+
+    def gradients(q, k, v):
+        (out, lse), pull_back = jax.vjp(attend, q, k, v)
+        return pull_back((out, lse))
+
+    text = jax.jit(gradients).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2
+
+
+@needs_newer_jax
+def test_a_small_forward_agrees_when_interpreted():
+    """Two row blocks with full and partial blocks, on the interpreter of JAX 0.11.2 and newer."""
+    if _jax.version() < (0, 11, 2):
+        pytest.skip("the interpreter came with JAX 0.11.2")
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends import hopper_forward
+
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 256, 1, 64)), jnp.bfloat16) for _ in range(3))
+    mask = mask_of(masks.causal(), 256)
+    tiling = dataclasses.replace(hopper_forward.DEFAULT_TILING, persistent=False)
+    out, lse = hopper_forward.forward(
+        q,
+        k,
+        v,
+        mask.lists,
+        rule=hopper._kernel_rule(mask),
+        scale=0.125,
+        tiling=tiling,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    want, want_lse = oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(("causal",), 1, 1, 256, 256),
+        scale=0.125,
+    )
+    assert oracle.relative_error(out, want) <= 1e-2
+    assert oracle.relative_error(jnp.moveaxis(lse, 1, 2), want_lse) <= 1e-4
+
+
+def test_where_there_is_no_gpu_it_says_so():
+    """A named backend raises with its reason, and `explain` has it too."""
+    if _jax.platform() == "gpu":
+        pytest.skip("there is a GPU here")
+    q = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="hopper.*needs a Hopper GPU.*this is a cpu"):
+        xsake.dot_product_attention(q, q, q, implementation="hopper")
+    assert "Hopper" in xsake.explain(q, q, q).reasons["hopper"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "bfloat16 and float16; this is float32"),
+        ({"head": 192}, "heads of up to 128; these are 192"),
+        ({"bias": True}, "no bias"),
+        ({"block": 64}, "blocks of 128 × 128; these are 64 × 64"),
+        ({"rule": masks.array(np.ones((256, 256), bool))}, "array"),
+        ({"rule": masks.random(0.5)}, "random"),
+        ({"rule": masks.rule(lambda b, n, q, k: jnp.sin(q - k) > 0)}, "sin"),
+        ({"capability": (10, 0)}, "compute capability 9.0"),
+        ({"version": (0, 10, 2)}, "JAX 0.11"),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else str(x),
+)
+def test_every_refusal_has_its_reason(change, reason, monkeypatch):
+    """On a machine that claims to be an H200, one thing at a time is in the way."""
+    monkeypatch.setattr(_jax, "platform", lambda: "gpu")
+    monkeypatch.setattr(_jax, "compute_capability", lambda: change.get("capability", (9, 0)))
+    monkeypatch.setattr(_jax, "version", lambda: change.get("version", (0, 11, 2)))
+    q = jnp.zeros((1, 256, 1, change.get("head", 64)), change.get("dtype", "bfloat16"))
+    rule = change.get("rule", masks.causal())
+    mask = BlockMask.from_rule(rule, (256, 256), block=change.get("block", 128))
+    bias = jnp.zeros((1, 1, 256, 256)) if change.get("bias") else None
+    said = hopper.why_not(q, q, q, bias, mask, soft_cap=None, options=Options())
+    assert said is not None
+    assert reason in said
+
+
+def test_what_the_kernels_take_is_not_refused(monkeypatch):
+    """Every rule of this file runs on a machine that claims to be an H200."""
+    monkeypatch.setattr(_jax, "platform", lambda: "gpu")
+    monkeypatch.setattr(_jax, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(_jax, "version", lambda: (0, 11, 2))
+    q = jnp.zeros((1, 500, 1, 64), jnp.bfloat16)
+    for name, rule in RULES.items():
+        said = hopper.why_not(q, q, q, None, mask_of(rule), soft_cap=None, options=Options())
+        assert said is None, f"{name}: {said}"

@@ -1,0 +1,939 @@
+"""Block-sparse attention backward on Hopper (sm90), in Pallas Mosaic GPU.
+
+    delta = rowsum(d_out * out) - d_lse                                  plain XLA, one pass
+
+    seven products, bitwise repeatable:
+      _Columns  one item = 128 keys, visits its row blocks:    dv += pT d_out     dk += dsT q
+      _Rows     one item = 128 queries, visits its kv blocks:  dq += ds k
+    five products (`fused`): _Columns also makes ds k and adds it to dq in float32, in any order
+
+    p = 2^(s - lse) in base 2,  dp = d_out vT,  ds = p (dp - delta), with a cap (1 - tanh²) ds
+
+Both kernels have the forward's shape: a memory warpgroup reads the list and runs ahead with TMA,
+two compute warpgroups hold 64 rows (of keys, of queries) each and accumulate in registers. _Columns
+works on transposed tiles sT = k qT, so that pT and dsT are the left operands of their products
+without leaving the registers; fused, dsT also goes to shared memory, where both warpgroups read it
+as ds. An empty row and rows past T have lse = +inf: their p and ds are zeros.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, nvvm
+
+from xsake.backends.hopper_forward import (
+    COLUMN,
+    COMPUTE,
+    LOG2E,
+    ROW,
+    ROWS,
+    THREADS,
+    TILE,
+    Item,
+    TokenRule,
+    _pad_tokens,
+    work_table,
+)
+from xsake.block_lists import Lists
+
+TILE_ROWS = COMPUTE * ROWS  # keys of an item of _Columns, queries of an item of _Rows
+# Named barriers 0 to 3 belong to Mosaic (the CTA and its warpgroups).
+DS_BARRIER = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiling:
+    """What may change the speed of the backward, never its values beyond rounding."""
+
+    fused: bool = False  # five products, dq added in float32 in any order
+    # Queries per product of _Columns; None: 64 at H = 128 (registers), 128 at H = 64 if fused.
+    row_step: int | None = None
+    row_stages: int = 2  # Q and d_out tiles in flight, each
+    ds_stages: int = 2  # fused: dsT tiles; with one, the warpgroups meet twice per step
+    ahead: bool = False  # scores of the next step are issued before this step's products end
+    key_step: int = 128  # keys per product of _Rows; divides the mask's kv block
+    key_stages: int = 2  # K and V tiles in flight, each
+    persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
+    order: str = "sections"  # as in ForwardTiling
+    compute_registers: int = 240
+    memory_registers: int = 24
+    sms: int = 132  # CTAs of a persistent grid
+    l2_bytes: int = 24 << 20  # what the heads that run at the same time read should fit here
+
+
+DEFAULT_TILING = BackwardTiling()
+
+
+def tiling_for(sizes: Any, deterministic: bool) -> BackwardTiling:
+    """What measured best by length (benchmarks/results, suite hopper).
+
+    The fused form adds dq in any order; where gradients must repeat bit for bit, seven products.
+    """
+    return BackwardTiling(fused=not deterministic, persistent=sizes.T < 8192)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    lists: Lists,
+    columns: Lists,
+    *,
+    block: tuple[int, int] = (128, 128),
+    rule: TokenRule | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    tiling: BackwardTiling = DEFAULT_TILING,
+    row_work: jax.Array | None = None,
+    column_work: jax.Array | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq [B, T, N, H], dk [B, S, K, H], dv [B, S, K, Hv] in the dtype of q.
+
+    q, out, d_out [B, T, N, H|Hv], k, v [B, S, K, H|Hv], lse and d_lse float32 [B, N, T] as the
+    forward returns them. `lists` name the kv blocks of every row block, `columns` the row blocks of
+    every kv block (start, count, full [B|1, N|K|1, Sb]); full blocks first in both. `row_work` and
+    `column_work` are tables made earlier (row_table, column_table) for the same lists and tiling.
+    """
+    shape = _Shape.of(q, k, v, lists, columns, block, tiling)
+    rule = rule or TokenRule(None)
+    statistics = _statistics(out, lse, d_out, d_lse, shape)
+    # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies from and to.
+    padded = tuple(_pad_tokens(x, -(-x.shape[1] // 8) * 8) for x in (q, k, v, d_out))
+    # A tile of these may be read past the end; what it finds there is masked.
+    rows = tuple(_pad_tokens(x, shape.row_blocks * block[0]) for x in rule.rows)
+    keys = tuple(_pad_tokens(x, shape.kv_blocks * block[1]) for x in rule.columns)
+    common = dict(
+        scale=1 / math.sqrt(shape.size) if scale is None else scale,
+        soft_cap=soft_cap,
+        allows=rule.allows,
+        rows=len(rows),
+        columns=len(keys),
+        interpret=bool(interpret),
+    )
+    if column_work is None:
+        column_work = column_table(columns, shape.batch, shape.heads, shape.head_bytes, tiling)
+    by_columns = _Columns(shape, tiling, **common)
+    dk, dv, dq = by_columns(
+        (*padded, *statistics, column_work, columns.kv_index.reshape(-1), *rows, *keys), interpret
+    )
+    if not tiling.fused:
+        if row_work is None:
+            row_work = row_table(lists, shape.batch, shape.heads, shape.kv_heads, shape, tiling)
+        by_rows = _Rows(shape, tiling, **common)
+        dq = by_rows(
+            (*padded, *statistics, row_work, lists.kv_index.reshape(-1), *rows, *keys), interpret
+        )
+    group = shape.heads // shape.kv_heads
+    return dq[:, : shape.queries], *(_sum_heads(x[:, : shape.keys], group) for x in (dk, dv))
+
+
+def column_table(
+    columns: Lists, batch: int, heads: int, head_bytes: int, tiling: BackwardTiling
+) -> jax.Array:
+    """The work table of _Columns: as the forward's, with kv blocks for rows."""
+    return work_table(columns, batch, heads, heads, head_bytes, tiling)
+
+
+def row_table(lists, batch, heads, kv_heads, shape, tiling) -> jax.Array:
+    """The work table of _Rows, the forward's."""
+    return work_table(lists, batch, heads, kv_heads, shape.kv_bytes, tiling)
+
+
+def _statistics(out, lse, d_out, d_lse, shape):
+    """lse in base 2 and delta, float32 [B, N, whole row blocks].
+
+    +inf and 0 where a row is empty or past T.
+    """
+    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
+    if d_lse is not None:
+        delta = delta - d_lse
+    empty = lse == -jnp.inf
+    lse = jnp.where(empty, jnp.inf, lse * LOG2E)
+    delta = jnp.where(empty, 0.0, delta)
+    past = ((0, 0), (0, 0), (0, shape.row_blocks * shape.block[0] - shape.queries))
+    return jnp.pad(lse, past, constant_values=jnp.inf), jnp.pad(delta, past)
+
+
+def _sum_heads(x, group):
+    """[B, S, N, H] -> [B, S, K, H]: what the query heads of a kv head gave it."""
+    if group == 1:
+        return x
+    batch, keys, heads, size = x.shape
+    grouped = x.reshape(batch, keys, heads // group, group, size)
+    return grouped.astype(jnp.float32).sum(axis=3).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Static sizes, checked."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
+    block: tuple[int, int]
+    itemsize: int
+
+    @property
+    def row_blocks(self) -> int:
+        return pl.cdiv(self.queries, self.block[0])
+
+    @property
+    def kv_blocks(self) -> int:
+        return pl.cdiv(self.keys, self.block[1])
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one kv head of one batch row."""
+        return self.keys * (self.size + self.value_size) * self.itemsize
+
+    @property
+    def head_bytes(self) -> int:
+        """Q and d_out of one head of one batch row, and dq in float32."""
+        return self.queries * ((self.size + self.value_size) * self.itemsize + self.size * 4)
+
+    @classmethod
+    def of(cls, q, k, v, lists, columns, block, tiling):
+        batch, queries, heads, size = q.shape
+        _, keys, kv_heads, value_size = v.shape
+        if k.shape != (batch, keys, kv_heads, size):
+            raise ValueError(
+                f"key is {k.shape}; this query and value ask for {(batch, keys, kv_heads, size)}"
+            )
+        if block != (TILE_ROWS, TILE_ROWS):
+            raise ValueError(f"the backward takes blocks of {TILE_ROWS} x {TILE_ROWS}, not {block}")
+        if size != value_size or size not in (64, 128):
+            raise ValueError(f"the backward takes H = Hv = 64 or 128, not {size} and {value_size}")
+        if block[1] % tiling.key_step:
+            raise ValueError(
+                f"a step of {tiling.key_step} keys does not divide a block of {block[1]}"
+            )
+        for name, x, tokens, size_of in (
+            ("rows", lists, queries, block[0]),
+            ("columns", columns, keys, block[1]),
+        ):
+            if x.kv_count.shape[-1] != pl.cdiv(tokens, size_of):
+                raise ValueError(
+                    f"the lists have {x.kv_count.shape[-1]} {name}, {tokens} tokens in blocks of "
+                    f"{size_of} have {pl.cdiv(tokens, size_of)}"
+                )
+        return cls(
+            batch, queries, keys, heads, kv_heads, size, value_size, tuple(block), k.dtype.itemsize
+        )
+
+
+class _Kernel:
+    """What both kernels share: items, logits, the rule. `self` holds what is static."""
+
+    # What the two of them say for themselves.
+    blocks: int  # work items per head
+    step: int  # tokens per product
+    splits: int  # products per visit
+    stages: int  # tiles in flight
+    compute: Any  # the roles
+    memory: Any
+
+    def __init__(self, shape, tiling, *, scale, soft_cap, allows, rows, columns, interpret):
+        self.shape = shape
+        self.tiling = tiling
+        self.scale = scale
+        self.soft_cap = soft_cap
+        self.allows = allows
+        self.num_rows = rows
+        self.num_columns = columns
+        self.interpret = interpret
+        self.items = shape.batch * shape.heads * self.blocks
+        self.ctas = min(tiling.sms, self.items) if tiling.persistent else self.items
+        # Without a rule the only partial blocks are those that reach past the last key.
+        self.has_partial = allows is not None or shape.keys % shape.block[1] != 0
+
+    def launch(self, name, operands, out_type, scratch, interpret):
+        return plgpu.kernel(
+            self.body,
+            out_type=out_type,
+            scratch_types=scratch,
+            grid=(self.ctas,),
+            grid_names=("cta",),
+            num_threads=COMPUTE + 1,
+            thread_name="wg",
+            kernel_name=name,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                reduction_scratch_bytes=0,
+                unsafe_no_auto_barriers=not interpret,  # no thread reads what it wrote
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            ),
+            **({"interpret": interpret} if interpret else {}),
+        )(*operands)
+
+    def body(self, *refs, **scratch):
+        inputs, rest = refs[:8], list(refs[8:])
+        rows, rest = rest[: self.num_rows], rest[self.num_rows :]
+        columns, outs = rest[: self.num_columns], rest[self.num_columns :]
+        q, k, v, d_out, lse, delta, work, index = inputs
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg < COMPUTE)
+        def _():
+            plgpu.set_max_registers(self.tiling.compute_registers, action="increase")
+            self.compute(wg, lse, delta, work, index, rows, columns, outs, **scratch)
+
+        @pl.when(wg == COMPUTE)
+        def _():
+            plgpu.set_max_registers(self.tiling.memory_registers, action="decrease")
+            self.memory(q, k, v, d_out, lse, delta, work, index, **scratch)
+
+    def tiles(self, *dims, dtype):
+        columns = 128 // jnp.dtype(dtype).itemsize
+        transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+        return plgpu.SMEM(dims, dtype, transforms=transforms)
+
+    # Work items
+
+    def for_each_item(self, work, visit, init):
+        """carry = visit(item, carry) for every item of this CTA, dealt as in the forward."""
+        cta = lax.axis_index("cta")
+
+        def record(turn):
+            place = (
+                jnp.where(turn % 2 == 0, cta, self.ctas - 1 - cta)
+                if self.tiling.persistent
+                else cta
+            )
+            row = jnp.minimum(turn * self.ctas + place, self.items - 1)
+            return Item(*(work[row, field] for field in range(len(Item._fields))))
+
+        if not self.tiling.persistent:
+            return visit(record(0), init)
+        rounds, rest = divmod(self.items, self.ctas)
+        place = cta if rounds % 2 == 0 else self.ctas - 1 - cta
+        turns = jnp.where(place < rest, rounds + 1, rounds)
+
+        def body(turn, carry):
+            item, state = carry
+            following = record(turn + 1)
+            return following, visit(item, state)
+
+        first = (record(jnp.int32(0)), jax.tree.map(jnp.int32, init))
+        return lax.fori_loop(0, turns, body, first)[1]
+
+    def first_token(self, index, item, t):
+        """Token index where step t of an item begins, on the axis it walks."""
+        if self.splits == 1:
+            return index[item.start + t] * TILE_ROWS
+        visit, part = lax.div(t, jnp.int32(self.splits)), lax.rem(t, jnp.int32(self.splits))
+        return index[item.start + visit] * TILE_ROWS + part * self.step
+
+    def slot(self, t):
+        return lax.rem(jnp.int32(t), jnp.int32(self.stages))
+
+    def run_steps(self, item, front, back):
+        """front and back of every step t of an item; its count is not 0.
+
+        x = front(t, s, masked) begins with the scores s in flight, or issues them when s is None,
+        and ends with nothing in flight. s = back(t, x, ahead) consumes x; with `ahead`, it returns
+        with the scores of t + 1 in flight. Full steps come first, then those with the rule.
+        """
+        full, count = item.full * self.splits, item.count * self.splits
+        if not self.has_partial:
+            full = count
+        if not self.tiling.ahead:
+
+            def step(t, masked):
+                back(t, front(t, None, masked), ahead=0)
+
+            pl.loop(0, full)(lambda t: step(t, False))
+            if self.has_partial:
+                pl.loop(full, count)(lambda t: step(t, True))
+            return
+
+        # The loop is turned so that it ends where nothing is in flight.
+        def advance(t, x, masked):
+            return front(t, back(t - 1, x, ahead=1), masked)
+
+        x = front(jnp.int32(0), None, full == 0 if self.has_partial else False)
+        x = lax.fori_loop(1, full, lambda t, x: advance(t, x, False), x)
+        if self.has_partial:
+            first = jnp.maximum(full, 1)
+            x = lax.fori_loop(first, count, lambda t, x: advance(t, x, True), x)
+        back(count - 1, x, ahead=0)
+
+    # Elementwise
+
+    def probabilities(self, s, lse, masked, allowed):
+        """p, and p times the slope of the soft cap; both zero where the rule forbids.
+
+        masked: whether there is a rule; True, False, or a bool scalar. allowed(): what it allows.
+        """
+
+        def mask(p):
+            if masked is False:
+                return p
+            if masked is True:
+                return jnp.where(allowed(), p, 0.0)
+            return lax.cond(masked, lambda: jnp.where(allowed(), p, 0.0), lambda: p)
+
+        if self.soft_cap is None:
+            p = mask(jnp.exp2(s * (self.scale * LOG2E) - lse))
+            return p, p
+        # tanh x = 1 - 2 / (1 + e^2x), as in the forward.
+        growth = jnp.exp2(s * (2 * LOG2E * self.scale / self.soft_cap))
+        capped = 1.0 - 2.0 / (1.0 + growth)
+        p = mask(jnp.exp2(capped * (self.soft_cap * LOG2E) - lse))
+        return p, p * (1.0 - capped * capped)
+
+    def allowed(self, item, first_query, first_key, dims, row_tiles, column_tiles):
+        """What the rule allows in a tile. dims: the axis of queries, the axis of keys."""
+        shape = (ROWS, self.step)
+        q_index, k_index = (
+            plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=TILE) + first
+            for dim, first in zip(dims, (first_query, first_key), strict=True)
+        )
+        allowed = None
+        if self.allows is not None:
+            allowed = self.allows(
+                item.b,
+                item.n,
+                q_index,
+                k_index,
+                [lax.broadcast_in_dim(x, shape, [dims[0]]) for x in row_tiles],
+                [lax.broadcast_in_dim(x, shape, [dims[1]]) for x in column_tiles],
+            )
+        if self.shape.keys % self.shape.block[1]:
+            inside = k_index < self.shape.keys
+            allowed = inside if allowed is None else allowed & inside
+        return allowed
+
+    def token_tiles(self, refs, item, first, length, layout):
+        """Values per token of the rule, from global memory."""
+        return [
+            plgpu.load(
+                x.at[item.b if x.shape[0] > 1 else 0, pl.ds(first, length)],
+                layout=layout,
+                optimized=False,
+            )
+            for x in refs
+        ]
+
+    def product(self, acc_ref, left, right, left_smem=None):
+        """acc += left right, with `left` in registers.
+
+        The interpreter takes it from shared memory.
+        """
+        if self.interpret:
+            left_smem[...] = left
+            plgpu.commit_smem()
+            left = left_smem
+        plgpu.wgmma(acc_ref, left, right)
+
+    def again(self, wg):
+        """wg, in a way that the compiler cannot hoist out of a loop.
+
+        Otherwise it keeps a descriptor per product of k and v in registers, and spills.
+        """
+        return wg if self.interpret else _opaque(wg)
+
+    def unless_empty(self, accumulate, item, sizes):
+        """accumulate(*accumulators) -> tiles; zeros for an item without visits."""
+
+        def run():
+            return pl.run_scoped(accumulate, *(plgpu.ACC(x, jnp.float32) for x in sizes))
+
+        def zeros():
+            return tuple(plgpu.layout_cast(jnp.zeros(x, jnp.float32), TILE) for x in sizes)
+
+        return lax.cond(item.count > 0, run, zeros)
+
+    def issued(self, left, right):
+        """left right, both in shared memory: a tile that may be read only after settled()."""
+
+        def product(ref):
+            plgpu.wgmma(ref, left, right)
+            return self.accumulated(ref, wait_n=None)
+
+        return pl.run_scoped(product, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
+
+    def settled(self, tile, wait_n):
+        """A tile that was issued, once no more than `wait_n` products behind it are in flight."""
+        if self.interpret:
+            return tile
+        plgpu.wgmma_wait(wait_n)
+        return lax.optimization_barrier(tile)
+
+    def accumulated(self, ref, wait_n):
+        if self.interpret:
+            return ref[...]
+        return plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
+
+    def store(self, tile, out_smem, gmem):
+        """Tile to global memory through this warpgroup's shared buffer; rows past T are dropped."""
+        # The copy before this one must have read the buffer.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_smem[...] = tile.astype(out_smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, gmem)
+
+
+class _Columns(_Kernel):
+    """dk and dv of 128 keys, over the row blocks that see them; fused, their part of dq too."""
+
+    def __init__(self, shape, tiling, **static):
+        self.blocks = shape.kv_blocks
+        self.step = tiling.row_step or (128 if tiling.fused and shape.size == 64 else 64)
+        self.splits = TILE_ROWS // self.step
+        self.stages = tiling.row_stages
+        super().__init__(shape, tiling, **static)
+        # A warpgroup makes 64 queries of the step's dq, or 64 columns of the head.
+        self.dq_by_rows = self.step == TILE_ROWS
+        if tiling.fused and not self.dq_by_rows and shape.size != TILE_ROWS:
+            raise ValueError(f"fused, H = {shape.size} needs row_step = {TILE_ROWS}")
+
+    def __call__(self, operands, interpret):
+        shape = self.shape
+        q, k = operands[:2]
+        out_type = tuple(
+            jax.ShapeDtypeStruct((shape.batch, k.shape[1], shape.heads, size), q.dtype)
+            for size in (shape.size, shape.value_size)
+        )
+        scratch = self.scratch(q.dtype)
+        name = "xsake_backward_dkv"
+        if not self.tiling.fused:
+            return *self.launch(name, operands, out_type, scratch, interpret), None
+        sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+        dk, dv = self.launch(name + "q", (*operands, sums), out_type, scratch, interpret)
+        return dk, dv, (jax.freeze(sums) * self.scale).astype(q.dtype)
+
+    def scratch(self, dtype) -> dict[str, Any]:
+        """Shared memory and barriers of a CTA."""
+        shape, stages, step = self.shape, self.stages, self.step
+        free = dict(num_arrivals=COMPUTE)
+        scratch = dict(
+            k_smem=self.tiles(TILE_ROWS, shape.size, dtype=dtype),
+            v_smem=self.tiles(TILE_ROWS, shape.value_size, dtype=dtype),
+            q_smem=self.tiles(stages, step, shape.size, dtype=dtype),
+            d_out_smem=self.tiles(stages, step, shape.value_size, dtype=dtype),
+            out_smem=self.tiles(COMPUTE, ROWS, shape.size, dtype=dtype),
+            lse_smem=plgpu.SMEM((stages, step), jnp.float32),
+            delta_smem=plgpu.SMEM((stages, step), jnp.float32),
+            k_ready=plgpu.Barrier(),
+            v_ready=plgpu.Barrier(),
+            q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # Q and lse
+            d_out_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # d_out and delta
+            kv_free=plgpu.Barrier(**free),
+            q_free=plgpu.Barrier(num_barriers=stages, **free),
+            d_out_free=plgpu.Barrier(num_barriers=stages, **free),
+        )
+        if self.interpret:
+            scratch["left_smem"] = self.tiles(COMPUTE, ROWS, step, dtype=dtype)
+        if self.tiling.fused:
+            scratch["ds_smem"] = self.tiles(self.tiling.ds_stages, TILE_ROWS, step, dtype=dtype)
+            scratch["dq_smem"] = self.tiles(COMPUTE, ROWS, 64, dtype=jnp.float32)
+        return scratch
+
+    def memory(
+        self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, index,
+        *, q_smem, k_smem, v_smem, d_out_smem, lse_smem, delta_smem,
+        q_ready, k_ready, v_ready, d_out_ready, q_free, kv_free, d_out_free, **_,
+    ):  # fmt: skip
+        """Copies K, V once per item and Q, d_out once per step, as soon as there is room."""
+        shape, stages = self.shape, self.stages
+        group = shape.heads // shape.kv_heads
+        copy = plgpu.copy_gmem_to_smem
+
+        def load_item(item, carry):
+            done, items_before = carry  # steps and K, V tiles loaded so far
+            head = lax.div(item.n, jnp.int32(group))
+            steps = item.count * self.splits
+
+            @pl.loop(0, steps)
+            def _(t):
+                slot = self.slot(done + t)
+                queries = pl.ds(self.first_token(index, item, t), self.step)
+                keys = pl.ds(item.i * TILE_ROWS, TILE_ROWS)
+
+                @pl.when(done + t >= stages)
+                def _():
+                    plgpu.barrier_wait(q_free.at[slot])
+
+                copy(q_gmem.at[item.b, queries, item.n], q_smem.at[slot], q_ready.at[slot])
+                copy(lse_gmem.at[item.b, item.n, queries], lse_smem.at[slot], q_ready.at[slot])
+
+                @pl.when(t == 0)
+                def _():
+                    @pl.when(items_before > 0)
+                    def _():
+                        plgpu.barrier_wait(kv_free)
+
+                    copy(k_gmem.at[item.b, keys, head], k_smem, k_ready)
+                    copy(v_gmem.at[item.b, keys, head], v_smem, v_ready)
+
+                @pl.when(done + t >= stages)
+                def _():
+                    plgpu.barrier_wait(d_out_free.at[slot])
+
+                ready = d_out_ready.at[slot]
+                copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem.at[slot], ready)
+                copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[slot], ready)
+
+            return done + steps, items_before + (steps > 0).astype(jnp.int32)
+
+        done, items = self.for_each_item(work, load_item, (0, 0))
+        if self.interpret:  # it wants every completed phase observed
+
+            @pl.loop(jnp.maximum(done - stages, 0), done)
+            def _(t):
+                plgpu.barrier_wait(q_free.at[self.slot(t)])
+                plgpu.barrier_wait(d_out_free.at[self.slot(t)])
+
+            @pl.when(items > 0)
+            def _():
+                plgpu.barrier_wait(kv_free)
+
+    def compute(
+        self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,
+        *, q_smem, k_smem, v_smem, d_out_smem, out_smem, lse_smem, delta_smem,
+        q_ready, k_ready, v_ready, d_out_ready, q_free, kv_free, d_out_free,
+        left_smem=None, ds_smem=None, dq_smem=None,
+    ):  # fmt: skip
+        """64 keys of every item: dk and dv over its steps, then one store."""
+        shape, step = self.shape, self.step
+        sums, (dk_gmem, dv_gmem) = (outs[0], outs[1:]) if self.tiling.fused else (None, outs)
+        left = None if left_smem is None else left_smem.at[wg]
+        fused = int(self.tiling.fused)
+
+        def compute_item(item, done):
+            steps = item.count * self.splits
+            first_key = item.i * TILE_ROWS + wg * ROWS
+            column_tiles = self.token_tiles(columns, item, first_key, ROWS, ROW)
+
+            def own(ref):
+                return ref.at[pl.ds(self.again(wg) * ROWS, ROWS)]
+
+            def scores(t):
+                """sT of step t, in flight."""
+                slot = self.slot(done + t)
+                plgpu.barrier_wait(q_ready.at[slot])
+                return self.issued(own(k_smem), q_smem.at[slot].transpose((1, 0)))
+
+            def front(t, s, masked):
+                """pT and dsT."""
+
+                def allowed():
+                    first_query = self.first_token(index, item, t)
+                    row_tiles = self.token_tiles(rows, item, first_query, step, COLUMN)
+                    return self.allowed(
+                        item, first_query, first_key, (1, 0), row_tiles, column_tiles
+                    )
+
+                slot = self.slot(done + t)
+                d_out = d_out_smem.at[slot].transpose((1, 0))
+                s = scores(t) if s is None else s
+                plgpu.barrier_wait(d_out_ready.at[slot])
+                if masked is False:
+                    dp = self.issued(own(v_smem), d_out)
+                lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
+                s = self.settled(s, wait_n=1 if masked is False else 0)
+                lse = lax.broadcast_in_dim(lse, s.shape, [1])
+                p, slope = self.probabilities(s, lse, masked, allowed)
+                if masked is not False:  # the rule needed the registers of dp
+                    p, slope = lax.optimization_barrier((p, slope))
+                    dp = self.issued(own(v_smem), d_out)
+                p = p.astype(d_out.dtype)
+                delta = plgpu.load(delta_smem.at[slot], layout=COLUMN, optimized=False)
+                ds = slope * (self.settled(dp, 0) - lax.broadcast_in_dim(delta, s.shape, [1]))
+                return p, ds.astype(d_out.dtype)
+
+            def back(dk_ref, dv_ref, t, p_ds, ahead):
+                """dv += pT d_out, dk += dsT q, and dq."""
+                p, ds = p_ds
+                slot = self.slot(done + t)
+                self.product(dv_ref, p, d_out_smem.at[slot], left)
+                if fused:
+                    dq = self.issued(*self.share(wg, done + t, ds, ds_smem, k_smem))
+                    plgpu.wgmma_wait(1)  # dv is done, and the registers of p are free
+                    plgpu.barrier_arrive(d_out_free.at[slot])
+                self.product(dk_ref, ds, q_smem.at[slot], left)
+                s = scores(t + 1) if ahead else None
+                if fused:
+                    dq = self.settled(dq, ahead + 1)
+                    self.add_dq(wg, item, self.first_token(index, item, t), dq, dq_smem, sums)
+                else:
+                    plgpu.wgmma_wait(ahead + 1)  # dv is done
+                    plgpu.barrier_arrive(d_out_free.at[slot])
+                plgpu.wgmma_wait(ahead)  # dk is done
+                plgpu.barrier_arrive(q_free.at[slot])
+                return s
+
+            def accumulate(dk_ref, dv_ref):
+                plgpu.barrier_wait(k_ready)
+                plgpu.barrier_wait(v_ready)
+                self.run_steps(item, front, functools.partial(back, dk_ref, dv_ref))
+                plgpu.barrier_arrive(kv_free)
+                return dk_ref[...], dv_ref[...]
+
+            sizes = (ROWS, shape.size), (ROWS, shape.value_size)
+            dk, dv = self.unless_empty(accumulate, item, sizes)
+            keys = pl.ds(first_key, ROWS)
+            self.store(dv, out_smem.at[wg], dv_gmem.at[item.b, keys, item.n])
+            self.store(dk * self.scale, out_smem.at[wg], dk_gmem.at[item.b, keys, item.n])
+            return done + steps
+
+        self.for_each_item(work, compute_item, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    # dq of the step: all 128 keys, one half of the tile by each warpgroup
+
+    def half(self, wg):
+        return pl.ds(self.again(wg) * ROWS, ROWS)
+
+    def share(self, wg, t, ds, ds_smem, k_smem):
+        """dsT of both warpgroups to shared memory; the operands of this one's half of ds k."""
+        ds_smem = ds_smem.at[lax.rem(t, jnp.int32(self.tiling.ds_stages))]
+        if self.tiling.ds_stages == 1:
+            _meet()  # the other warpgroup has read the ds before this one
+        ds_smem[pl.ds(wg * ROWS, ROWS)] = ds
+        _meet(publish=True)
+        if self.dq_by_rows:
+            return ds_smem.at[:, self.half(wg)].transpose((1, 0)), k_smem
+        return ds_smem.transpose((1, 0)), k_smem.at[:, self.half(wg)]
+
+    def add_dq(self, wg, item, first_query, dq, dq_smem, sums):
+        """sums += dq by the copy engine."""
+        # The copy before this one must have read the buffer.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        dq_smem[wg] = dq
+        plgpu.commit_smem()
+        if self.dq_by_rows:
+            place = pl.ds(first_query + wg * ROWS, ROWS), item.n, pl.ds(0, 64)
+        else:
+            place = pl.ds(first_query, ROWS), item.n, self.half(wg)
+        plgpu.copy_smem_to_gmem(dq_smem.at[wg], sums.at[item.b, *place], reduction_op="add")
+
+
+class _Rows(_Kernel):
+    """dq of 128 queries, over the kv blocks they see."""
+
+    def __init__(self, shape, tiling, **static):
+        self.blocks = shape.row_blocks
+        self.step = tiling.key_step
+        self.splits = TILE_ROWS // self.step
+        self.stages = tiling.key_stages
+        super().__init__(shape, tiling, **static)
+
+    def __call__(self, operands, interpret):
+        q = operands[0]
+        out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
+        name = "xsake_backward_dq"
+        return self.launch(name, operands, out_type, self.scratch(q.dtype), interpret)[0]
+
+    def scratch(self, dtype) -> dict[str, Any]:
+        """Shared memory and barriers of a CTA."""
+        shape, stages, step = self.shape, self.stages, self.step
+        free = dict(num_arrivals=COMPUTE)
+        scratch = dict(
+            q_smem=self.tiles(TILE_ROWS, shape.size, dtype=dtype),
+            d_out_smem=self.tiles(TILE_ROWS, shape.value_size, dtype=dtype),
+            k_smem=self.tiles(stages, step, shape.size, dtype=dtype),
+            v_smem=self.tiles(stages, step, shape.value_size, dtype=dtype),
+            out_smem=self.tiles(COMPUTE, ROWS, shape.size, dtype=dtype),
+            q_ready=plgpu.Barrier(),
+            d_out_ready=plgpu.Barrier(),
+            k_ready=plgpu.Barrier(num_barriers=stages),
+            v_ready=plgpu.Barrier(num_barriers=stages),
+            q_free=plgpu.Barrier(**free),  # d_out too
+            k_free=plgpu.Barrier(num_barriers=stages, **free),
+            v_free=plgpu.Barrier(num_barriers=stages, **free),
+        )
+        if self.interpret:
+            scratch["left_smem"] = self.tiles(COMPUTE, ROWS, step, dtype=dtype)
+        return scratch
+
+    def memory(
+        self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, index,
+        *, q_smem, k_smem, v_smem, d_out_smem,
+        q_ready, k_ready, v_ready, d_out_ready, q_free, k_free, v_free, **_,
+    ):  # fmt: skip
+        """Copies Q, d_out once per item and K, V once per step, as soon as there is room."""
+        shape, stages = self.shape, self.stages
+        group = shape.heads // shape.kv_heads
+        copy = plgpu.copy_gmem_to_smem
+
+        def load_item(item, carry):
+            done, items_before = carry  # steps and Q, d_out tiles loaded so far
+            head = lax.div(item.n, jnp.int32(group))
+            steps = item.count * self.splits
+
+            @pl.loop(0, steps)
+            def _(t):
+                slot = self.slot(done + t)
+                keys = pl.ds(self.first_token(index, item, t), self.step)
+                queries = pl.ds(item.i * TILE_ROWS, TILE_ROWS)
+
+                @pl.when(done + t >= stages)
+                def _():
+                    plgpu.barrier_wait(k_free.at[slot])
+
+                copy(k_gmem.at[item.b, keys, head], k_smem.at[slot], k_ready.at[slot])
+
+                @pl.when(t == 0)
+                def _():
+                    @pl.when(items_before > 0)
+                    def _():
+                        plgpu.barrier_wait(q_free)
+
+                    copy(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
+                    copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem, d_out_ready)
+
+                @pl.when(done + t >= stages)
+                def _():
+                    plgpu.barrier_wait(v_free.at[slot])
+
+                copy(v_gmem.at[item.b, keys, head], v_smem.at[slot], v_ready.at[slot])
+
+            return done + steps, items_before + (steps > 0).astype(jnp.int32)
+
+        done, items = self.for_each_item(work, load_item, (0, 0))
+        if self.interpret:  # it wants every completed phase observed
+
+            @pl.loop(jnp.maximum(done - stages, 0), done)
+            def _(t):
+                plgpu.barrier_wait(k_free.at[self.slot(t)])
+                plgpu.barrier_wait(v_free.at[self.slot(t)])
+
+            @pl.when(items > 0)
+            def _():
+                plgpu.barrier_wait(q_free)
+
+    def compute(
+        self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,
+        *, q_smem, k_smem, v_smem, d_out_smem, out_smem,
+        q_ready, k_ready, v_ready, d_out_ready, q_free, k_free, v_free, left_smem=None,
+    ):  # fmt: skip
+        """64 queries of every item: dq over its steps, then one store."""
+        shape, step = self.shape, self.step
+        (dq_gmem,) = outs
+        left = None if left_smem is None else left_smem.at[wg]
+
+        def compute_item(item, done):
+            steps = item.count * self.splits
+            first_query = item.i * TILE_ROWS + wg * ROWS
+            queries = pl.ds(first_query, ROWS)
+            row_tiles = self.token_tiles(rows, item, first_query, ROWS, ROW)
+            lse, delta = (
+                plgpu.load(x.at[item.b, item.n, queries], layout=ROW, optimized=False)
+                for x in (lse_gmem, delta_gmem)
+            )
+
+            def own(ref):
+                return ref.at[pl.ds(self.again(wg) * ROWS, ROWS)]
+
+            def scores(t):
+                """s of step t, in flight."""
+                slot = self.slot(done + t)
+                plgpu.barrier_wait(k_ready.at[slot])
+                return self.issued(own(q_smem), k_smem.at[slot].transpose((1, 0)))
+
+            def front(t, s, masked):
+                """ds."""
+
+                def allowed():
+                    first_key = self.first_token(index, item, t)
+                    column_tiles = self.token_tiles(columns, item, first_key, step, COLUMN)
+                    return self.allowed(
+                        item, first_query, first_key, (0, 1), row_tiles, column_tiles
+                    )
+
+                slot = self.slot(done + t)
+                v = v_smem.at[slot].transpose((1, 0))
+                s = scores(t) if s is None else s
+                plgpu.barrier_wait(v_ready.at[slot])
+                if masked is False:
+                    dp = self.issued(own(d_out_smem), v)
+                s = self.settled(s, wait_n=1 if masked is False else 0)
+                base = lax.broadcast_in_dim(lse, s.shape, [0])
+                _, slope = self.probabilities(s, base, masked, allowed)
+                if masked is not False:  # the rule needed the registers of dp
+                    slope = lax.optimization_barrier(slope)
+                    dp = self.issued(own(d_out_smem), v)
+                dp = self.settled(dp, 0)
+                plgpu.barrier_arrive(v_free.at[slot])
+                ds = slope * (dp - lax.broadcast_in_dim(delta, s.shape, [0]))
+                return ds.astype(v.dtype)
+
+            def back(dq_ref, t, ds, ahead):
+                """dq += ds k."""
+                slot = self.slot(done + t)
+                self.product(dq_ref, ds, k_smem.at[slot], left)
+                s = scores(t + 1) if ahead else None
+                plgpu.wgmma_wait(ahead)  # dq is done
+                plgpu.barrier_arrive(k_free.at[slot])
+                return s
+
+            def accumulate(dq_ref):
+                plgpu.barrier_wait(q_ready)
+                plgpu.barrier_wait(d_out_ready)
+                self.run_steps(item, front, functools.partial(back, dq_ref))
+                plgpu.barrier_arrive(q_free)
+                return (dq_ref[...],)
+
+            (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))
+            self.store(dq * self.scale, out_smem.at[wg], dq_gmem.at[item.b, queries, item.n])
+            return done + steps
+
+        self.for_each_item(work, compute_item, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _meet(publish=False):
+    """Waits for the other compute warpgroup.
+
+    With `publish`, what both wrote to shared memory before is visible to the products after.
+    """
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        if publish:
+            nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [],
+            f"bar.sync {DS_BARRIER}, {COMPUTE * THREADS};",
+            "",
+            has_side_effects=True,
+        )
+
+    emit()
+
+
+def _opaque(scalar):
+    """The same int32 scalar, computed anew where this stands."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def emit(_, scalar):
+        i32 = ir.IntegerType.get_signless(32)
+        value = llvm.inline_asm(
+            i32, [scalar.registers[()]], "mov.b32 $0, $1;", "=r,r", has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+
+    return emit(jnp.int32(scalar))

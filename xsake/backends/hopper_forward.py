@@ -1,0 +1,846 @@
+"""Block-sparse attention forward on Hopper (sm90), in Pallas Mosaic GPU.
+
+One work item is a row block of 128 queries of one head. A CTA takes items one after another:
+
+    warpgroup 2, memory      record of the item ─ kv_index[t] ─ TMA ─▶ K ring, V ring  (runs ahead)
+    warpgroup 0, rows  0-63  ─┐ S = Q Kᵀ ─ softmax ─ acc += P V             (0 and 1 take turns at
+    warpgroup 1, rows 64-127 ─┘                                                   the tensor cores)
+
+    visits of an item:  kv_index[start : start + full]           no masking at all
+                        kv_index[start + full : start + count]   the rule decides, key by key
+
+A block that no list names is neither loaded nor multiplied. Because the compute warpgroups take
+turns, one's softmax hides behind the other's products; with `overlap`, a warpgroup also issues the
+scores of its next visit before the values of this one, so its own softmax has a product behind it.
+
+m (running maximum, in base 2), l (running sum) and acc are named as in xla.py and tpu_kernels.py.
+This file is one kernel body, its roles and the table of work it reads.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from xsake.block_lists import Lists
+
+ROWS = 64  # query rows per compute warpgroup: one wgmma tile; 128 rows spill at H = 128
+COMPUTE = 2  # compute warpgroups of a CTA
+THREADS = 128  # of a warpgroup
+# The output leaves in pieces so wide: at H = 256 a whole tile has no room beside Q, K and V
+OUT_COLUMNS = 128
+LOG2E = math.log2(math.e)
+
+TILE = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)  # one value per query row
+COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per key
+
+# Named barriers 0 to 3 belong to Mosaic (the CTA and its warpgroups).
+TURN_BARRIER = 4
+FREE_BARRIER = TURN_BARRIER + COMPUTE
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiling:
+    """What may change the speed of the forward, never its values beyond rounding."""
+
+    step: int = 128  # keys per product; divides the mask's kv block
+    stages: int = 2  # K and V tiles in flight, each
+    persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
+    # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
+    order: str = "sections"
+    overlap: bool = True  # scores of the next visit are issued before the values of this one
+    take_turns: bool = True  # the two compute warpgroups alternate at the tensor cores
+    # A tile is freed by bar.arrive instead of an mbarrier arrival of every thread.
+    named_barriers: bool = True
+    # acc is rescaled only when the maximum grew by more than so many powers of two; 0 = always.
+    lazy_rescale: float = 0.0
+    compute_registers: int = 232
+    memory_registers: int = 40
+    sms: int = 132  # CTAs of a persistent grid
+    l2_bytes: int = 24 << 20  # K and V of the heads that run at the same time should fit here
+
+
+DEFAULT_TILING = ForwardTiling()
+
+
+def tiling_for(sizes: Any) -> ForwardTiling:
+    """What measured best by length and head size (benchmarks/results, suite hopper).
+
+    Long rows keep every SM busy, so CTAs that the hardware deals out win; short ones gain from a
+    CTA that prefetches its next item. At H = 64 overlap costs more than it hides.
+    """
+    return ForwardTiling(persistent=sizes.T < 8192, overlap=sizes.H > 64)
+
+
+class TokenRule(NamedTuple):
+    """The rule inside partial blocks.
+
+    allows(b, n, q, k, rows, columns) -> bool tile. b and n are scalars, q and k int32 tiles of
+    token indices, rows and columns int32 tiles read from `rows` (int32 [B|1, T] each, by query) and
+    `columns` (int32 [B|1, S] each, by key).
+    """
+
+    allows: Callable[..., jax.Array]
+    rows: tuple[jax.Array, ...] = ()
+    columns: tuple[jax.Array, ...] = ()
+
+
+class Item(NamedTuple):
+    """A work item: scalars read from one row of the work table."""
+
+    b: Any  # batch row
+    n: Any  # query head
+    i: Any  # row block
+    start: Any  # where its list begins in the flat kv_index
+    count: Any  # blocks to visit
+    full: Any  # the first so many need no rule
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lists: Lists,
+    *,
+    block: tuple[int, int] = (128, 128),
+    rule: TokenRule | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    tiling: ForwardTiling = DEFAULT_TILING,
+    work: jax.Array | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the listed blocks: out [B, T, N, Hv] like q, logsumexp [B, N, T] float32.
+
+    q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]. A row that sees no key gets zeros and -inf.
+    `sinks` float32 [N] is the logsumexp of each head's sinks: it joins the denominator of out, not
+    the logsumexp. `work` is work_table(...) made earlier for the same lists and tiling; without it,
+    it is made here.
+    """
+    shape = _Shape.of(q, k, v, lists, block, tiling)
+    # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies from and to.
+    q, k, v = (_pad_tokens(x, -(-x.shape[1] // 8) * 8) for x in (q, k, v))
+    if work is None:
+        work = work_table(lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling)
+    rule = rule or TokenRule(None)
+    # A tile of these may be read past the end; what it finds there is masked.
+    key_blocks = pl.cdiv(shape.keys, block[1])
+    rows = tuple(_pad_tokens(x, shape.row_blocks * block[0]) for x in rule.rows)
+    columns = tuple(_pad_tokens(x, key_blocks * block[1]) for x in rule.columns)
+    kernel = _Kernel(
+        shape,
+        tiling,
+        rule.allows,
+        scale=1 / math.sqrt(shape.size) if scale is None else scale,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        rows=len(rows),
+        columns=len(columns),
+        interpret=bool(interpret),
+    )
+    out, lse = plgpu.kernel(
+        kernel.body,
+        out_type=(
+            jax.ShapeDtypeStruct((shape.batch, q.shape[1], shape.heads, shape.value_size), q.dtype),
+            # Whole row blocks, so that the copy of a block's logsumexp needs no guard.
+            jax.ShapeDtypeStruct(
+                (shape.batch, shape.heads, shape.row_blocks * block[0]), jnp.float32
+            ),
+        ),
+        scratch_types=kernel.scratch(q.dtype),
+        grid=(kernel.ctas,),
+        grid_names=("cta",),
+        num_threads=COMPUTE + 1,
+        thread_name="wg",
+        kernel_name="xsake_forward",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # rows are reduced inside a warp
+            unsafe_no_auto_barriers=not interpret,  # no thread reads shared memory that it wrote
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        **({"interpret": interpret} if interpret else {}),
+    )(
+        q,
+        k,
+        v,
+        work,
+        lists.kv_index.reshape(-1),
+        *(() if sinks is None else (sinks,)),
+        *rows,
+        *columns,
+    )
+    return out[:, : shape.queries], lse[..., : shape.queries]
+
+
+def work_table(
+    lists: Lists, batch: int, heads: int, kv_heads: int, kv_bytes: int, tiling: Any
+) -> jax.Array:
+    """One row per work item, in the order they are taken: int32 [B*N*Tb, 8], the fields of Item.
+
+    "longest" sorts all items by their number of visits, so the last ones to finish are short.
+    "sections" does the same inside groups of heads whose K and V (`kv_bytes` per kv head) fit in L2
+    together, heads with most work first.
+    """
+    _, list_heads, row_blocks = lists.kv_count.shape
+    repeat = heads // list_heads
+
+    def per_item(x):
+        x = jnp.repeat(x, repeat, axis=1) if repeat > 1 else x
+        return jnp.broadcast_to(x, (batch, heads, row_blocks))
+
+    capacity = lists.kv_index.shape[-1]
+    offset = jnp.arange(lists.kv_index.shape[0] * list_heads, dtype=jnp.int32) * capacity
+    start = lists.kv_start + offset.reshape(-1, list_heads, 1)
+    b, n, i = (
+        lax.broadcasted_iota(jnp.int32, (batch, heads, row_blocks), axis) for axis in range(3)
+    )
+    count = per_item(lists.kv_count)
+    fields = (b, n, i, per_item(start), count, per_item(lists.full_count))
+    table = jnp.stack([x.reshape(-1) for x in fields] + [jnp.zeros(b.size, jnp.int32)] * 2, axis=-1)
+    if tiling.order == "natural":
+        return table
+    longest = jnp.int32(2**15) - jnp.minimum(count, 2**15)  # ascending key, longest first
+    if tiling.order == "sections":
+        group = heads // kv_heads
+        per_section = max(1, tiling.l2_bytes // kv_bytes)
+        if per_section < batch * kv_heads:
+            load = count.reshape(batch * kv_heads, group * row_blocks).sum(-1)
+            section = jnp.argsort(jnp.argsort(-load)) // per_section
+            longest += (
+                (section.astype(jnp.int32) << 16)
+                .reshape(batch, kv_heads, 1, 1)
+                .repeat(group, 2)
+                .reshape(batch, heads, 1)
+            )
+    return table[jnp.argsort(longest.reshape(-1))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Static sizes, checked."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
+    block: tuple[int, int]
+    kv_bytes: int  # K and V of one kv head of one batch row
+
+    @property
+    def row_blocks(self) -> int:
+        return pl.cdiv(self.queries, self.block[0])
+
+    @classmethod
+    def of(cls, q, k, v, lists, block, tiling):
+        batch, queries, heads, size = q.shape
+        _, keys, kv_heads, value_size = v.shape
+        if k.shape != (batch, keys, kv_heads, size):
+            raise ValueError(
+                f"key is {k.shape}; this query and value ask for {(batch, keys, kv_heads, size)}"
+            )
+        if block[0] != COMPUTE * ROWS:
+            raise ValueError(f"the kernel takes row blocks of {COMPUTE * ROWS}, not {block[0]}")
+        if block[1] % tiling.step:
+            raise ValueError(f"a step of {tiling.step} keys does not divide a block of {block[1]}")
+        if lists.kv_count.shape[-1] != pl.cdiv(queries, block[0]):
+            raise ValueError(
+                f"the lists have {lists.kv_count.shape[-1]} rows, {queries} queries in blocks of "
+                f"{block[0]} have {pl.cdiv(queries, block[0])}"
+            )
+        kv_bytes = keys * (size + value_size) * k.dtype.itemsize
+        return cls(batch, queries, keys, heads, kv_heads, size, value_size, block, kv_bytes)
+
+
+def _pad_tokens(x, length):
+    """[B, T, ...] with zeros up to `length` tokens; nothing is copied when that is T already."""
+    if x.shape[1] == length:
+        return x
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+
+
+def _splat(value, shape, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _over(x, tile):
+    """A value per row, repeated over the columns of `tile`."""
+    return lax.broadcast_in_dim(x, tile.shape, [0])
+
+
+class _Kernel:
+    """The kernel body and its roles; `self` holds what is static."""
+
+    def __init__(
+        self, shape, tiling, allows, *, scale, soft_cap, has_sinks, rows, columns, interpret
+    ):
+        self.shape = shape
+        self.tiling = tiling
+        self.allows = allows
+        self.scale = scale
+        self.soft_cap = soft_cap
+        self.has_sinks = has_sinks
+        self.num_rows = rows
+        self.num_columns = columns
+        self.interpret = interpret
+        self.items = shape.batch * shape.heads * shape.row_blocks
+        self.ctas = min(tiling.sms, self.items) if tiling.persistent else self.items
+        self.splits = shape.block[1] // tiling.step  # steps per visit
+        # Without a rule the only partial blocks are those that reach past the last key.
+        self.has_partial = allows is not None or shape.keys % shape.block[1] != 0
+
+    def scratch(self, dtype) -> dict[str, Any]:
+        """Shared memory and barriers of a CTA."""
+        shape, stages, step = self.shape, self.tiling.stages, self.tiling.step
+
+        def tiles(*dims):
+            return plgpu.SMEM(
+                dims,
+                dtype,
+                transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
+            )
+
+        def freed(**kwargs):
+            return plgpu.Barrier(num_arrivals=COMPUTE, **kwargs)
+
+        return dict(
+            q_smem=tiles(COMPUTE * ROWS, shape.size),
+            k_smem=tiles(stages, step, shape.size),
+            v_smem=tiles(stages, step, shape.value_size),
+            out_smem=tiles(COMPUTE, ROWS, min(shape.value_size, OUT_COLUMNS)),
+            lse_smem=plgpu.SMEM((COMPUTE, ROWS), jnp.float32),
+            q_ready=plgpu.Barrier(),
+            k_ready=plgpu.Barrier(num_barriers=stages),
+            v_ready=plgpu.Barrier(num_barriers=stages),
+            q_free=freed(),
+            k_free=freed(num_barriers=stages),
+            v_free=freed(num_barriers=stages),
+        )
+
+    def body(self, q_gmem, k_gmem, v_gmem, work, index, *refs, **scratch):
+        sinks, refs = (refs[0], refs[1:]) if self.has_sinks else (None, refs)
+        rows, refs = refs[: self.num_rows], refs[self.num_rows :]
+        columns, (out_gmem, lse_gmem) = refs[: self.num_columns], refs[self.num_columns :]
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg < COMPUTE)
+        def _():
+            plgpu.set_max_registers(self.tiling.compute_registers, action="increase")
+            self.compute(wg, work, index, sinks, rows, columns, out_gmem, lse_gmem, **scratch)
+
+        @pl.when(wg == COMPUTE)
+        def _():
+            plgpu.set_max_registers(self.tiling.memory_registers, action="decrease")
+            self.memory(q_gmem, k_gmem, v_gmem, work, index, **scratch)
+
+    # Work items
+
+    def for_each_item(self, work, visit, init):
+        """carry = visit(item, carry) for every item of this CTA.
+
+        A persistent CTA walks the table there and back (c, 2P-1-c, 2P+c, ...): over a table sorted
+        by length this deals every CTA about the same work. The next record is read while the item
+        before it is computed.
+        """
+        cta = lax.axis_index("cta")
+
+        def record(turn):
+            place = (
+                jnp.where(turn % 2 == 0, cta, self.ctas - 1 - cta)
+                if self.tiling.persistent
+                else cta
+            )
+            row = jnp.minimum(turn * self.ctas + place, self.items - 1)
+            return Item(*(work[row, field] for field in range(len(Item._fields))))
+
+        if not self.tiling.persistent:
+            return visit(record(0), init)
+        rounds, rest = divmod(self.items, self.ctas)
+        place = cta if rounds % 2 == 0 else self.ctas - 1 - cta
+        turns = jnp.where(place < rest, rounds + 1, rounds)
+
+        def body(turn, carry):
+            item, state = carry
+            following = record(turn + 1)
+            return following, visit(item, state)
+
+        first = (record(jnp.int32(0)), jax.tree.map(jnp.int32, init))
+        return lax.fori_loop(0, turns, body, first)[1]
+
+    def first_key(self, index, item, t):
+        """Token index of the first key of step t."""
+        if self.splits == 1:
+            return index[item.start + t] * self.shape.block[1]
+        visit, part = lax.div(t, self.splits), lax.rem(t, self.splits)
+        return index[item.start + visit] * self.shape.block[1] + part * self.tiling.step
+
+    def slot(self, t):
+        return lax.rem(jnp.int32(t), jnp.int32(self.tiling.stages))
+
+    # Barriers. The interpreter cannot run inline code: it takes mbarriers, and needs no turns.
+
+    @property
+    def named(self) -> bool:
+        return self.tiling.named_barriers and not self.interpret
+
+    def free_k(self, k_free, slot):
+        if self.named:
+            _named_barrier("arrive", FREE_BARRIER + slot, COMPUTE + 1)
+        else:
+            plgpu.barrier_arrive(k_free.at[slot])
+
+    def free_v(self, v_free, slot):
+        if self.named:
+            _named_barrier("arrive", FREE_BARRIER + self.tiling.stages + slot, COMPUTE + 1)
+        else:
+            plgpu.barrier_arrive(v_free.at[slot])
+
+    def await_free_k(self, k_free, slot):
+        if self.named:
+            _named_barrier("sync", FREE_BARRIER + slot, COMPUTE + 1)
+        else:
+            plgpu.barrier_wait(k_free.at[slot])
+
+    def await_free_v(self, v_free, slot):
+        if self.named:
+            _named_barrier("sync", FREE_BARRIER + self.tiling.stages + slot, COMPUTE + 1)
+        else:
+            plgpu.barrier_wait(v_free.at[slot])
+
+    def take_turn(self, wg):
+        """Waits until the other compute warpgroup has issued its products."""
+        if self.tiling.take_turns and not self.interpret:
+            _named_barrier("sync", TURN_BARRIER + wg, COMPUTE)
+
+    def pass_turn(self, wg):
+        if self.tiling.take_turns and not self.interpret:
+            _named_barrier("arrive", TURN_BARRIER + 1 - wg, COMPUTE)
+
+    # Memory warpgroup
+
+    def memory(
+        self, q_gmem, k_gmem, v_gmem, work, index,
+        *, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free, **_,
+    ):  # fmt: skip
+        """Copies Q once per item and K, V once per visit, as soon as there is room."""
+        shape, stages, step = self.shape, self.tiling.stages, self.tiling.step
+        group = shape.heads // shape.kv_heads
+
+        def load_item(item, carry):
+            done, items_before = carry  # steps and Q tiles loaded so far
+            head = lax.div(item.n, jnp.int32(group))
+            steps = item.count * self.splits
+
+            @pl.loop(0, steps)
+            def _(t):
+                slot = self.slot(done + t)
+                keys = pl.ds(self.first_key(index, item, t), step)
+
+                @pl.when(done + t >= stages)
+                def _():
+                    self.await_free_k(k_free, slot)
+
+                plgpu.copy_gmem_to_smem(
+                    k_gmem.at[item.b, keys, head], k_smem.at[slot], k_ready.at[slot]
+                )
+
+                @pl.when(t == 0)
+                def _():
+                    @pl.when(items_before > 0)
+                    def _():
+                        plgpu.barrier_wait(q_free)
+
+                    queries = pl.ds(item.i * shape.block[0], shape.block[0])
+                    plgpu.copy_gmem_to_smem(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
+
+                @pl.when(done + t >= stages)
+                def _():
+                    self.await_free_v(v_free, slot)
+
+                plgpu.copy_gmem_to_smem(
+                    v_gmem.at[item.b, keys, head], v_smem.at[slot], v_ready.at[slot]
+                )
+
+            return done + steps, items_before + (steps > 0).astype(jnp.int32)
+
+        done, items = self.for_each_item(work, load_item, (0, 0))
+        if self.interpret:  # it wants every completed phase observed
+
+            @pl.loop(jnp.maximum(done - stages, 0), done)
+            def _(t):
+                self.await_free_k(k_free, self.slot(t))
+                self.await_free_v(v_free, self.slot(t))
+
+            @pl.when(items > 0)
+            def _():
+                plgpu.barrier_wait(q_free)
+
+    # Compute warpgroups
+
+    def compute(
+        self, wg, work, index, sinks, rows, columns, out_gmem, lse_gmem,
+        *, q_smem, k_smem, v_smem, out_smem, lse_smem,
+        q_ready, k_ready, v_ready, q_free, k_free, v_free,
+    ):  # fmt: skip
+        """64 rows of every item: online softmax over its visits, then one store."""
+        shape, step = self.shape, self.tiling.step
+        q_rows = q_smem.at[pl.ds(wg * ROWS, ROWS)]
+
+        def compute_item(item, done):
+            first_row = item.i * shape.block[0] + wg * ROWS
+            row_tiles = [
+                plgpu.load(
+                    x.at[item.b if x.shape[0] > 1 else 0, pl.ds(first_row, ROWS)],
+                    layout=ROW,
+                    optimized=False,
+                )
+                for x in rows
+            ]
+
+            def mask(s, t):
+                """Scores of step t with -inf where the rule forbids."""
+                first_key = self.first_key(index, item, t)
+                column_tiles = [
+                    plgpu.load(
+                        x.at[item.b if x.shape[0] > 1 else 0, pl.ds(first_key, step)],
+                        layout=COLUMN,
+                        optimized=False,
+                    )
+                    for x in columns
+                ]
+                q_index = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=TILE) + first_row
+                k_index = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=TILE) + first_key
+                allowed = None
+                if self.allows is not None:
+                    allowed = self.allows(
+                        item.b,
+                        item.n,
+                        q_index,
+                        k_index,
+                        [lax.broadcast_in_dim(x, s.shape, [0]) for x in row_tiles],
+                        [lax.broadcast_in_dim(x, s.shape, [1]) for x in column_tiles],
+                    )
+                if shape.keys % shape.block[1]:
+                    inside = k_index < shape.keys
+                    allowed = inside if allowed is None else allowed & inside
+                return jnp.where(allowed, s, -jnp.inf)
+
+            visits = _Visits(
+                self, wg, done, mask, q_rows, k_smem, v_smem, k_ready, v_ready, k_free, v_free
+            )
+            full, count = item.full * self.splits, item.count * self.splits
+            run = visits.overlapped if self.tiling.overlap else visits.plain
+            acc, m, l = run(full if self.has_partial else count, count, q_ready, q_free)
+            self.store(item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem)
+            return done + count
+
+        # Warpgroup 0 begins; the pass below is taken up by its last take, so that no arrival is
+        # left over.
+        pl.when(wg == 1)(lambda: self.pass_turn(wg))
+        self.for_each_item(work, compute_item, 0)
+        pl.when(wg == 0)(lambda: self.take_turn(wg))
+        plgpu.wait_smem_to_gmem(0)
+
+    def store(self, item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem):
+        """out = acc / l and logsumexp = m + log l; zeros and -inf where nothing was seen."""
+        shape = self.shape
+        seen = l > 0
+        # m is -inf on an empty row, whose l is 0: log2(1) - inf is the right answer.
+        lse = (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E)
+        denominator = l
+        if sinks is not None:
+            # An empty row gives 0 / inf = 0; a sink far above every logit does too, rightly.
+            denominator = l + jnp.exp2(sinks[item.n] * LOG2E - m)
+        shrink = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
+        out = (acc * _over(shrink, acc)).astype(out_smem.dtype)
+
+        queries = pl.ds(item.i * shape.block[0] + wg * ROWS, ROWS)
+        width = out_smem.shape[-1]
+        for column in range(0, shape.value_size, width):
+            # The copy before this one must have read the buffers.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_smem[wg] = out[:, column : column + width]
+            if column == 0:
+                lse_smem[wg] = lse
+            plgpu.commit_smem()
+            if column == 0:
+                plgpu.copy_smem_to_gmem(
+                    lse_smem.at[wg], lse_gmem.at[item.b, item.n, queries], commit_group=False
+                )
+            # The copy engine drops rows past T.
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[wg], out_gmem.at[item.b, queries, item.n, pl.ds(column, width)]
+            )
+
+
+class _Visits:
+    """The steps of one item on one compute warpgroup."""
+
+    def __init__(
+        self, kernel, wg, done, mask, q_rows, k_smem, v_smem, k_ready, v_ready, k_free, v_free
+    ):
+        self.kernel, self.wg, self.done, self.mask = kernel, wg, done, mask
+        self.q_rows, self.k_smem, self.v_smem = q_rows, k_smem, v_smem
+        self.k_ready, self.v_ready, self.k_free, self.v_free = k_ready, v_ready, k_free, v_free
+        self.scores_type = plgpu.ACC((ROWS, kernel.tiling.step), jnp.float32)
+
+    def init(self):
+        size = self.kernel.shape.value_size
+        return (
+            _splat(0.0, (ROWS, size), TILE),
+            _splat(-jnp.inf, (ROWS,), ROW),
+            _splat(0.0, (ROWS,), ROW),
+        )
+
+    def softmax(self, s, m, l, masked):
+        """p = 2^(s - m_new), the new m and l, and what acc must be multiplied with."""
+        kernel = self.kernel
+        scale = (kernel.scale if kernel.soft_cap is None else kernel.soft_cap) * LOG2E
+        m_new = jnp.maximum(m, s.max(axis=1) * scale)
+        if kernel.tiling.lazy_rescale:
+            # m only has to be near the maximum: p stays below 2^lazy_rescale, far from overflow in
+            # any dtype.
+            m_new = jnp.where(m_new - m > kernel.tiling.lazy_rescale, m_new, m)
+        # A row with nothing allowed so far keeps m = -inf; subtracting 0 instead makes its p and
+        # shrink zeros, not NaN.
+        base = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
+        p = jnp.exp2(s * scale - _over(base, s))
+        shrink = jnp.exp2(m - base)  # rescales what was summed under the old maximum
+        return p, m_new, l * shrink + p.sum(axis=1), shrink
+
+    def logits(self, s, t, masked):
+        """Scores of step t in units of scale, or of the soft cap; -inf where the rule forbids."""
+        kernel = self.kernel
+        if kernel.soft_cap is not None:
+            # tanh x = 1 - 2 / (1 + e^2x): tanh.approx errs by 5e-4, too much times a cap of 50.
+            growth = jnp.exp2(s * (2 * LOG2E * kernel.scale / kernel.soft_cap))
+            s = 1.0 - 2.0 / (1.0 + growth)
+        return self.mask(s, t) if masked else s
+
+    def rescale(self, acc, shrink):
+        """acc * shrink; lazily, a warp skips it when none of its rows has a new maximum."""
+        if not self.kernel.tiling.lazy_rescale or self.kernel.interpret:
+            return acc * _over(shrink, acc)
+        return lax.cond(_any_in_warp(shrink), lambda: acc * _over(shrink, acc), lambda: acc)
+
+    def await_k(self, t):
+        plgpu.barrier_wait(self.k_ready.at[self.kernel.slot(self.done + t)])
+
+    def await_v(self, t):
+        plgpu.barrier_wait(self.v_ready.at[self.kernel.slot(self.done + t)])
+
+    def k(self, t):
+        return self.k_smem.at[self.kernel.slot(self.done + t)].transpose((1, 0))
+
+    def v(self, t):
+        return self.v_smem.at[self.kernel.slot(self.done + t)]
+
+    def free_k(self, t):
+        self.kernel.free_k(self.k_free, self.kernel.slot(self.done + t))
+
+    def free_v(self, t):
+        self.kernel.free_v(self.v_free, self.kernel.slot(self.done + t))
+
+    def add_values(self, acc, p, t, meanwhile=lambda: None):
+        """acc + p V, in place on the card; `meanwhile` runs with the product in flight."""
+        if self.kernel.interpret:  # it knows neither run_state(ACC.init) nor a register operand
+            v = self.v(t)[...]
+            plgpu.commit_smem()
+            meanwhile()
+            return acc + jnp.dot(p, v, preferred_element_type=jnp.float32)
+
+        def product(acc_ref):
+            plgpu.wgmma(acc_ref, p, self.v(t))
+            meanwhile()
+
+        return pl.run_state(product)(plgpu.ACC.init(acc))
+
+    def loop(self, begin, full, count, step, carry):
+        """Full steps without masking, then partial ones with it."""
+        carry = lax.fori_loop(begin, full, lambda t, c: step(t, c, masked=False), carry)
+        if not self.kernel.has_partial:
+            return carry
+        return lax.fori_loop(
+            jnp.maximum(full, begin), count, lambda t, c: step(t, c, masked=True), carry
+        )
+
+    def plain(self, full, count, q_ready, q_free):
+        """Scores, softmax, values, one step after the other.
+
+        A turn covers values of t and scores of t + 1.
+        """
+        dtype = self.v_smem.dtype
+
+        def step(t, carry, masked):
+            acc, m, l = carry
+
+            def scores(s_ref):
+                plgpu.wgmma(s_ref, self.q_rows, self.k(t))
+                self.kernel.pass_turn(self.wg)
+                return s_ref[...]
+
+            s = pl.run_scoped(scores, self.scores_type)
+            self.free_k(t)
+            s = self.logits(s, t, masked)
+            p, m, l, shrink = self.softmax(s, m, l, masked)
+            acc = self.rescale(acc, shrink)
+            p, acc, m, l = lax.optimization_barrier((p.astype(dtype), acc, m, l))
+            self.await_v(t)
+            self.kernel.take_turn(self.wg)
+            acc = self.add_values(
+                acc, p, t, lambda: pl.when(t + 1 < count)(lambda: self.await_k(t + 1))
+            )
+            self.free_v(t)
+            return acc, m, l
+
+        @pl.when(count > 0)
+        def _():
+            self.await_k(jnp.int32(0))
+            plgpu.barrier_wait(q_ready)
+
+        self.kernel.take_turn(self.wg)
+        carry = self.loop(0, full, count, step, self.init())
+        self.kernel.pass_turn(self.wg)
+
+        @pl.when(count > 0)
+        def _():
+            plgpu.barrier_arrive(q_free)
+
+        return carry
+
+    def overlapped(self, full, count, q_ready, q_free):
+        """Scores of step t are issued before the values of t - 1, whose p waits in registers."""
+        dtype = self.v_smem.dtype
+
+        def step(t, carry, masked):
+            acc, m, l, p = carry
+
+            def softmax(s, m, l):
+                s = self.logits(s, t, masked)
+                p, m, l, shrink = self.softmax(s, m, l, masked)
+                return m, l, shrink, p
+
+            self.await_k(t)
+            self.await_v(t - 1)
+            self.kernel.take_turn(self.wg)
+            if self.kernel.interpret:
+                s = self.scores(t)
+                acc = self.add_values(acc, p, t - 1)
+                self.free_k(t)
+                m, l, shrink, p = softmax(s, m, l)
+            else:
+
+                def products(refs):
+                    acc_ref, *new_refs = refs
+
+                    def with_scores(s_ref):
+                        plgpu.wgmma(s_ref, self.q_rows, self.k(t))
+                        plgpu.wgmma(acc_ref, p, self.v(t - 1))
+                        self.kernel.pass_turn(self.wg)
+                        # Key values for the rule need 32 registers, which p occupies until its
+                        # product ends.
+                        crowded = masked and self.kernel.num_columns > 0
+                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if crowded else 1)
+                        self.free_k(t)
+                        for ref, new in zip(new_refs, softmax(s, m, l), strict=True):
+                            ref[...] = new
+
+                    pl.run_scoped(with_scores, self.scores_type)
+
+                unset = _splat(0.0, self.scores_type.shape, TILE)
+                acc, m, l, shrink, p = pl.run_state(products)((plgpu.ACC.init(acc), m, l, m, unset))
+                # The product reads the old p until it ends: only now may the new one take its
+                # registers.
+                acc, p = lax.optimization_barrier((acc, p))
+            self.free_v(t - 1)
+            return self.rescale(acc, shrink), m, l, p.astype(dtype)
+
+        def run():
+            acc, m, l = self.init()
+            self.await_k(jnp.int32(0))
+            plgpu.barrier_wait(q_ready)
+            self.kernel.take_turn(self.wg)
+            s = self.scores(jnp.int32(0), self.kernel.pass_turn)
+            self.free_k(jnp.int32(0))
+            s = self.logits(s, jnp.int32(0), masked=False)
+            if self.kernel.has_partial:
+                s = lax.cond(full > 0, lambda: s, lambda: self.mask(s, jnp.int32(0)))
+            p, m, l, _ = self.softmax(s, m, l, self.kernel.has_partial)
+            acc, m, l, p = self.loop(1, full, count, step, (acc, m, l, p.astype(dtype)))
+            plgpu.barrier_arrive(q_free)
+            last = count - 1
+            self.await_v(last)
+            self.kernel.take_turn(self.wg)
+            acc = self.add_values(acc, p, last, lambda: self.kernel.pass_turn(self.wg))
+            self.free_v(last)
+            return acc, m, l
+
+        return lax.cond(count > 0, run, self.init)
+
+    def scores(self, t, after=lambda wg: None):
+        def product(s_ref):
+            plgpu.wgmma(s_ref, self.q_rows, self.k(t))
+            after(self.wg)
+            return s_ref[...]
+
+        return pl.run_scoped(product, self.scores_type)
+
+
+def _any_in_warp(shrink):
+    """Whether any row of this warp has shrink != 1.
+
+    A scalar that differs between warps, so no product under it.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def emit(_, shrink):
+        one = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 1.0))
+        changed = None
+        for register in shrink.registers.flat:
+            for lane in range(ir.VectorType(register.type).shape[0]):
+                value = vector.extract(register, [], [lane])
+                differs = arith.cmpf(arith.CmpFPredicate.UNE, value, one)
+                changed = differs if changed is None else arith.ori(changed, differs)
+        i32 = ir.IntegerType.get_signless(32)
+        lanes = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
+        return mgpu.FragmentedArray.splat(
+            nvvm.vote_sync(lanes, changed, "any"), shape=(), is_signed=False
+        )
+
+    return emit(shrink)
+
+
+def _named_barrier(action, barrier, warpgroups):
+    """bar.arrive or bar.sync on a hardware barrier that `warpgroups` warpgroups share.
+
+    `barrier` is an int32 scalar.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def emit(_, barrier):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [barrier.registers[()]],
+            f"bar.{action} $0, {warpgroups * THREADS};",
+            "r",
+            has_side_effects=True,
+        )
+
+    emit(jnp.int32(barrier))
