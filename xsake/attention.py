@@ -117,7 +117,16 @@ class Explanation:
         return "\n".join(f"{name:<{width}}  {why}" for name, why in said.items())
 
 
-def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> Explanation:
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    implementation: str | None = None,
+    **others: Any,
+) -> Explanation:
     """Says what `dot_product_attention` would run on, and every backend's reason.
 
     >>> import jax, xsake
@@ -126,17 +135,14 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> Exp
     True
     """
     found = {}
+    rest = _DEFAULTS | others | {"mask": mask, "implementation": implementation}
 
-    def ask(*arrays: Any) -> Any:
-        names = ("query", "key", "value", "bias")
-        given = {**dict(zip(names, args, strict=False)), **dict(zip(names, arrays, strict=False))}
-        if len(args) > 4:
-            given["mask"] = args[4]
-        call = _check(**{**_DEFAULTS, **kwargs, **given, "implementation": implementation})
+    def ask(query: Any, key: Any, value: Any, bias: Any) -> int:
+        call = _check(query=query, key=key, value=value, bias=bias, **rest)
         found["explanation"] = _choose(implementation, call)
         return 0
 
-    jax.eval_shape(ask, *args[:3])
+    jax.eval_shape(ask, query, key, value, bias)
     return found["explanation"]
 
 
@@ -183,7 +189,7 @@ class Call(NamedTuple):
 
 _DEFAULTS: dict[str, Any] = dict.fromkeys(
     (
-        "bias mask scale query_seq_lengths key_value_seq_lengths local_window_size implementation "
+        "scale query_seq_lengths key_value_seq_lengths local_window_size "
         "logits_soft_cap sinks q_segment_ids kv_segment_ids q_positions kv_positions options"
     ).split()
 ) | {"is_causal": False, "return_residual": False}

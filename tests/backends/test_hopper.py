@@ -1,4 +1,4 @@
-"""The Hopper kernels without a GPU: what they refuse, that they lower, and small cases interpreted."""
+"""The Hopper kernels without a GPU: what they refuse, that they lower, a small case interpreted."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_where_there_is_no_gpu_it_says_so():
     if _jax.platform() == "gpu":
         pytest.skip("there is a GPU here")
     q = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match="hopper.*needs a Hopper GPU.*this is a cpu"):
+    with pytest.raises(ValueError, match=r"hopper.*needs a Hopper GPU.*this is a cpu"):
         xsake.dot_product_attention(q, q, q, implementation="hopper")
     assert "Hopper" in xsake.explain(q, q, q).reasons["hopper"]
 

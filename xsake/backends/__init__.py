@@ -10,7 +10,6 @@ BlockMask. out is [B, T, N, Hv] in q's dtype, logsumexp [B, T, N] float32. Both 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,13 +70,16 @@ def mask_place(mask: BlockMask, sizes: Sizes, b: Array, n: Array) -> Array:
 
 def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """fn, which refuses to be differentiated: it is itself part of a derivative."""
-    guarded = jax.custom_jvp(fn)
 
-    @functools.partial(guarded.defjvp)
+    @jax.custom_jvp
+    def unchanged(args: Any) -> Any:
+        return args
+
+    @unchanged.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
         raise NotImplementedError(
             f"the {name!r} backend has first derivatives only; "
             "take second derivatives with implementation='reference'"
         )
 
-    return guarded
+    return lambda *args: fn(*unchanged(args))

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend import core
 
 from xsake import _jax
 from xsake.backends import Options, Sizes, first_order_only
@@ -200,7 +201,7 @@ Expression = Callable[[Tokens, Any, Any], Any]
 
 # What a lifted function may do to index tiles inside a kernel.
 _LOWERS = frozenset(
-    "add sub mul neg max min sign abs and or not xor eq ne lt le gt ge select_n copy div rem "
+    "add sub mul neg max min sign abs and or eq ne lt le gt ge select_n copy div rem "
     "convert_element_type broadcast_in_dim pjit jit integer_pow squeeze reshape".split()
 )
 
@@ -227,7 +228,8 @@ def _translate(rule: Rule, found: Columns, T: int, S: int) -> Expression:
             return lambda *at: a(*at) | b(*at)
         case Not():
             a = again(rule.a)
-            return lambda *at: ~a(*at)
+            # Mosaic has no negation of a bool tile
+            return lambda *at: jnp.where(a(*at), jnp.int32(0), jnp.int32(1)) > 0
         case carrying.Documents():
             i, j = found.row(rule.q_ids), found.column(rule.kv_ids)
             return lambda tokens, rows, columns: (rows[i] == columns[j]) & (rows[i] >= 0)
@@ -290,5 +292,5 @@ def _check_function(rule: carrying.Custom) -> None:
 def _equations(jaxpr: Any) -> Any:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in core.jaxprs_in_params(equation.params):
             yield from _equations(inner)
