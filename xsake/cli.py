@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def demo(length: int = 2048) -> None:
 
 
 def bench(
-    suite: Annotated[Literal["cpu"], tyro.conf.arg(help="what to measure")] = "cpu",
+    suite: Literal["cpu", "hopper"] = "cpu",
     out: Path | None = None,
     quick: bool = False,
 ) -> None:
@@ -107,8 +107,12 @@ def _one_line(row: dict[str, Any]) -> str:
         cells.append(f"{1e3 * row['median_seconds']:9.1f} ms")
     if "over_density_times_dense" in row:
         cells.append(f"÷ (density × dense) {row['over_density_times_dense']:.3f}")
-    if "times_faster_than_jax_nn" in row:
-        cells.append(f"{row['times_faster_than_jax_nn']:.2f}× jax.nn")
+    if "teraflops" in row:
+        cells.append(f"{row['teraflops']:.0f} TFLOP/s")
+    faster = "times_faster_than_"
+    cells += [
+        f"{x:.2f}× {name[len(faster) :]}" for name, x in row.items() if name.startswith(faster)
+    ]
     if "temporary_bytes" in row:
         cells.append(f"{row['temporary_bytes'] / 2**20:.1f} MiB temporary")
     if "share_of_jax_nn" in row:

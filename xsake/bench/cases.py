@@ -190,3 +190,11 @@ def cpu_case(T: int, density: float | None) -> Case:
     return Case(
         f"cpu T={T} density={density}", T=T, N=8, rule=_causal, head_densities=off_diagonal, seed=T
     )
+
+
+def hopper_case(B: int, T: int, H: int, density: float) -> Case:
+    """Sixteen bfloat16 heads with random 128 × 128 blocks of their own, the diagonal kept."""
+    n = T // 128
+    off_diagonal = (density * n - 1) / (n - 1)
+    name = f"{B}·16·{T}·{H} density={density}"
+    return Case(name, B, T, N=16, H=H, dtype="bfloat16", head_densities=(off_diagonal,), seed=T)

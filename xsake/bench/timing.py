@@ -46,6 +46,24 @@ def time_calls(
     }
 
 
+def time_queued(
+    fn: Callable[..., Any], *args: Any, seconds: float = 0.1, rounds: int = 5
+) -> Timing:
+    """Times an accelerator: many calls queued, one wait, divided by their number."""
+    jax.block_until_ready(fn(*args))
+    began = time.perf_counter()
+    jax.block_until_ready([fn(*args) for _ in range(3)])
+    calls = max(3, int(seconds * 3 / (time.perf_counter() - began)))
+    taken = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for _ in range(calls):
+            result = fn(*args)
+        jax.block_until_ready(result)
+        taken.append((time.perf_counter() - began) / calls)
+    return Timing(statistics.median(taken), min(taken), rounds)
+
+
 def temporary_bytes(fn: Callable[..., Any], *args: Any) -> int:
     """What the compiled function needs beyond its arguments and results. Nothing is run."""
     analysis: Any = jax.jit(fn).lower(*args).compile().memory_analysis()
