@@ -46,7 +46,7 @@ def flex_attention(case: Case) -> dict[str, float]:
     B, T, _, N, _, H, _ = case.sizes
     blocks = torch.from_numpy(np.asarray(case.blocks())).to("cuda")
     count = blocks.sum(-1).int()
-    index = blocks.int().argsort(-1, descending=True, stable=True).int()
+    index = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
     mask = flex.BlockMask.from_kv_blocks(
         torch.zeros_like(count), torch.zeros_like(index), count, index, BLOCK_SIZE=case.block[0]
     )
