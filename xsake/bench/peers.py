@@ -74,7 +74,7 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     import torch._functorch.config as settings
 
     settings.donated_buffer = False  # so that one graph can be timed many times
-    return torch.compile(fn)
+    return torch.compile(fn, dynamic=False)  # every shape its own kernel, as a user would have it
 
 
 def _time_torch(call: Callable[[], None], calls: int = 30, rounds: int = 5) -> float:

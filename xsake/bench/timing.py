@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import platform
 import statistics
 import subprocess
@@ -91,8 +92,6 @@ def provenance() -> dict[str, Any]:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -106,7 +105,10 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, with a + when files differ from it; "unknown" outside a checkout."""
+    """The checkout's commit, with a + when files differ from it.
+
+    Outside a checkout the environment variable XSAKE_COMMIT says it, else "unknown".
+    """
     here = Path(__file__).parent
     git = ["git", "-C", str(here)]
     try:
@@ -120,5 +122,5 @@ def _commit() -> str:
             check=True,
         )
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("XSAKE_COMMIT", "unknown")
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
