@@ -59,7 +59,8 @@ def forward(
     m = lax.stop_gradient(jnp.where(some, logits.max(-1), 0))
     p = jnp.where(allowed, jnp.exp(jnp.where(allowed, logits, 0) - m[..., None]), 0)
     total = jnp.where(some, p.sum(-1), 1)
-    out = jnp.einsum("bkgts,bskh->btkgh", p / total[..., None], v, precision=exact)
+    out = jnp.einsum("bkgts,bskh->btkgh", p, v, precision=exact)
+    out = out / jnp.moveaxis(total, 3, 1)[..., None]
     logsumexp = jnp.where(some, m + jnp.log(total), -jnp.inf)
     return (
         out.reshape(B, T, N, Hv).astype(given),
