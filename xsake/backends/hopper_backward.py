@@ -74,7 +74,7 @@ DEFAULT_TILING = BackwardTiling()
 
 
 def tiling_for(sizes: Any, deterministic: bool) -> BackwardTiling:
-    """What measured best by length; docs/kernels.md says how.
+    """A provisional choice by length; docs/kernels.md says what it rests on.
 
     The fused form adds dq in any order; where gradients must repeat bit for bit, seven products.
     """

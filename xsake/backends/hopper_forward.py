@@ -74,11 +74,7 @@ DEFAULT_TILING = ForwardTiling()
 
 
 def tiling_for(sizes: Any) -> ForwardTiling:
-    """What measured best by length and head size; docs/kernels.md says how.
-
-    Long rows keep every SM busy, so CTAs that the hardware deals out win; short ones gain from a
-    CTA that prefetches its next item. At H = 64 overlap costs more than it hides.
-    """
+    """A provisional choice by length and head size; docs/kernels.md says what it rests on."""
     return ForwardTiling(persistent=sizes.T < 8192, overlap=sizes.H > 64)
 
 
