@@ -39,25 +39,45 @@ def mask_of(rule, length=500, heads=1):
     return BlockMask.from_rule(rule, (length, length), heads=heads)
 
 
-@pytest.mark.parametrize("head_size", [40, 64, 128])
-@pytest.mark.parametrize("name", RULES)
-@needs_newer_jax
-def test_forward_and_backward_lower_for_cuda(name, head_size):
-    """Layout inference and verification of both kernels, which need no card."""
-    q = jax.ShapeDtypeStruct((1, 500, 4, head_size), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((1, 500, 2, head_size), jnp.bfloat16)
-    mask = mask_of(RULES[name])
+def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False):
+    """How many kernels a call and its gradients lower to for CUDA, on a machine without a card."""
+    length = mask.shape[0]
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
+        for heads, size in ((4, head_size), (2, head_size), (2, value_size or head_size))
+    )
 
     def attend(q, k, v):
-        call = {"scale": 0.1, "soft_cap": None, "options": Options()}
-        return hopper.forward(q, k, v, None, mask, **call)
+        options = Options(deterministic=deterministic)
+        return hopper.forward(q, k, v, None, mask, scale=0.1, soft_cap=None, options=options)
 
     def gradients(q, k, v):
         (out, lse), pull_back = jax.vjp(attend, q, k, v)
         return pull_back((out, lse))
 
-    text = jax.jit(gradients).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu") >= 2
+    text = jax.jit(gradients).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@mosaic_gpu")
+
+
+@pytest.mark.parametrize("head_size", [40, 128])
+@pytest.mark.parametrize("name", RULES)
+@needs_newer_jax
+def test_every_rule_lowers_for_cuda(name, head_size):
+    """Layout inference and verification of the forward and the fused backward."""
+    assert kernels_lowered(mask_of(RULES[name]), head_size) == 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "fused", "apart"),
+    [((64, 128), 2, 3), ((128, 64), 2, 3), ((256, 256), 4, 4), ((192, 128), 4, 4)],
+    ids=str,
+)
+@needs_newer_jax
+def test_every_head_size_lowers_for_cuda(sizes, fused, apart, deterministic):
+    """Forward and one fused kernel, or dq apart; with a head of 256 dk, dv and dq apart."""
+    kernels = kernels_lowered(mask_of(masks.causal()), *sizes, deterministic)
+    assert kernels == (apart if deterministic else fused)
 
 
 @needs_newer_jax
@@ -106,7 +126,7 @@ def test_where_there_is_no_gpu_it_says_so():
     ("change", "reason"),
     [
         ({"dtype": "float32"}, "bfloat16 and float16; this is float32"),
-        ({"head": 192}, "heads of up to 128; these are 192"),
+        ({"head": 320}, "heads of up to 256; these are 320"),
         ({"bias": True}, "no bias"),
         ({"block": 64}, "blocks of 128 × 128; these are 64 × 64"),
         ({"rule": masks.array(np.ones((256, 256), bool))}, "array"),

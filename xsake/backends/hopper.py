@@ -23,7 +23,7 @@ from xsake.block_mask import BlockMask
 from xsake.masks import carrying, positional
 from xsake.masks.rule import And, Everything, Not, Or, Rule, Tokens
 
-HEAD_SIZES = (64, 128)  # what both kernels are compiled for; others are filled up with zeros
+HEAD_SIZES = (64, 128, 256)  # of q and k, and of v; others are filled up with zeros
 NEEDS_JAX = (0, 11)
 
 
@@ -72,14 +72,14 @@ def forward(
 ) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
     Hv = v.shape[-1]
-    size = next(size for size in HEAD_SIZES if size >= max(q.shape[-1], Hv))
     settings = Settings(float(scale), soft_cap, options.deterministic)
-    out, logsumexp = _attention(settings, *(_filled_up(x, size) for x in (q, k, v)), mask)
+    out, logsumexp = _attention(settings, *map(_filled_up, (q, k, v)), mask)
     return out[..., :Hv], logsumexp
 
 
-def _filled_up(x: Array, size: int) -> Array:
+def _filled_up(x: Array) -> Array:
     """Zeros behind the head, up to a size that the kernels have: they add nothing to a product."""
+    size = next(size for size in HEAD_SIZES if size >= x.shape[-1])
     return x if size == x.shape[-1] else jnp.pad(x, ((0, 0),) * 3 + ((0, size - x.shape[-1]),))
 
 

@@ -38,6 +38,7 @@ COMPUTE = 2  # compute warpgroups of a CTA
 THREADS = 128  # of a warpgroup
 # The output leaves in pieces so wide: at H = 256 a whole tile has no room beside Q, K and V
 OUT_COLUMNS = 128
+HEAD_SIZES = (64, 128, 256)
 LOG2E = math.log2(math.e)
 
 TILE = plgpu.Layout.WGMMA
@@ -53,7 +54,8 @@ FREE_BARRIER = TURN_BARRIER + COMPUTE
 class ForwardTiling:
     """What may change the speed of the forward, never its values beyond rounding."""
 
-    step: int = 128  # keys per product; divides the mask's kv block
+    # Keys per product; divides the mask's kv block. None: 64 with a head of 256 (room), else 128.
+    step: int | None = None
     stages: int = 2  # K and V tiles in flight, each
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
@@ -236,6 +238,7 @@ class _Shape:
     value_size: int
     block: tuple[int, int]
     kv_bytes: int  # K and V of one kv head of one batch row
+    step: int  # keys per product
 
     @property
     def row_blocks(self) -> int:
@@ -251,15 +254,24 @@ class _Shape:
             )
         if block[0] != COMPUTE * ROWS:
             raise ValueError(f"the kernel takes row blocks of {COMPUTE * ROWS}, not {block[0]}")
-        if block[1] % tiling.step:
-            raise ValueError(f"a step of {tiling.step} keys does not divide a block of {block[1]}")
+        check_sizes(size, value_size)
+        step = tiling.step or (64 if max(size, value_size) > 128 else 128)
+        if block[1] % step:
+            raise ValueError(f"a step of {step} keys does not divide a block of {block[1]}")
         if lists.kv_count.shape[-1] != pl.cdiv(queries, block[0]):
             raise ValueError(
                 f"the lists have {lists.kv_count.shape[-1]} rows, {queries} queries in blocks of "
                 f"{block[0]} have {pl.cdiv(queries, block[0])}"
             )
         kv_bytes = keys * (size + value_size) * k.dtype.itemsize
-        return cls(batch, queries, keys, heads, kv_heads, size, value_size, block, kv_bytes)
+        return cls(batch, queries, keys, heads, kv_heads, size, value_size, block, kv_bytes, step)
+
+
+def check_sizes(*sizes):
+    """Shared memory is tiled by 64 columns, and the registers of a warpgroup hold 256 of them."""
+    for size in sizes:
+        if size not in HEAD_SIZES:
+            raise ValueError(f"a head of {size} is none of {HEAD_SIZES}; fill it up with zeros")
 
 
 def _pad_tokens(x, length):
@@ -295,13 +307,14 @@ class _Kernel:
         self.interpret = interpret
         self.items = shape.batch * shape.heads * shape.row_blocks
         self.ctas = min(tiling.sms, self.items) if tiling.persistent else self.items
-        self.splits = shape.block[1] // tiling.step  # steps per visit
+        self.step = shape.step
+        self.splits = shape.block[1] // self.step  # steps per visit
         # Without a rule the only partial blocks are those that reach past the last key.
         self.has_partial = allows is not None or shape.keys % shape.block[1] != 0
 
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a CTA."""
-        shape, stages, step = self.shape, self.tiling.stages, self.tiling.step
+        shape, stages, step = self.shape, self.tiling.stages, self.step
 
         def tiles(*dims):
             return plgpu.SMEM(
@@ -382,7 +395,7 @@ class _Kernel:
         if self.splits == 1:
             return index[item.start + t] * self.shape.block[1]
         visit, part = lax.div(t, self.splits), lax.rem(t, self.splits)
-        return index[item.start + visit] * self.shape.block[1] + part * self.tiling.step
+        return index[item.start + visit] * self.shape.block[1] + part * self.step
 
     def slot(self, t):
         return lax.rem(jnp.int32(t), jnp.int32(self.tiling.stages))
@@ -433,7 +446,7 @@ class _Kernel:
         *, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free, **_,
     ):  # fmt: skip
         """Copies Q once per item and K, V once per visit, as soon as there is room."""
-        shape, stages, step = self.shape, self.tiling.stages, self.tiling.step
+        shape, stages, step = self.shape, self.tiling.stages, self.step
         group = shape.heads // shape.kv_heads
 
         def load_item(item, carry):
@@ -493,7 +506,7 @@ class _Kernel:
         q_ready, k_ready, v_ready, q_free, k_free, v_free,
     ):  # fmt: skip
         """64 rows of every item: online softmax over its visits, then one store."""
-        shape, step = self.shape, self.tiling.step
+        shape, step = self.shape, self.step
         q_rows = q_smem.at[pl.ds(wg * ROWS, ROWS)]
 
         def compute_item(item, done):
@@ -592,7 +605,7 @@ class _Visits:
         self.kernel, self.wg, self.done, self.mask = kernel, wg, done, mask
         self.q_rows, self.k_smem, self.v_smem = q_rows, k_smem, v_smem
         self.k_ready, self.v_ready, self.k_free, self.v_free = k_ready, v_ready, k_free, v_free
-        self.scores_type = plgpu.ACC((ROWS, kernel.tiling.step), jnp.float32)
+        self.scores_type = plgpu.ACC((ROWS, kernel.step), jnp.float32)
 
     def init(self):
         size = self.kernel.shape.value_size

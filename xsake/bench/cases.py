@@ -143,6 +143,10 @@ CONFORMANCE = (
     Case("grouped heads", N=6, K=2, rule=_causal),
     Case("one kv head", N=5, K=1, H=24, Hv=40, rule=_causal),
     Case("two batch rows, odd sizes", B=2, T=77, S=91, N=3, H=5, Hv=7),
+    Case("heads of 256", T=300, N=2, K=1, H=256, rule=_causal),
+    Case("values narrower than keys", T=300, N=2, H=192, Hv=128, rule=_causal),
+    Case("values half as wide", T=300, N=2, H=128, Hv=64, rule=_causal),
+    Case("values twice as wide", T=300, N=2, H=64, Hv=128, rule=_causal),
     Case("head blocks", B=2, N=4, head_densities=(0.1, 0.5, 0.9), block=(32, 32), rule=_causal),
     Case("head blocks, no rule", T=200, S=330, head_densities=(0.3, 0.7), block=(64, 128)),
     Case(
