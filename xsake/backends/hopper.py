@@ -1,8 +1,8 @@
 """Hopper GPUs (sm90): checks, what the kernels need of a rule, and the gradient's wiring.
 
-    rule ── token_rule ── an expression of (b, n, q, k) and of integers per query and per key
-    lists ─┬─ hopper_forward.py ── out, logsumexp
-           └─ transposed ── hopper_backward.py ── dq, dk, dv
+rule ── token_rule ── an expression of (b, n, q, k) and of integers per query and per key
+lists ─┬─ hopper_forward.py ── out, logsumexp
+       └─ transposed ── hopper_backward.py ── dq, dk, dv
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.extend import core
 
 from xsake import _jax
 from xsake.backends import Options, Sizes, first_order_only
+from xsake.backends.hopper_tilings import measured
 from xsake.block_mask import BlockMask
 from xsake.masks import carrying, positional
 from xsake.masks.rule import And, Everything, Not, Or, Rule, Tokens
@@ -72,7 +73,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
     Hv = v.shape[-1]
-    settings = Settings(float(scale), soft_cap, options.deterministic)
+    settings = Settings(float(scale), soft_cap, options)
     out, logsumexp = _attention(settings, *map(_filled_up, (q, k, v)), mask)
     return out[..., :Hv], logsumexp
 
@@ -89,7 +90,7 @@ class Settings:
 
     scale: float
     soft_cap: float | None
-    deterministic: bool
+    options: Options
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +129,8 @@ def _forward(
         rule=_kernel_rule(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
-        tiling=kernels.tiling_for(Sizes.of(q, k, v)),
+        tiling=settings.options.hopper_forward
+        or kernels.ForwardTiling(**measured("forward", Sizes.of(q, k, v), mask)),
     )
     return out, jnp.moveaxis(logsumexp, 1, 2)
 
@@ -139,6 +141,12 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
 
     q, k, v, mask, out, logsumexp = saved
     d_out, d_logsumexp = cotangents
+    options = settings.options
+    tiling = options.hopper_backward or kernels.BackwardTiling(
+        **measured("backward", Sizes.of(q, k, v), mask)
+    )
+    if options.deterministic:  # the fused form adds dq in any order
+        tiling = dataclasses.replace(tiling, fused=False)
     return kernels.backward(
         q,
         k,
@@ -153,7 +161,7 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
         rule=_kernel_rule(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
-        tiling=kernels.tiling_for(Sizes.of(q, k, v), settings.deterministic),
+        tiling=tiling,
     )
 
 

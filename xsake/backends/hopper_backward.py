@@ -59,7 +59,7 @@ DS_BARRIER = 4
 class BackwardTiling:
     """What may change the speed of the backward, never its values beyond rounding."""
 
-    fused: bool = False  # five products, dq added in float32 in any order; up to H = Hv = 128
+    fused: bool = True  # five products, dq added in float32 in any order; up to H = Hv = 128
     # Queries per product of _Columns; None: 128 if fused at H = Hv = 64, else 64 (registers).
     row_step: int | None = None
     row_stages: int = 2  # Q and d_out tiles in flight, each
@@ -77,14 +77,6 @@ class BackwardTiling:
 
 
 DEFAULT_TILING = BackwardTiling()
-
-
-def tiling_for(sizes: Any, deterministic: bool) -> BackwardTiling:
-    """A provisional choice by length; docs/kernels.md says what it rests on.
-
-    The fused form adds dq in any order; where gradients must repeat bit for bit, seven products.
-    """
-    return BackwardTiling(fused=not deterministic, persistent=sizes.T < 8192)
 
 
 def backward(

@@ -75,11 +75,6 @@ class ForwardTiling:
 DEFAULT_TILING = ForwardTiling()
 
 
-def tiling_for(sizes: Any) -> ForwardTiling:
-    """A provisional choice by length and head size; docs/kernels.md says what it rests on."""
-    return ForwardTiling(persistent=sizes.T < 8192, overlap=sizes.H > 64)
-
-
 class TokenRule(NamedTuple):
     """The rule inside partial blocks.
 
