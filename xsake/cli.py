@@ -15,6 +15,8 @@ from rich.table import Table
 
 import xsake
 from xsake import BlockMask, _jax, masks
+from xsake.backends import hopper_tilings
+from xsake.bench import autotune as _autotune
 from xsake.bench import run, timing
 from xsake.bench.cases import cpu_case
 
@@ -87,6 +89,7 @@ def bench(
     suite: Literal["cpu", "hopper"] = "cpu",
     out: Path | None = None,
     quick: bool = False,
+    autotune: bool = False,
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
@@ -94,7 +97,14 @@ def bench(
       suite: what to measure.
       out: the file; default benchmarks/results/SUITE-DATE.json under the current folder.
       quick: shorter sequences and fewer repeats, to try it out.
+      autotune: instead of a suite, time every tiling of the Hopper kernels on this card and write
+        the table that they choose from; `out` defaults to the installed package's own.
     """
+    if autotune:
+        table = out or hopper_tilings.TABLE
+        _autotune.autotune(table, tell=console.print)
+        console.print(f"written: {table}")
+        return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     out = out or Path("benchmarks/results") / f"{suite}-{today}.json"
     run.run_suite(suite, out, quick, tell=lambda row: console.print(_one_line(row)))

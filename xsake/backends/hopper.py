@@ -19,6 +19,7 @@ from jax.extend import core
 
 from xsake import _jax
 from xsake.backends import Options, Sizes, first_order_only
+from xsake.backends.hopper_tilings import measured
 from xsake.block_mask import BlockMask
 from xsake.masks import carrying, positional
 from xsake.masks.rule import And, Everything, Not, Or, Rule, Tokens
@@ -73,7 +74,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
     Hv = v.shape[-1]
-    settings = Settings(float(scale), soft_cap, options.deterministic)
+    settings = Settings(float(scale), soft_cap, options)
     out, logsumexp = _attention(settings, *map(_filled_up, (q, k, v)), mask)
     return out[..., :Hv], logsumexp
 
@@ -90,7 +91,7 @@ class Settings:
 
     scale: float
     soft_cap: float | None
-    deterministic: bool
+    options: Options
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -129,7 +130,8 @@ def _forward(
         rule=_kernel_rule(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
-        tiling=kernels.tiling_for(Sizes.of(q, k, v)),
+        tiling=settings.options.hopper_forward
+        or kernels.ForwardTiling(**measured("forward", Sizes.of(q, k, v), mask)),
     )
     return out, jnp.moveaxis(logsumexp, 1, 2)
 
@@ -140,6 +142,12 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
 
     q, k, v, mask, out, logsumexp = saved
     d_out, d_logsumexp = cotangents
+    options = settings.options
+    tiling = options.hopper_backward or kernels.BackwardTiling(
+        **measured("backward", Sizes.of(q, k, v), mask)
+    )
+    if options.deterministic:  # the fused form adds dq in any order
+        tiling = dataclasses.replace(tiling, fused=False)
     return kernels.backward(
         q,
         k,
@@ -154,13 +162,13 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
         rule=_kernel_rule(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
-        tiling=kernels.tiling_for(Sizes.of(q, k, v), settings.deterministic),
+        tiling=tiling,
     )
 
 
 def _kernel_rule(mask: BlockMask) -> Any:
     """The mask's rule as the kernels take it, None without one."""
-    from xsake.backends.hopper_tiles import TokenRule
+    from xsake.backends.hopper_items import TokenRule
 
     expression, rows, columns = token_rule(mask.rule, *mask.shape)
     if expression is None:

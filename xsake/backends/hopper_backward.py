@@ -32,7 +32,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
 from xsake.backends.hopper_forward import _pad_tokens, work_table
-from xsake.backends.hopper_tiles import (
+from xsake.backends.hopper_items import (
     COLUMN,
     COMPUTE,
     LOG2E,
@@ -60,7 +60,7 @@ DS_BARRIER = 4
 class BackwardTiling:
     """What may change the speed of the backward, never its values beyond rounding."""
 
-    fused: bool = False  # five products, dq added in float32 in any order; up to H = Hv = 128
+    fused: bool = True  # five products, dq added in float32 in any order; up to H = Hv = 128
     # Queries per product of _Columns; None: 128 if fused at H = Hv = 64, else 64 (registers).
     row_step: int | None = None
     # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 if there is room, else 2.
@@ -81,14 +81,6 @@ class BackwardTiling:
 
 
 DEFAULT_TILING = BackwardTiling()
-
-
-def tiling_for(sizes: Any, deterministic: bool) -> BackwardTiling:
-    """A provisional choice by length; docs/kernels.md says what it rests on.
-
-    The fused form adds dq in any order; where gradients must repeat bit for bit, seven products.
-    """
-    return BackwardTiling(fused=not deterministic, persistent=sizes.T < 8192)
 
 
 def backward(

@@ -1,6 +1,6 @@
 """Block-sparse attention forward on Hopper (sm90), in Pallas Mosaic GPU.
 
-One work item is a row block of 128 queries of one head (64: see hopper_tiles.py). A CTA takes items
+One work item is a row block of 128 queries of one head (64: see hopper_items.py). A CTA takes items
 one after another:
 
     warpgroup 2, memory      record of the item ─ kv_index[t] ─ TMA ─▶ K ring, V ring  (runs ahead)
@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from xsake.backends.hopper_tiles import (
+from xsake.backends.hopper_items import (
     COLUMN,
     COMPUTE,
     LOG2E,
@@ -78,11 +78,6 @@ class ForwardTiling:
 
 
 DEFAULT_TILING = ForwardTiling()
-
-
-def tiling_for(sizes: Any) -> ForwardTiling:
-    """A provisional choice by length and head size; docs/kernels.md says what it rests on."""
-    return ForwardTiling(persistent=sizes.T < 8192, overlap=sizes.H > 64)
 
 
 def forward(

@@ -29,6 +29,7 @@ class Case:
     rule: Rule | None = None
     block: tuple[int, int] = (128, 128)
     head_densities: tuple[float, ...] | None = None  # random blocks, drawn anew for every b and n
+    tight: bool = False  # room for the drawn blocks only, as a plan with a budget has it
     mask_heads: int | None = None  # lists per kv head or for all heads; default one per query head
     token_mask: tuple[int, int, int, int] | None = None  # a random bool array; 0 = the whole axis
     documents: int = 0  # number of segment ids, unsorted, with some negative ones
@@ -110,8 +111,11 @@ class Case:
         }
         blocks = self.blocks()
         if blocks is not None:
+            room = int(blocks.sum((2, 3)).max()) if self.tight else None
             shape = (self.T, self.S or self.T)
-            out["mask"] = BlockMask.from_dense(blocks, self.rule, shape=shape, block=self.block)
+            out["mask"] = BlockMask.from_dense(
+                blocks, self.rule, shape=shape, block=self.block, capacity=room
+            )
         elif self.rule is not None and "mask" not in out:
             out["mask"] = self.rule
         out |= {"scale": self.scale, "logits_soft_cap": self.soft_cap}
@@ -218,9 +222,14 @@ def cpu_case(T: int, density: float | None) -> Case:
     )
 
 
-def hopper_case(B: int, T: int, H: int, density: float) -> Case:
-    """Sixteen bfloat16 heads with random 128 × 128 blocks of their own, the diagonal kept."""
+def hopper_case(B: int, T: int, H: int, density: float, heads: tuple[float, ...] = ()) -> Case:
+    """Sixteen bfloat16 heads with random 128 × 128 blocks of their own, the diagonal kept.
+
+    `heads` gives them densities of their own, repeated; `density` is then their mean.
+    """
     n = T // 128
-    off_diagonal = (density * n - 1) / (n - 1)
-    name = f"{B}·16·{T}·{H} density={density}"
-    return Case(name, B, T, N=16, H=H, dtype="bfloat16", head_densities=(off_diagonal,), seed=T)
+    off_diagonal = tuple((d * n - 1) / (n - 1) for d in heads or (density,))
+    name = f"{B}·16·{T}·{H} density={density}" + (f" heads {heads}" if heads else "")
+    return Case(
+        name, B, T, N=16, H=H, dtype="bfloat16", head_densities=off_diagonal, tight=True, seed=T
+    )
