@@ -749,12 +749,12 @@ class _Columns(_Kernel):
         """dsT of both warpgroups to shared memory."""
         if self.alternate:  # each for itself
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results left through here
-            ds_smem[0, pl.ds(wg * ROWS, ROWS)] = ds
+            ds_smem[0, self.half(wg)] = ds
             plgpu.commit_smem()
             return
         if self.tiling.ds_stages == 1:
             _meet()  # the other warpgroup has read the ds before this one
-        ds_smem[self.ds_slot(t), pl.ds(wg * ROWS, ROWS)] = ds
+        ds_smem[self.ds_slot(t), self.half(wg)] = ds
         _meet(publish=True)
 
     def dq_operands(self, wg, t, ds_smem, k_smem, column=0):
@@ -775,7 +775,7 @@ class _Columns(_Kernel):
         """sums += dq by the copy engine."""
         # The copy before this one must have read the buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dq_smem[wg] = dq
+        dq_smem[self.again(wg)] = dq
         plgpu.commit_smem()
         first, columns = pl.ds(first_query, ROWS), pl.ds(column, PIECE)
         if self.dq_by == "rows":
