@@ -660,9 +660,7 @@ class _Columns(_Kernel):
                 plgpu.barrier_wait(d_out_ready.at[d_out_slot(t)])
                 early = self.makes_dk and masked is False
                 dp = d_p() if early else None
-                lse = plgpu.load(lse_smem.at[q_slot(t)], layout=COLUMN, optimized=False)
-                s = self.settled(s, wait_n=1 if early else 0)
-                lse = lax.broadcast_in_dim(lse, s.shape, [1])
+                s, lse = self.settled_beside(s, 1 if early else 0, lse_smem.at[q_slot(t)], masked)
                 p, slope = self.probabilities(s, lse, masked, allowed)
                 if not self.makes_dk:
                     return p.astype(d_out_smem.dtype), None
@@ -670,8 +668,8 @@ class _Columns(_Kernel):
                     p, slope = lax.optimization_barrier((p, slope))
                     dp = d_p()
                 p = p.astype(d_out_smem.dtype) if self.makes_dv else None
-                delta = plgpu.load(delta_smem.at[d_out_slot(t)], layout=COLUMN, optimized=False)
-                ds = slope * (self.settled(dp, 0) - lax.broadcast_in_dim(delta, s.shape, [1]))
+                dp, delta = self.settled_beside(dp, 0, delta_smem.at[d_out_slot(t)], masked)
+                ds = slope * (dp - delta)
                 if not self.makes_dv:
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
                 return p, ds.astype(d_out_smem.dtype)
@@ -756,6 +754,18 @@ class _Columns(_Kernel):
             _meet()  # the other warpgroup has read the ds before this one
         ds_smem[self.ds_slot(t), self.half(wg)] = ds
         _meet(publish=True)
+
+    def settled_beside(self, tile, wait_n, values, masked):
+        """A tile that was issued, and values per query from shared memory over its columns.
+
+        They are read while the product runs, or after it where the rule leaves no registers.
+        """
+        if masked is not False:
+            tile = self.settled(tile, wait_n)
+        values = plgpu.load(values, layout=COLUMN, optimized=False)
+        if masked is False:
+            tile = self.settled(tile, wait_n)
+        return tile, lax.broadcast_in_dim(values, tile.shape, [1])
 
     def dq_operands(self, wg, t, ds_smem, k_smem, column=0):
         """The operands of this warpgroup's part of ds k; alternating, of 64 columns from there."""
