@@ -25,6 +25,7 @@ from xsake.masks import carrying, positional
 from xsake.masks.rule import And, Everything, Not, Or, Rule, Tokens
 
 HEAD_SIZES = (64, 128, 256)  # of q and k, and of v; others are filled up with zeros
+BLOCKS = (64, 128)  # on each side
 NEEDS_JAX = (0, 11)
 
 
@@ -51,8 +52,8 @@ def why_not(
         return "has no bias"
     if max(q.shape[-1], v.shape[-1]) > HEAD_SIZES[-1]:
         return f"takes heads of up to {HEAD_SIZES[-1]}; these are {q.shape[-1]} and {v.shape[-1]}"
-    if mask.block != (128, 128):
-        return f"takes blocks of 128 × 128; these are {mask.block[0]} × {mask.block[1]}"
+    if not set(mask.block) <= set(BLOCKS):
+        return f"takes blocks of 64 and 128; these are {mask.block[0]} × {mask.block[1]}"
     try:
         token_rule(mask.rule, *mask.shape)
     except UnsupportedRuleError as reason:
@@ -167,7 +168,7 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
 
 def _kernel_rule(mask: BlockMask) -> Any:
     """The mask's rule as the kernels take it, None without one."""
-    from xsake.backends.hopper_forward import TokenRule
+    from xsake.backends.hopper_items import TokenRule
 
     expression, rows, columns = token_rule(mask.rule, *mask.shape)
     if expression is None:

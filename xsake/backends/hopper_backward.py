@@ -3,8 +3,8 @@
     delta = rowsum(d_out * out) - d_lse                                  plain XLA, one pass
 
     seven products, bitwise repeatable:
-      _Columns  one item = 128 keys, visits its row blocks:    dv += pT d_out     dk += dsT q
-      _Rows     one item = 128 queries, visits its kv blocks:  dq += ds k
+      _Columns  one item = a kv block, visits its row blocks:   dv += pT d_out     dk += dsT q
+      _Rows     one item = a row block, visits its kv blocks:   dq += ds k
     five products (`fused`): _Columns also makes ds k and adds it to dq in float32, in any order
     eight products, with a head of 256: _Columns runs twice, for dk and dv have no room together
 
@@ -31,23 +31,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
-from xsake.backends.hopper_forward import (
+from xsake.backends.hopper_forward import _pad_tokens, work_table
+from xsake.backends.hopper_items import (
     COLUMN,
     COMPUTE,
     LOG2E,
+    PIECE,
     ROW,
     ROWS,
     THREADS,
     TILE,
-    Item,
+    BlockKernel,
+    Handover,
     TokenRule,
-    _pad_tokens,
     check_sizes,
-    work_table,
+    tiles,
 )
 from xsake.block_lists import Lists
 
-TILE_ROWS = COMPUTE * ROWS  # keys of an item of _Columns, queries of an item of _Rows
 FUSED_SIZE = 128  # the largest head of the fused form
 MOST_COLUMNS = 256  # of accumulators in a warpgroup's registers
 OUT_COLUMNS = 128  # results leave in pieces so wide
@@ -62,12 +63,15 @@ class BackwardTiling:
     fused: bool = True  # five products, dq added in float32 in any order; up to H = Hv = 128
     # Queries per product of _Columns; None: 128 if fused at H = Hv = 64, else 64 (registers).
     row_step: int | None = None
-    row_stages: int = 2  # Q and d_out tiles in flight, each
+    # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 if there is room, else 2.
+    row_stages: int | None = None
     ds_stages: int = 2  # fused: dsT tiles; with one, the warpgroups meet twice per step
-    ahead: bool = False  # scores of the next step are issued before this step's products end
-    # Keys per product of _Rows; divides the mask's kv block. None: 64 with a head of 256, else 128.
+    # Scores of the next step are issued before this step's products end; not with blocks of 64.
+    ahead: bool = False
+    # Keys per product of _Rows; divides the mask's kv block. None: all, or 64 with a head of 256.
     key_step: int | None = None
-    key_stages: int = 2  # K and V tiles in flight, each
+    # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
+    key_stages: int | None = None
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     order: str = "sections"  # as in ForwardTiling
     compute_registers: int = 240
@@ -117,10 +121,8 @@ def backward(
     common = dict(
         scale=1 / math.sqrt(shape.size) if scale is None else scale,
         soft_cap=soft_cap,
-        allows=rule.allows,
-        rows=len(rows),
-        columns=len(keys),
-        interpret=bool(interpret),
+        rule=rule,
+        interpret=interpret,
     )
     if column_work is None:
         column_work = column_table(columns, shape.batch, shape.heads, shape.head_bytes, tiling)
@@ -221,9 +223,7 @@ class _Shape:
             raise ValueError(
                 f"key is {k.shape}; this query and value ask for {(batch, keys, kv_heads, size)}"
             )
-        if block != (TILE_ROWS, TILE_ROWS):
-            raise ValueError(f"the backward takes blocks of {TILE_ROWS} x {TILE_ROWS}, not {block}")
-        check_sizes(size, value_size)
+        check_sizes(block, size, value_size)
         for name, x, tokens, size_of in (
             ("rows", lists, queries, block[0]),
             ("columns", columns, keys, block[1]),
@@ -238,33 +238,37 @@ class _Shape:
         )
 
 
-class _Kernel:
-    """What both kernels share: items, logits, the rule. `self` holds what is static."""
+class _Kernel(BlockKernel):
+    """What both kernels share beyond items and the rule: steps, logits, results."""
 
-    # What the two of them say for themselves.
-    blocks: int  # work items per head
-    step: int  # tokens per product
-    splits: int  # products per visit
     compute: Any  # the roles
     memory: Any
 
-    def __init__(self, shape, tiling, *, scale, soft_cap, allows, rows, columns, interpret):
-        self.shape = shape
+    def __init__(self, shape, tiling, *, axis, step, scale, soft_cap, rule, interpret):
         self.tiling = tiling
         self.scale = scale
         self.soft_cap = soft_cap
-        self.allows = allows
-        self.num_rows = rows
-        self.num_columns = columns
-        self.interpret = interpret
-        if TILE_ROWS % self.step:
-            raise ValueError(f"a step of {self.step} tokens does not divide a block of {TILE_ROWS}")
-        self.splits = TILE_ROWS // self.step
-        self.items = shape.batch * shape.heads * self.blocks
-        self.persistent = tiling.persistent and not self.lean
-        self.ctas = min(tiling.sms, self.items) if self.persistent else self.items
-        # Without a rule the only partial blocks are those that reach past the last key.
-        self.has_partial = allows is not None or shape.keys % shape.block[1] != 0
+        self.shape = shape
+        self.alternate = shape.block[axis] == ROWS
+        super().__init__(
+            shape,
+            rule,
+            item_block=shape.block[axis],
+            visit_block=shape.block[1 - axis],
+            items=shape.batch * shape.heads * (shape.row_blocks, shape.kv_blocks)[axis],
+            step=step,
+            persistent=tiling.persistent and not self.lean,
+            sms=tiling.sms,
+            interpret=interpret,
+        )
+
+    def stages_of(self, asked):
+        """Tiles in flight of what is loaded once per step, and of what is free early in a step."""
+        large = max(self.shape.size, self.shape.value_size) > 128
+        stages = asked or (4 if self.alternate and self.step == 64 and not large else 2)
+        if stages % self.stride:
+            raise ValueError(f"blocks of {ROWS} take an even number of stages, not {stages}")
+        return stages, 1 if self.lean else stages
 
     @property
     def lean(self) -> bool:
@@ -273,7 +277,7 @@ class _Kernel:
         The place must not be filled again then, so a CTA has one item. One of the rings has one
         stage: that of d_out or v, which are free early in a step.
         """
-        return self.shape.size + self.shape.value_size > 384
+        return self.shape.size + self.shape.value_size > 384 and not self.alternate
 
     def launch(self, name, operands, out_type, scratch, interpret):
         return plgpu.kernel(
@@ -311,59 +315,18 @@ class _Kernel:
             plgpu.set_max_registers(self.tiling.memory_registers, action="decrease")
             self.memory(q, k, v, d_out, lse, delta, work, index, **scratch)
 
-    def tiles(self, *dims, dtype):
-        columns = 128 // jnp.dtype(dtype).itemsize
-        transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(dims, dtype, transforms=transforms)
-
-    # Work items
-
-    def for_each_item(self, work, visit, init):
-        """carry = visit(item, carry) for every item of this CTA, dealt as in the forward."""
-        cta = lax.axis_index("cta")
-
-        def record(turn):
-            place = jnp.where(turn % 2 == 0, cta, self.ctas - 1 - cta) if self.persistent else cta
-            row = jnp.minimum(turn * self.ctas + place, self.items - 1)
-            return Item(*(work[row, field] for field in range(len(Item._fields))))
-
-        if not self.persistent:
-            return visit(record(0), init)
-        rounds, rest = divmod(self.items, self.ctas)
-        place = cta if rounds % 2 == 0 else self.ctas - 1 - cta
-        turns = jnp.where(place < rest, rounds + 1, rounds)
-
-        def body(turn, carry):
-            item, state = carry
-            following = record(turn + 1)
-            return following, visit(item, state)
-
-        first = (record(jnp.int32(0)), jax.tree.map(jnp.int32, init))
-        return lax.fori_loop(0, turns, body, first)[1]
-
-    def first_token(self, index, item, t):
-        """Token index where step t of an item begins, on the axis it walks."""
-        if self.splits == 1:
-            return index[item.start + t] * TILE_ROWS
-        visit, part = lax.div(t, jnp.int32(self.splits)), lax.rem(t, jnp.int32(self.splits))
-        return index[item.start + visit] * TILE_ROWS + part * self.step
-
-    def slot(self, t, stages):
-        return lax.rem(jnp.int32(t), jnp.int32(stages))
-
-    def run_steps(self, item, front, back):
-        """front and back of every step t of an item; its count is not 0.
+    def run_steps(self, wg, item, done, front, back):
+        """front and back of every step t of an item that is this warpgroup's.
 
         x = front(t, s, masked) begins with the scores s in flight, or issues them when s is None,
         and ends with nothing in flight. s = back(t, x, ahead) consumes x; with `ahead`, it returns
         with the scores of t + 1 in flight. Full steps come first, then those with the rule.
         """
-        full, count = item.full * self.splits, item.count * self.splits
-        if not self.has_partial:
-            full = count
-        if not self.tiling.ahead:
+        first_step, full, count = self.own_steps(wg, item, done)
+        if not self.tiling.ahead or self.alternate:
 
             def step(t, masked):
+                t = first_step + t * self.stride if self.alternate else t
                 back(t, front(t, None, masked), ahead=0)
 
             pl.loop(0, full)(lambda t: step(t, False))
@@ -406,39 +369,6 @@ class _Kernel:
         p = mask(jnp.exp2(capped * (self.soft_cap * LOG2E) - lse))
         return p, p * (1.0 - capped * capped)
 
-    def allowed(self, item, first_query, first_key, dims, row_tiles, column_tiles):
-        """What the rule allows in a tile. dims: the axis of queries, the axis of keys."""
-        shape = (ROWS, self.step)
-        q_index, k_index = (
-            plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=TILE) + first
-            for dim, first in zip(dims, (first_query, first_key), strict=True)
-        )
-        allowed = None
-        if self.allows is not None:
-            allowed = self.allows(
-                item.b,
-                item.n,
-                q_index,
-                k_index,
-                [lax.broadcast_in_dim(x, shape, [dims[0]]) for x in row_tiles],
-                [lax.broadcast_in_dim(x, shape, [dims[1]]) for x in column_tiles],
-            )
-        if self.shape.keys % self.shape.block[1]:
-            inside = k_index < self.shape.keys
-            allowed = inside if allowed is None else allowed & inside
-        return allowed
-
-    def token_tiles(self, refs, item, first, length, layout):
-        """Values per token of the rule, from global memory."""
-        return [
-            plgpu.load(
-                x.at[item.b if x.shape[0] > 1 else 0, pl.ds(first, length)],
-                layout=layout,
-                optimized=False,
-            )
-            for x in refs
-        ]
-
     def product(self, acc_ref, left, right, left_smem=None):
         """acc += left right, with `left` in registers.
 
@@ -456,6 +386,11 @@ class _Kernel:
         Otherwise it keeps a descriptor per product of k and v in registers, and spills.
         """
         return wg if self.interpret else _opaque(wg)
+
+    def own(self, wg, ref):
+        """This warpgroup's rows of an operand that stays for the whole item."""
+        first = jnp.int32(0) if self.alternate else wg
+        return ref.at[pl.ds(self.again(first) * ROWS, ROWS)]
 
     def unless_empty(self, accumulate, item, sizes):
         """accumulate(*accumulators) -> tiles; zeros for an item without visits."""
@@ -493,10 +428,35 @@ class _Kernel:
         """A buffer per warpgroup for results of these sizes, unless they leave otherwise."""
         if self.lean:
             return {}
-        return {"out_smem": self.tiles(COMPUTE, ROWS, min(*sizes, OUT_COLUMNS), dtype=dtype)}
+        if self.alternate:
+            piece = tiles(ROWS, PIECE, dtype=jnp.float32)
+            out = tiles(1, ROWS, PIECE, dtype=dtype)
+            return {"out_smem": out, "piece_smem": piece, **Handover.barriers()}
+        return {"out_smem": tiles(COMPUTE, ROWS, min(*sizes, OUT_COLUMNS), dtype=dtype)}
 
-    def store(self, tile, out_smem, gmem):
-        """Tile to global memory through this warpgroup's shared buffer; rows past T are dropped."""
+    def store(self, wg, tile, scale, out_smem, gmem, handover):
+        """scale * tile to global memory; rows past T are dropped.
+
+        Tiles of two warpgroups that alternate are summed.
+        """
+        if not self.alternate:
+            self.copy_out(tile * scale, out_smem, gmem)
+            return
+
+        @pl.when(wg == 1)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dq left through the same place
+            handover.give(tile)
+
+        @pl.when(wg == 0)
+        def _():
+            for column in range(0, tile.shape[-1], PIECE):
+                piece, _ = handover.take()
+                piece = (tile[:, column : column + PIECE] + piece) * scale
+                self.copy_out(piece, out_smem, gmem.at[:, pl.ds(column, PIECE)])
+
+    def copy_out(self, tile, out_smem, gmem):
+        """Tile to global memory through shared memory, as many columns as fit there at a time."""
         width = out_smem.shape[-1]
         tile = tile.astype(out_smem.dtype)
         for column in range(0, tile.shape[-1], width):
@@ -508,9 +468,9 @@ class _Kernel:
 
 
 class _Columns(_Kernel):
-    """dk and dv of 128 keys, or one of them, over the row blocks that see them.
+    """dk and dv of a kv block, or one of them, over the row blocks that see it.
 
-    Fused, their part of dq too.
+    Fused, its part of dq too.
     """
 
     def __init__(self, shape, tiling, *, makes, fused, **static):
@@ -518,18 +478,18 @@ class _Columns(_Kernel):
         self.sizes = {name: self.sizes[name] for name in makes}
         self.makes_dk, self.makes_dv = "dk" in makes, "dv" in makes
         self.fused = fused
-        self.blocks = shape.kv_blocks
         small = shape.size == shape.value_size == 64
-        self.step = tiling.row_step or (128 if fused and small else 64)
-        super().__init__(shape, tiling, **static)
-        self.stages = tiling.row_stages
-        self.d_out_stages = 1 if self.lean else self.stages
-        # A warpgroup makes 64 queries of the step's dq, or 64 columns of the head, or all of it at
-        # every other step.
-        pieces = self.step // ROWS * shape.size // ROWS
-        self.dq_by = "turns" if pieces == 1 else "rows" if self.step == TILE_ROWS else "columns"
-        if fused and pieces > COMPUTE:
-            raise ValueError(f"fused, H = {shape.size} needs row_step = 64, not {self.step}")
+        step = 128 if fused and small and shape.block == (128, 128) else 64
+        super().__init__(shape, tiling, axis=1, step=tiling.row_step or step, **static)
+        self.stages, self.d_out_stages = self.stages_of(tiling.row_stages)
+        # A warpgroup makes 64 queries of the step's dq, or 64 columns of the head, or all of it: at
+        # its own steps, or at every other one.
+        pieces = self.step // ROWS * shape.size // PIECE
+        self.dq_by = "rows" if self.step > ROWS else "columns" if pieces > 1 else "turns"
+        if self.alternate:
+            self.dq_by = "steps"
+        if fused and (pieces > COMPUTE or (self.alternate and self.step > ROWS)):
+            raise ValueError(f"fused, this shape needs row_step = {ROWS}, not {self.step}")
 
     @property
     def lean(self) -> bool:
@@ -555,30 +515,33 @@ class _Columns(_Kernel):
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a CTA."""
         shape, stages, d_out_stages, step = self.shape, self.stages, self.d_out_stages, self.step
-        free = dict(num_arrivals=COMPUTE)
+        free = dict(num_arrivals=self.consumers)
         scratch = dict(
-            k_smem=self.tiles(TILE_ROWS, shape.size, dtype=dtype),
-            q_smem=self.tiles(stages, step, shape.size, dtype=dtype),
-            d_out_smem=self.tiles(d_out_stages, step, shape.value_size, dtype=dtype),
+            k_smem=tiles(shape.block[1], shape.size, dtype=dtype),
+            q_smem=tiles(stages, step, shape.size, dtype=dtype),
+            d_out_smem=tiles(d_out_stages, step, shape.value_size, dtype=dtype),
             **self.out_tiles(self.sizes.values(), dtype),
             lse_smem=plgpu.SMEM((stages, step), jnp.float32),
             k_ready=plgpu.Barrier(),
             q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # Q and lse
             # d_out and delta
             d_out_ready=plgpu.Barrier(num_arrivals=1 + self.makes_dk, num_barriers=d_out_stages),
-            kv_free=plgpu.Barrier(**free),
+            kv_free=plgpu.Barrier(num_arrivals=COMPUTE),
             q_free=plgpu.Barrier(num_barriers=stages, **free),
             d_out_free=plgpu.Barrier(num_barriers=d_out_stages, **free),
         )
         if self.makes_dk:
-            scratch["v_smem"] = self.tiles(TILE_ROWS, shape.value_size, dtype=dtype)
+            scratch["v_smem"] = tiles(shape.block[1], shape.value_size, dtype=dtype)
             scratch["v_ready"] = plgpu.Barrier()
             scratch["delta_smem"] = plgpu.SMEM((d_out_stages, step), jnp.float32)
         if self.interpret:
-            scratch["left_smem"] = self.tiles(COMPUTE, ROWS, step, dtype=dtype)
+            scratch["left_smem"] = tiles(COMPUTE, ROWS, step, dtype=dtype)
         if self.fused:
-            scratch["ds_smem"] = self.tiles(self.tiling.ds_stages, TILE_ROWS, step, dtype=dtype)
-            scratch["dq_smem"] = self.tiles(COMPUTE, ROWS, 64, dtype=jnp.float32)
+            ds_stages = 1 if self.alternate else self.tiling.ds_stages
+            scratch["ds_smem"] = tiles(ds_stages, COMPUTE * ROWS, step, dtype=dtype)
+            scratch["dq_smem"] = tiles(COMPUTE, ROWS, PIECE, dtype=jnp.float32)
+            if self.alternate:  # there is no room for these; dq_smem and ds_smem serve
+                del scratch["piece_smem"], scratch["out_smem"]
         return scratch
 
     def memory(
@@ -601,7 +564,7 @@ class _Columns(_Kernel):
             def _(t):
                 slot, d_out_slot = self.slot(done + t, stages), self.slot(done + t, d_out_stages)
                 queries = pl.ds(self.first_token(index, item, t), self.step)
-                keys = pl.ds(item.i * TILE_ROWS, TILE_ROWS)
+                keys = pl.ds(item.i * shape.block[1], shape.block[1])
 
                 @pl.when(done + t >= stages)
                 def _():
@@ -649,21 +612,23 @@ class _Columns(_Kernel):
         q_ready, k_ready, d_out_ready, q_free, kv_free, d_out_free,
         out_smem=None, v_smem=None, v_ready=None, delta_smem=None,
         left_smem=None, ds_smem=None, dq_smem=None,
+        piece_smem=None, piece_ready=None, piece_taken=None,
     ):  # fmt: skip
         """64 keys of every item: dk and dv over its steps, then one store."""
         step = self.step
         sums, outs = (outs[0], outs[1:]) if self.fused else (None, outs)
         out_gmem = dict(zip(self.sizes, outs, strict=True))
         left = None if left_smem is None else left_smem.at[wg]
+        if self.fused and self.alternate:
+            piece_smem, out_smem = dq_smem.at[1], ds_smem.at[:, pl.ds(0, ROWS)]
+        handover = Handover(piece_smem, piece_ready, piece_taken)
         by_turns = self.fused and self.dq_by == "turns"
 
         def compute_item(item, done):
             steps = item.count * self.splits
-            first_key = item.i * TILE_ROWS + wg * ROWS
-            column_tiles = self.token_tiles(columns, item, first_key, ROWS, ROW)
-
-            def own(ref):
-                return ref.at[pl.ds(self.again(wg) * ROWS, ROWS)]
+            first_key = self.first_row(item, wg)
+            column_values = self.token_values(columns, item, first_key, ROWS, ROW)
+            own = functools.partial(self.own, wg)
 
             def q_slot(t):
                 return self.slot(done + t, self.stages)
@@ -681,9 +646,9 @@ class _Columns(_Kernel):
 
                 def allowed():
                     first_query = self.first_token(index, item, t)
-                    row_tiles = self.token_tiles(rows, item, first_query, step, COLUMN)
+                    row_values = self.token_values(rows, item, first_query, step, COLUMN)
                     return self.allowed(
-                        item, first_query, first_key, (1, 0), row_tiles, column_tiles
+                        item, first_query, first_key, (1, 0), row_values, column_values
                     )
 
                 def d_p():
@@ -731,6 +696,12 @@ class _Columns(_Kernel):
                 elif self.makes_dv:
                     plgpu.wgmma_wait(ahead + self.makes_dk)  # dv is done
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
+                if self.fused and self.dq_by == "steps":
+                    for column in range(PIECE, self.shape.size, PIECE):
+                        dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem, column))
+                        dq = self.settled(dq, 0)
+                        first_query = self.first_token(index, item, t)
+                        self.add_dq(wg, item, first_query, dq, dq_smem, sums, column)
                 plgpu.wgmma_wait(ahead)  # dk is done
                 plgpu.barrier_arrive(q_free.at[q_slot(t)])
                 if by_turns:
@@ -748,7 +719,7 @@ class _Columns(_Kernel):
                 if self.makes_dk:
                     plgpu.barrier_wait(v_ready)
                 refs = dict(zip(self.sizes, accumulators, strict=True))
-                self.run_steps(item, front, functools.partial(back, refs))
+                self.run_steps(wg, item, done, front, functools.partial(back, refs))
                 plgpu.barrier_arrive(kv_free)
                 return tuple(ref[...] for ref in refs.values())
 
@@ -756,18 +727,17 @@ class _Columns(_Kernel):
             results = self.unless_empty(accumulate, item, sizes)
             results = dict(zip(self.sizes, results, strict=True))
             keys = pl.ds(first_key, ROWS)
-            place = own(k_smem) if self.lean else out_smem.at[wg]
-            if self.makes_dv:
-                self.store(results["dv"], place, out_gmem["dv"].at[item.b, keys, item.n])
-            if self.makes_dk:
-                dk = results["dk"] * self.scale
-                self.store(dk, place, out_gmem["dk"].at[item.b, keys, item.n])
+            place = own(k_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
+            for name, scale in (("dv", 1.0), ("dk", self.scale)):
+                if name in results:
+                    gmem = out_gmem[name].at[item.b, keys, item.n]
+                    self.store(wg, results[name], scale, place, gmem, handover)
             return done + steps
 
         self.for_each_item(work, compute_item, 0)
         plgpu.wait_smem_to_gmem(0)
 
-    # dq of the step: all 128 keys, one half of the tile by each warpgroup
+    # dq of the step: of all 128 keys, one half of the tile by each warpgroup; or of all 64 keys
 
     def half(self, wg):
         return pl.ds(self.again(wg) * ROWS, ROWS)
@@ -777,13 +747,22 @@ class _Columns(_Kernel):
 
     def share(self, wg, t, ds, ds_smem):
         """dsT of both warpgroups to shared memory."""
+        if self.alternate:  # each for itself
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results left through here
+            ds_smem[0, pl.ds(wg * ROWS, ROWS)] = ds
+            plgpu.commit_smem()
+            return
         if self.tiling.ds_stages == 1:
             _meet()  # the other warpgroup has read the ds before this one
         ds_smem[self.ds_slot(t), pl.ds(wg * ROWS, ROWS)] = ds
         _meet(publish=True)
 
-    def dq_operands(self, wg, t, ds_smem, k_smem):
-        """The operands of this warpgroup's part of ds k."""
+    def dq_operands(self, wg, t, ds_smem, k_smem, column=0):
+        """The operands of this warpgroup's part of ds k; alternating, of 64 columns from there."""
+        if self.alternate:
+            return ds_smem.at[0, self.half(wg)].transpose((1, 0)), k_smem.at[
+                :, pl.ds(column, PIECE)
+            ]
         ds_smem = ds_smem.at[self.ds_slot(t)]
         match self.dq_by:
             case "rows":
@@ -792,13 +771,13 @@ class _Columns(_Kernel):
                 return ds_smem.transpose((1, 0)), k_smem.at[:, self.half(wg)]
         return ds_smem.transpose((1, 0)), k_smem
 
-    def add_dq(self, wg, item, first_query, dq, dq_smem, sums):
+    def add_dq(self, wg, item, first_query, dq, dq_smem, sums, column=0):
         """sums += dq by the copy engine."""
         # The copy before this one must have read the buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dq_smem[wg] = dq
         plgpu.commit_smem()
-        first, columns = pl.ds(first_query, ROWS), pl.ds(0, 64)
+        first, columns = pl.ds(first_query, ROWS), pl.ds(column, PIECE)
         if self.dq_by == "rows":
             first = pl.ds(first_query + wg * ROWS, ROWS)
         if self.dq_by == "columns":
@@ -808,14 +787,13 @@ class _Columns(_Kernel):
 
 
 class _Rows(_Kernel):
-    """dq of 128 queries, over the kv blocks they see."""
+    """dq of a row block, over the kv blocks it sees."""
 
     def __init__(self, shape, tiling, **static):
-        self.blocks = shape.row_blocks
-        self.step = tiling.key_step or (64 if max(shape.size, shape.value_size) > 128 else 128)
-        super().__init__(shape, tiling, **static)
-        self.stages = tiling.key_stages
-        self.v_stages = 1 if self.lean else self.stages
+        most = 64 if max(shape.size, shape.value_size) > 128 else 128
+        step = tiling.key_step or min(shape.block[1], most)
+        super().__init__(shape, tiling, axis=0, step=step, **static)
+        self.stages, self.v_stages = self.stages_of(tiling.key_stages)
 
     def __call__(self, operands, interpret):
         q = operands[0]
@@ -826,23 +804,23 @@ class _Rows(_Kernel):
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a CTA."""
         shape, stages, v_stages, step = self.shape, self.stages, self.v_stages, self.step
-        free = dict(num_arrivals=COMPUTE)
+        free = dict(num_arrivals=self.consumers)
         scratch = dict(
-            q_smem=self.tiles(TILE_ROWS, shape.size, dtype=dtype),
-            d_out_smem=self.tiles(TILE_ROWS, shape.value_size, dtype=dtype),
-            k_smem=self.tiles(stages, step, shape.size, dtype=dtype),
-            v_smem=self.tiles(v_stages, step, shape.value_size, dtype=dtype),
+            q_smem=tiles(shape.block[0], shape.size, dtype=dtype),
+            d_out_smem=tiles(shape.block[0], shape.value_size, dtype=dtype),
+            k_smem=tiles(stages, step, shape.size, dtype=dtype),
+            v_smem=tiles(v_stages, step, shape.value_size, dtype=dtype),
             **self.out_tiles([shape.size], dtype),
             q_ready=plgpu.Barrier(),
             d_out_ready=plgpu.Barrier(),
             k_ready=plgpu.Barrier(num_barriers=stages),
             v_ready=plgpu.Barrier(num_barriers=v_stages),
-            q_free=plgpu.Barrier(**free),  # d_out too
+            q_free=plgpu.Barrier(num_arrivals=COMPUTE),  # d_out too
             k_free=plgpu.Barrier(num_barriers=stages, **free),
             v_free=plgpu.Barrier(num_barriers=v_stages, **free),
         )
         if self.interpret:
-            scratch["left_smem"] = self.tiles(COMPUTE, ROWS, step, dtype=dtype)
+            scratch["left_smem"] = tiles(COMPUTE, ROWS, step, dtype=dtype)
         return scratch
 
     def memory(
@@ -864,7 +842,7 @@ class _Rows(_Kernel):
             def _(t):
                 slot, v_slot = self.slot(done + t, stages), self.slot(done + t, v_stages)
                 keys = pl.ds(self.first_token(index, item, t), self.step)
-                queries = pl.ds(item.i * TILE_ROWS, TILE_ROWS)
+                queries = pl.ds(item.i * shape.block[0], shape.block[0])
 
                 @pl.when(done + t >= stages)
                 def _():
@@ -905,25 +883,24 @@ class _Rows(_Kernel):
         self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,
         *, q_smem, k_smem, v_smem, d_out_smem,
         q_ready, k_ready, v_ready, d_out_ready, q_free, k_free, v_free,
-        out_smem=None, left_smem=None,
+        out_smem=None, left_smem=None, piece_smem=None, piece_ready=None, piece_taken=None,
     ):  # fmt: skip
         """64 queries of every item: dq over its steps, then one store."""
         shape, step = self.shape, self.step
         (dq_gmem,) = outs
         left = None if left_smem is None else left_smem.at[wg]
+        handover = Handover(piece_smem, piece_ready, piece_taken)
 
         def compute_item(item, done):
             steps = item.count * self.splits
-            first_query = item.i * TILE_ROWS + wg * ROWS
+            first_query = self.first_row(item, wg)
             queries = pl.ds(first_query, ROWS)
-            row_tiles = self.token_tiles(rows, item, first_query, ROWS, ROW)
+            own = functools.partial(self.own, wg)
+            row_values = self.token_values(rows, item, first_query, ROWS, ROW)
             lse, delta = (
                 plgpu.load(x.at[item.b, item.n, queries], layout=ROW, optimized=False)
                 for x in (lse_gmem, delta_gmem)
             )
-
-            def own(ref):
-                return ref.at[pl.ds(self.again(wg) * ROWS, ROWS)]
 
             def scores(t):
                 """s of step t, in flight."""
@@ -936,9 +913,9 @@ class _Rows(_Kernel):
 
                 def allowed():
                     first_key = self.first_token(index, item, t)
-                    column_tiles = self.token_tiles(columns, item, first_key, step, COLUMN)
+                    column_values = self.token_values(columns, item, first_key, step, COLUMN)
                     return self.allowed(
-                        item, first_query, first_key, (0, 1), row_tiles, column_tiles
+                        item, first_query, first_key, (0, 1), row_values, column_values
                     )
 
                 slot = self.slot(done + t, self.v_stages)
@@ -970,13 +947,14 @@ class _Rows(_Kernel):
             def accumulate(dq_ref):
                 plgpu.barrier_wait(q_ready)
                 plgpu.barrier_wait(d_out_ready)
-                self.run_steps(item, front, functools.partial(back, dq_ref))
+                self.run_steps(wg, item, done, front, functools.partial(back, dq_ref))
                 plgpu.barrier_arrive(q_free)
                 return (dq_ref[...],)
 
             (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))
-            place = own(q_smem) if self.lean else out_smem.at[wg]
-            self.store(dq * self.scale, place, dq_gmem.at[item.b, queries, item.n])
+            place = own(q_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
+            gmem = dq_gmem.at[item.b, queries, item.n]
+            self.store(wg, dq, self.scale, place, gmem, handover)
             return done + steps
 
         self.for_each_item(work, compute_item, 0)
