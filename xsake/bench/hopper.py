@@ -27,17 +27,20 @@ SHAPES = ((4, 4096), (1, 16384))
 
 
 def suite(quick: bool = False) -> Iterator[Row]:
-    """Everything the kernels are held to, cell by cell."""
+    """Speed: dense, causal and block-sparse cells beside peers, skewed heads, transposed lists."""
     for H in (128, 64):
         for B, T in SHAPES[:1] if quick else SHAPES:
             yield from cells(B, T, H, (0.43,) if quick else (0.43, 0.20, 0.10))
     if not quick:
         yield from skew(1, 16384, 128)
         yield from transposing(1, 16384, 128)
+
+
+def feature_suite(quick: bool = False) -> Iterator[Row]:
+    """Every feature once, plain JAX on this card, and memory."""
     yield from features(1024 if quick else 4096)
     yield from plain_jax(1024 if quick else 4096)
-    if not quick:
-        yield from memory(131072)
+    yield from memory(16384 if quick else 131072)
 
 
 def cells(B: int, T: int, H: int, densities: tuple[float, ...]) -> Iterator[Row]:

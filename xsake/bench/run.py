@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -40,26 +41,24 @@ def attend_gradients(q: Any, k: Any, v: Any, mask: Any, d_out: Any) -> Any:
 def error_of(case: Case, backend: str = "xla", heads: tuple[int, ...] = (0, 5)) -> dict[str, float]:
     """max|error| ÷ max|reference| of some heads, output and gradients, against float32."""
     given = case.arguments()
+    static = {name: given.pop(name) for name in ("scale", "logits_soft_cap")}
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def results(name: str, dtype: str, inputs: Any, d_out: Any, more: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return dot_product_attention(q, k, v, implementation=name, **more, **static)
+
+        out, pull_back = jax.vjp(attend, *(x.astype(dtype) for x in inputs))
+        return {"output": [out], "gradients": pull_back(d_out.astype(dtype))}
+
     worst = {"output": 0.0, "gradients": 0.0}
     for n in heads:
         one = _one_head(case, given, n % case.N)
         inputs = [one.pop(name) for name in ("query", "key", "value")]
-        d_out = jnp.cos(jnp.arange(inputs[0].shape[1] * inputs[2].shape[-1]))
-        d_out = d_out.reshape(1, -1, 1, inputs[2].shape[-1])
-
-        def results(
-            name: str, dtype: Any, inputs: Any = inputs, more: Any = one, d: Any = d_out
-        ) -> Any:
-            def run(*arrays: Any) -> Any:
-                out, pull_back = jax.vjp(
-                    lambda q, k, v: dot_product_attention(q, k, v, implementation=name, **more),
-                    *arrays[:3],
-                )
-                return {"output": [out], "gradients": pull_back(arrays[3])}
-
-            return jax.jit(run)(*(x.astype(dtype) for x in (*inputs, d)))
-
-        got, want = results(backend, case.dtype), results("reference", jnp.float32)
+        d_out = jnp.cos(jnp.arange(case.T * inputs[2].shape[-1]))
+        d_out = d_out.reshape(1, case.T, 1, -1)
+        got = results(backend, case.dtype, inputs, d_out, one)
+        want = results("reference", "float32", inputs, d_out, one)
         for kind, error in worst.items():
             for x, y in zip(got[kind], want[kind], strict=True):
                 error = max(error, float(jnp.abs(x - y).max() / jnp.abs(y).max()))
@@ -191,15 +190,22 @@ def run_suite(
     """Runs a suite and writes its JSON: provenance and one row per measurement."""
     from xsake.bench import hopper  # which measures with what stands here
 
-    suites = {"cpu": cpu_suite, "hopper": hopper.suite}
+    suites = {
+        "cpu": cpu_suite,
+        "hopper": hopper.suite,
+        "hopper-features": hopper.feature_suite,
+    }
     if name not in suites:
         raise ValueError(f"suite {name!r} is not one of {list(suites)}")
-    began, rows = time.perf_counter(), []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    facts, began = provenance(), time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {}
     for row in suites[name](quick):
         rows.append(row)
         if tell is not None:
             tell(row)
-    report = {**provenance(), "seconds": time.perf_counter() - began, "results": rows}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+        # after every row: a run that is cut off keeps what it measured
+        report = {**facts, "seconds": time.perf_counter() - began, "results": rows}
+        out.write_text(json.dumps(report, indent=1) + "\n")
     return report
