@@ -86,7 +86,7 @@ def demo(length: int = 2048) -> None:
 
 
 def bench(
-    suite: Literal["cpu", "hopper"] = "cpu",
+    suite: Literal["cpu", "hopper", "hopper-features"] = "cpu",
     out: Path | None = None,
     quick: bool = False,
     autotune: bool = False,

@@ -67,13 +67,22 @@ def classes() -> Iterator[tuple[str, list[Case]]]:
                 yield hopper_tilings.call_class(Sizes.of(q, k, v), mask), cases
 
 
-def autotune(out: Path, tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measures all classes and writes the table, class by class."""
+def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measures the classes whose name contains `only` and writes the table, class by class.
+
+    Rows of other classes stay as they are in `out`.
+    """
     from xsake.backends.hopper_backward import BackwardTiling
     from xsake.backends.hopper_forward import ForwardTiling
 
-    report: dict[str, Any] = {**provenance(), "classes": {"forward": {}, "backward": {}}}
+    told = json.loads(out.read_text())["classes"] if only and out.exists() else {}
+    report: dict[str, Any] = {
+        **provenance(),
+        "classes": {direction: told.get(direction, {}) for direction in ("forward", "backward")},
+    }
     for name, cases in classes():
+        if only not in name:
+            continue
         calls = [_inputs(case) for case in cases]
         for direction, kind, candidates in (
             ("forward", ForwardTiling, FORWARD),
@@ -88,6 +97,8 @@ def autotune(out: Path, tell: Callable[[str], None] = print) -> dict[str, Any]:
             plain = dataclasses.asdict(kind())
             report["classes"][direction][name] = {
                 "tiling": {f: x for f, x in candidates[best].items() if x != plain[f]},
+                "date": report["date"],
+                "commit": report["commit"],
                 "cases": [case.name for case in cases],
                 "teraflops": [round(s[best], 1) for s in speeds],
                 "candidates": [

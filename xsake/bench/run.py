@@ -15,9 +15,8 @@ import numpy as np
 
 from xsake import masks
 from xsake.attention import dot_product_attention
-from xsake.bench.cases import Case, cpu_case, hopper_case
-from xsake.bench.peers import Peer, cudnn, flex_attention
-from xsake.bench.timing import provenance, temporary_bytes, time_calls, time_queued
+from xsake.bench.cases import Case, cpu_case
+from xsake.bench.timing import provenance, temporary_bytes, time_calls
 from xsake.block_mask import BlockMask
 
 # As the conformance tests have it: float32 sums; bfloat16 rounds the output, p and ds.
@@ -40,23 +39,26 @@ def attend_gradients(q: Any, k: Any, v: Any, mask: Any, d_out: Any) -> Any:
 
 
 def error_of(case: Case, backend: str = "xla", heads: tuple[int, ...] = (0, 5)) -> dict[str, float]:
-    """max|error| ÷ max|reference| of some heads, output and gradients, in float32."""
+    """max|error| ÷ max|reference| of some heads, output and gradients, against float32."""
     given = case.arguments()
+    static = {name: given.pop(name) for name in ("scale", "logits_soft_cap")}
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def results(name: str, dtype: str, inputs: Any, d_out: Any, more: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return dot_product_attention(q, k, v, implementation=name, **more, **static)
+
+        out, pull_back = jax.vjp(attend, *(x.astype(dtype) for x in inputs))
+        return {"output": [out], "gradients": pull_back(d_out.astype(dtype))}
+
     worst = {"output": 0.0, "gradients": 0.0}
     for n in heads:
-        head = [given[name][:1, :, n : n + 1] for name in ("query", "key", "value")]
-        mask = given.get("mask")
-        mask = mask[0, n] if isinstance(mask, BlockMask) else mask
-        d_out = jnp.cos(jnp.arange(head[2].size)).reshape(head[2].shape).astype(case.dtype)
-
-        def results(name: str, dtype: Any, head: Any = head, mask: Any = mask) -> Any:
-            def run(*arrays: Any) -> Any:
-                out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, mask, name), *arrays[:3])
-                return {"output": [out], "gradients": pull_back(arrays[3])}
-
-            return jax.jit(run)(*(x.astype(dtype) for x in (*head, d_out)))  # noqa: B023
-
-        got, want = results(backend, case.dtype), results("reference", jnp.float32)
+        one = _one_head(case, given, n % case.N)
+        inputs = [one.pop(name) for name in ("query", "key", "value")]
+        d_out = jnp.cos(jnp.arange(case.T * inputs[2].shape[-1]))
+        d_out = d_out.reshape(1, case.T, 1, -1)
+        got = results(backend, case.dtype, inputs, d_out, one)
+        want = results("reference", "float32", inputs, d_out, one)
         for kind, error in worst.items():
             for x, y in zip(got[kind], want[kind], strict=True):
                 error = max(error, float(jnp.abs(x - y).max() / jnp.abs(y).max()))
@@ -65,6 +67,23 @@ def error_of(case: Case, backend: str = "xla", heads: tuple[int, ...] = (0, 5)) 
     if not all(error <= limit for error in worst.values()):
         raise WrongResultError(f"{case.name}: errors {worst} exceed {limit}; no time is reported")
     return worst
+
+
+def _one_head(case: Case, given: dict[str, Any], n: int) -> dict[str, Any]:
+    """The arguments of query head n alone, first batch row."""
+    K, N = case.sizes[4], case.N
+    out = {name: x for name, x in given.items() if x is not None}
+    out["query"] = given["query"][:1, :, n : n + 1]
+    for name in ("key", "value"):
+        out[name] = given[name][:1, :, n * K // N : n * K // N + 1]
+    if "sinks" in out:
+        out["sinks"] = out["sinks"][n : n + 1]
+    if isinstance(out.get("mask"), BlockMask):
+        out["mask"] = out["mask"][0, n * out["mask"].kv_count.shape[1] // N]
+    for name in ("bias", "mask"):  # arrays [B|1, N|1, T|1, S|1]
+        if isinstance(out.get(name), jax.Array):
+            out[name] = out[name][:1, min(n, out[name].shape[1] - 1)][:, None]
+    return out
 
 
 def cpu_densities(T: int, densities: tuple[float, ...], repeats: int) -> Iterator[dict[str, Any]]:
@@ -165,78 +184,28 @@ def cpu_suite(quick: bool = False) -> Iterator[dict[str, Any]]:
     yield from mask_building(repeats)
 
 
-def hopper_cell(case: Case, visited: float, others: dict[str, Peer]) -> Iterator[dict[str, Any]]:
-    """One shape and mask on the Hopper kernels, forward and backward, beside peers in one run."""
-    errors = error_of(case, "hopper")
-    given = case.arguments()
-    q, k, v, mask = (given.get(name) for name in ("query", "key", "value", "mask"))
-    if mask is None or not isinstance(mask, BlockMask):
-        mask = BlockMask.from_rule(mask or masks.everything(), (case.T, case.T))
-    attention = functools.partial(attend, backend="hopper")
-    _, pull_back = jax.jit(lambda *x: jax.vjp(lambda q, k, v: attention(q, k, v, mask), *x))(
-        q, k, v
-    )
-    ours = {
-        "forward": time_queued(jax.jit(attention), q, k, v, mask),
-        "backward": time_queued(jax.jit(lambda pull_back, x: pull_back(x)), pull_back, q),
-    }
-    flops = 4 * case.B * case.N * case.H * case.T**2 * visited
-    for direction, work in (("forward", flops), ("backward", 2.5 * flops)):
-        row = {
-            "suite": "hopper",
-            "case": case.name,
-            "direction": direction,
-            "T": case.T,
-            "H": case.H,
-            "density_ratio": float(mask.density()),
-            "median_seconds": ours[direction].median_seconds,
-            "teraflops": work / ours[direction].median_seconds / 1e12,
-            "error": errors["output" if direction == "forward" else "gradients"],
-        }
-        for name, peer in others.items():
-            try:
-                taken = peer(case)[direction]
-            except ImportError as error:
-                row[f"{name}_missing"] = str(error)
-                continue
-            row[f"{name}_teraflops"] = work / taken / 1e12
-            row[f"times_faster_than_{name}"] = taken / ours[direction].median_seconds
-        yield row
-
-
-def hopper_suite(quick: bool = False) -> Iterator[dict[str, Any]]:
-    """Block-sparse and causal cells of the Hopper kernels, beside FlexAttention and cuDNN."""
-    shapes = ((4, 4096), (1, 16384))
-    for H in (128, 64):
-        for B, T in shapes[:1] if quick else shapes:
-            for density in (0.43,) if quick else (0.43, 0.20, 0.10):
-                case = hopper_case(B, T, H, density)
-                visited = float(case.arguments()["mask"].density())
-                yield from hopper_cell(case, visited, {"flex_attention": flex_attention})
-            causal = Case(f"{B}·16·{T}·{H} causal", B, T, N=16, H=H, dtype="bfloat16", rule=_CAUSAL)
-            yield from hopper_cell(causal, 0.5, {"cudnn": cudnn})
-
-
-_CAUSAL = masks.causal()
-
-SUITES: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {
-    "cpu": cpu_suite,
-    "hopper": hopper_suite,
-}
-
-
 def run_suite(
     name: str, out: Path, quick: bool = False, tell: Callable[[dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
     """Runs a suite and writes its JSON: provenance and one row per measurement."""
-    if name not in SUITES:
-        raise ValueError(f"suite {name!r} is not one of {list(SUITES)}")
-    began, rows = time.perf_counter(), []
-    for row in SUITES[name](quick):
+    from xsake.bench import hopper  # which measures with what stands here
+
+    suites = {
+        "cpu": cpu_suite,
+        "hopper": hopper.suite,
+        "hopper-features": hopper.feature_suite,
+    }
+    if name not in suites:
+        raise ValueError(f"suite {name!r} is not one of {list(suites)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    facts, began = provenance(), time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {}
+    for row in suites[name](quick):
         rows.append(row)
         if tell is not None:
             tell(row)
-    report = {**provenance(), "seconds": time.perf_counter() - began, "results": rows}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+        # after every row: a run that is cut off keeps what it measured
+        report = {**facts, "seconds": time.perf_counter() - began, "results": rows}
+        out.write_text(json.dumps(report, indent=1) + "\n")
     return report
