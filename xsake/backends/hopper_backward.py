@@ -715,9 +715,8 @@ class _Columns(_Kernel):
     def dq_operands(self, wg, t, ds_smem, k_smem, column=0):
         """The operands of this warpgroup's part of ds k; alternating, of 64 columns from there."""
         if self.alternate:
-            return ds_smem.at[0, self.half(wg)].transpose((1, 0)), k_smem.at[
-                :, pl.ds(column, PIECE)
-            ]
+            columns = pl.ds(column, PIECE)
+            return ds_smem.at[0, self.half(wg)].transpose((1, 0)), k_smem.at[:, columns]
         ds_smem = ds_smem.at[self.ds_slot(t)]
         match self.dq_by:
             case "rows":
