@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,7 +211,7 @@ def _write_weights(folder: Path, tensors: list[tuple[str, np.ndarray]], shard_by
 
 
 def _parts(
-    tensors: list[tuple[str, np.ndarray]], most_bytes: float = math.inf
+    tensors: list[tuple[str, np.ndarray]], most_bytes: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """The tensors in order, in parts of at most so many bytes, or of one tensor."""
     part: dict[str, np.ndarray] = {}
