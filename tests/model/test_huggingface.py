@@ -270,10 +270,11 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
     ("damage", "error", "message"),
     [
         (configure(model_type="mamba"), ValueError, r"config.json: model_type 'mamba' is not one"),
+        (configure(model_type=["llama"]), ValueError, r"model_type \['llama'\] is not one of"),
         (
             configure(architectures=["MistralForSequenceClassification"]),
             ValueError,
-            r"architecture 'MistralForSequenceClassification' is not 'MistralForCausalLM'",
+            r"architectures \['MistralForSequenceClassification'\] is not \['MistralForCausalLM'\]",
         ),
         (configure(hidden_act="mish"), ValueError, r"config.json: activation 'mish' is not one of"),
         (rope(rope_type="dynamic"), ValueError, r"config.json: rope scaling 'dynamic' is not one"),

@@ -67,11 +67,10 @@ SCALING_FIXED = {
 def read(values: Values, generation: Values, place: str) -> Config:
     """The Config of config.json's values and generation_config.json's; `place` is for messages."""
     kind = values.get("model_type")
-    if kind not in KINDS:
+    if kind not in list(KINDS):
         raise ValueError(f"{place}: model_type {kind!r} is not one of {list(KINDS)}")
-    for name in values.get("architectures") or ():
-        if name != KINDS[kind]:
-            raise ValueError(f"{place}: architecture {name!r} is not {KINDS[kind]!r}")
+    if (named := values.get("architectures")) not in (None, [], [KINDS[kind]]):
+        raise ValueError(f"{place}: architectures {named} is not {[KINDS[kind]]}")
     _check_fixed(values, FIXED, place)
     try:
         shape = _gpt2(values) if kind == "gpt2" else _llama(values, kind)
