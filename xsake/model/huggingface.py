@@ -41,6 +41,31 @@ class Loaded:
     tokenizer: Tokenizer | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint, checked from end to end; no weight has been read.
+
+    Attributes:
+      path: the folder or the file.
+      config: the model's shape.
+      source: every tensor's shape, type and file.
+      entries: which tensor becomes which parameters.
+      metadata: of a GGUF, by key; None for a folder.
+    """
+
+    path: Path
+    config: Config
+    source: weights.Source
+    entries: list[weights.Entry]
+    metadata: dict[str, Any] | None
+
+    def tokenizer(self) -> Tokenizer:
+        """The one that the checkpoint carries; if it carries none, that is an error."""
+        if self.metadata is not None:
+            return build_tokenizer(self.metadata, str(self.path))
+        return read_tokenizer(self.path / "tokenizer.json", self.config.bos, self.config.eos)
+
+
 def load(
     path: str | os.PathLike[str],
     *,
@@ -59,34 +84,38 @@ def load(
         tokenizer.json.
       **options: of `Transformer`: scan, remat, implementation.
     """
+    opened = examine(path)
+    config = opened.config
+    words: Tokenizer | None = None
+    if not isinstance(tokenizer, bool):
+        words = read_tokenizer(tokenizer, config.bos, config.eos)
+    elif tokenizer:
+        words = opened.tokenizer()
+    if words is not None and len(words) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {path} has {len(words)} entries, more than the model's "
+            f"vocab_size = {config.vocab_size}"
+        )
+    parameters = weights.gather(config, opened.entries, opened.source, param_dtype)
+    return Loaded(Transformer.of(config, parameters, dtype=dtype, **options), config, words)
+
+
+def examine(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a checkpoint and checks it: configuration, and every tensor's name, shape and type."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}; name a folder or a .gguf file")
+    metadata = None
     if path.is_dir():
         config = read_config(path)
         names = weights.GPT2 if config.positions == "learned" else weights.LLAMA
         source = folder_source(path, names)
     elif path.suffix == ".gguf":
         file = gguf_file.File(path)
-        config, names, source = file.config, file.names, file.source
+        config, names, source, metadata = file.config, file.names, file.source, file.metadata
     else:
         raise ValueError(f"{path} is neither a folder nor a .gguf file")
-    wanted = weights.check(config, names, source)
-
-    words: Tokenizer | None = None
-    if not isinstance(tokenizer, bool):
-        words = read_tokenizer(tokenizer, config.bos, config.eos)
-    elif tokenizer and path.is_dir():
-        words = read_tokenizer(path / "tokenizer.json", config.bos, config.eos)
-    elif tokenizer:
-        words = build_tokenizer(file.metadata, str(path))
-    if words is not None and len(words) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {path} has {len(words)} entries, more than the model's "
-            f"vocab_size = {config.vocab_size}"
-        )
-    parameters = weights.gather(config, wanted, source, param_dtype)
-    return Loaded(Transformer.of(config, parameters, dtype=dtype, **options), config, words)
+    return Checkpoint(path, config, source, weights.check(config, names, source), metadata)
 
 
 # ------------------------------------------------------------------------------------------- folder
