@@ -104,6 +104,8 @@ def wide_open_mistral(config, tensors):
 
 
 def qwen2_windows_by_number(config, tensors):
+    """And the tied head stored once more, as some converters do."""
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     config = config | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)
     del config["layer_types"]
     return config, tensors
@@ -114,7 +116,7 @@ def qwen3_with_biases(config, tensors):
 
 
 def bare_gpt2(config, tensors):
-    """As gpt2 itself is published: no prefix, masks among the tensors, here with a stored head."""
+    """As gpt2 itself is published: no prefix, and masks among the tensors."""
     tensors = {name.removeprefix("transformer."): x for name, x in tensors.items()}
     tensors |= {f"h.{i}.attn.bias": np.ones((1, 1, 8, 8), np.uint8) for i in range(2)}
     return config | dict(activation_function="relu"), tensors

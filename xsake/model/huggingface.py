@@ -43,7 +43,9 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, checked from end to end; no weight has been read.
+    """An opened checkpoint, checked from end to end by its headers alone.
+
+    One exception: a head that is stored although it is tied is compared with the embedding.
 
     Attributes:
       path: the folder or the file.
