@@ -23,6 +23,7 @@ from jax import Array, lax
 
 from xsake.backends import decode
 from xsake.block_mask import BLOCK, BlockMask
+from xsake.masks.rule import Rule
 from xsake.model.attend import Reading, by_cache, by_chunk, by_mask, is_made
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
@@ -315,8 +316,8 @@ def _burst(
 
 def _check_prompts(config: Config, prompts: Any, max_tokens: int) -> np.ndarray:
     """The prompts' lengths, int32 [B]."""
-    if isinstance(prompts, str) or not len(prompts):
-        raise ValueError(f"prompts must be a list of lists of token ids, got {prompts!r}")
+    if not len(prompts):
+        raise ValueError("prompts must be a list of lists of token ids, got none")
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     for i, prompt in enumerate(prompts):
@@ -342,7 +343,7 @@ def _check_prompts(config: Config, prompts: Any, max_tokens: int) -> np.ndarray:
 
 
 def _check_mask(mask: Any, in_chunks: bool, chunk: int) -> None:
-    if not is_made(mask):
+    if mask is None or isinstance(mask, Rule):
         return
     if isinstance(mask, BlockMask) or not callable(mask):
         raise TypeError(
