@@ -17,8 +17,9 @@ import xsake
 from xsake import BlockMask, _jax, masks
 from xsake.backends import hopper_tilings
 from xsake.bench import autotune as _autotune
-from xsake.bench import run, timing
+from xsake.bench import cpu, run, timing
 from xsake.bench.cases import cpu_case
+from xsake.bench.checks import WrongResultError
 
 console = Console(highlight=False)
 
@@ -64,7 +65,7 @@ def demo(length: int = 2048) -> None:
         "", "density", "forward ms", "÷ (density × dense)", "error", "forward+backward ms"
     )
     rows: dict[str, list[str]] = {}
-    for row in run.cpu_densities(length, densities, repeats=3):
+    for row in cpu.densities(length, densities, repeats=3):
         if row["direction"] == "forward":
             rows[row["case"]] = [
                 "dense" if row["case"].endswith("dense") else "sparse",
@@ -86,9 +87,10 @@ def demo(length: int = 2048) -> None:
 
 
 def bench(
-    suite: Literal["cpu", "hopper", "hopper-features"] = "cpu",
+    suite: Literal["cpu", "hopper", "hopper-features", "model"] = "cpu",
     out: Path | None = None,
     quick: bool = False,
+    model: Path | None = None,
     autotune: bool = False,
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
@@ -97,6 +99,7 @@ def bench(
       suite: what to measure.
       out: the file; default benchmarks/results/SUITE-DATE.json under the current folder.
       quick: shorter sequences and fewer repeats, to try it out.
+      model: the checkpoint that the suite "model" measures.
       autotune: instead of a suite, time every tiling of the Hopper kernels on this card and write
         the table that they choose from; `out` defaults to the installed package's own.
     """
@@ -107,7 +110,7 @@ def bench(
         return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     out = out or Path("benchmarks/results") / f"{suite}-{today}.json"
-    run.run_suite(suite, out, quick, tell=lambda row: console.print(_one_line(row)))
+    run.run_suite(suite, out, quick, model, tell=lambda row: console.print(_one_line(row)))
     console.print(f"written: {out}")
 
 
@@ -135,7 +138,7 @@ def main() -> None:
     commands = {"doctor": doctor, "demo": demo, "bench": bench}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="xsake")
-    except (ValueError, run.WrongResultError) as error:
+    except (ValueError, WrongResultError) as error:
         console.print(f"xsake: {error}", style="red")
         sys.exit(1)
 

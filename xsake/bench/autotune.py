@@ -24,7 +24,7 @@ from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.backends import Options, Sizes, hopper_tilings
 from xsake.bench.cases import Case, hopper_case
-from xsake.bench.run import ERROR_LIMIT, WrongResultError
+from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.timing import provenance
 from xsake.block_mask import BlockMask
 
