@@ -238,11 +238,7 @@ class Transformer(nnx.Module):
 
     @classmethod
     def of(cls, config: Config, parameters: Mapping[str, Any], **options: Any) -> Transformer:
-        """A model of given arrays, which stay what they are; names and shapes are checked.
-
-        >>> model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))    # doctest: +SKIP
-        >>> again = Transformer.of(model.config, model.parameters())  # doctest: +SKIP
-        """
+        """A model of given arrays, which stay what they are; names and shapes are checked."""
         blank = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **options))
         graph, state = nnx.split(blank)
         wanted = _leaves(state)
