@@ -109,7 +109,26 @@ def cpu(rows: Rows) -> str:
     return _markdown(head, lines)
 
 
-TABLES: dict[str, Callable[[Rows], str]] = {"hopper": hopper, "cpu": cpu}
+def model(rows: Rows) -> str:
+    """A checkpoint's loading, prefill and decode."""
+    lines = []
+    for row in rows:
+        seconds = row.get("seconds_per_token", row.get("median_seconds", row.get("seconds")))
+        first = row.get("first_call_seconds", row.get("compile_burst_seconds"))
+        speed = row.get("tokens_per_second")
+        lines.append(
+            [
+                row["case"],
+                f"{1e3 * seconds:,.1f}" + (" each" if "seconds_per_token" in row else ""),
+                "" if speed is None else f"{speed:,.0f}",
+                "" if first is None else f"{first:.1f}",
+            ]
+        )
+    head = ("what", "ms", "tokens/s", "s, the first time, with compiling")
+    return _markdown(head, lines)
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {"hopper": hopper, "cpu": cpu, "model": model}
 
 
 def main(paths: list[str]) -> None:
