@@ -113,7 +113,8 @@ def model(rows: Rows) -> str:
     """A checkpoint's loading, prefill and decode."""
     lines = []
     for row in rows:
-        seconds = row.get("seconds_per_token", row.get("median_seconds", row.get("seconds")))
+        names = ("seconds_per_token", "median_seconds", "seconds")
+        seconds = next(row[name] for name in names if name in row)
         first = row.get("first_call_seconds", row.get("compile_burst_seconds"))
         speed = row.get("tokens_per_second")
         lines.append(
