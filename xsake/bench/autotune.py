@@ -24,7 +24,7 @@ from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.backends import Options, Sizes, hopper_tilings
 from xsake.bench.cases import Case, hopper_case
-from xsake.bench.run import ERROR_LIMIT, WrongResultError
+from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.timing import provenance
 from xsake.block_mask import BlockMask
 
@@ -101,15 +101,27 @@ def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> 
                 "commit": report["commit"],
                 "cases": [case.name for case in cases],
                 "teraflops": [round(s[best], 1) for s in speeds],
-                "candidates": [
-                    {"tiling": c, "mean_teraflops": round(m, 1)}
-                    for c, m in zip(candidates, means, strict=True)
-                ],
+                "candidates": [[c, round(m, 1)] for c, m in zip(candidates, means, strict=True)],
             }
             row = report["classes"][direction][name]
             tell(f"{direction:<9} {name:<18} {row['teraflops']} {row['tiling']}")
-            out.write_text(json.dumps(report, indent=1) + "\n")
+            out.write_text(_one_line_a_class(report))
     return report
+
+
+def _one_line_a_class(report: dict[str, Any]) -> str:
+    """JSON that a reader can look through: every class on a line of its own."""
+    facts = [
+        f" {json.dumps(key)}: {json.dumps(x)}" for key, x in report.items() if key != "classes"
+    ]
+    directions = [
+        f"  {json.dumps(direction)}: {{\n"
+        + ",\n".join(f"   {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        + "\n  }"
+        for direction, rows in report["classes"].items()
+    ]
+    whole = [*facts, ' "classes": {\n' + ",\n".join(directions) + "\n }"]
+    return "{\n" + ",\n".join(whole) + "\n}\n"
 
 
 def _inputs(case: Case) -> tuple[Any, Any, Any, BlockMask]:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.bench.cases import Case, hopper_case
+from xsake.bench.checks import error_of
 from xsake.bench.peers import Peer, cudnn, flex_attention
-from xsake.bench.run import error_of
 from xsake.bench.timing import time_queued
 from xsake.block_mask import BlockMask
 

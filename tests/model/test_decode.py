@@ -1,0 +1,258 @@
+"""Decoding against a cache: what is read, what is not, and that the cache holds what it should."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.draws import FAST_COMPILATION
+from tests.model.families import LLAMA
+from xsake.backends import decode
+from xsake.model import KVCache
+
+B, N, K, H, BLOCK, BLOCKS, LAYERS = 3, 4, 2, 8, 16, 6, 2
+S = BLOCK * BLOCKS
+LAYER = 1
+LENGTHS = np.array([S - 1, 37, 3])  # of the rows' caches; the queries are the next tokens
+OUTPUT = 2e-6  # float32 against float64, of outputs of size about 1
+
+jit = functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
+
+
+def arrays(T, seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((B, T, N, H)).astype(np.float32)
+    k, v = rng.standard_normal((2, LAYERS, B, K, S, H)).astype(np.float32)
+    first = np.minimum(LENGTHS, S - T)
+    return q, k, v, (first[:, None] + np.arange(T)).astype(np.int32)
+
+
+def brute_force(q, k, v, positions, window=None, blocks=None):
+    """softmax over the slots that each query sees and its head chose, in float64, one by one."""
+    out = np.zeros(q.shape)
+    for b, t, n in itertools.product(*map(range, q.shape[:3])):
+        slots = np.arange(S)
+        seen = slots <= positions[b, t]
+        if window is not None:
+            seen &= slots > positions[b, t] - window
+        if blocks is not None:
+            seen &= np.isin(slots // BLOCK, list(blocks[b][n]))
+        keys, values = (x[LAYER, b, n * K // N][seen].astype(np.float64) for x in (k, v))
+        s = keys @ q[b, t, n] / np.sqrt(H)
+        p = np.exp(s - s.max())
+        out[b, t, n] = p @ values / p.sum()
+    return out
+
+
+@functools.partial(jit, static_argnames="window")
+def dense(q, k, v, positions, layer, window=None):
+    return decode.dense(q, k, v, positions, layer=layer, span=S, window=window)
+
+
+@functools.partial(jit, static_argnames=("entries", "window"))
+def sparse(q, k, v, positions, scores, counts, layer, entries, window=None):
+    chosen = decode.choose(scores, positions, counts, block=BLOCK, entries=entries, window=window)
+    out = decode.sparse(q, k, v, positions, chosen, layer=layer, block=BLOCK, window=window)
+    return out, chosen.head, chosen.block, chosen.live
+
+
+def by_head(head, block, live, lists):
+    """The chosen blocks of every row and query head as sets, each entry counted once."""
+    found = []
+    for b in range(B):
+        entries = [
+            (int(n), int(j)) for n, j, x in zip(head[b], block[b], live[b], strict=True) if x
+        ]
+        assert len(entries) == len(set(entries))
+        found.append([{j for n, j in entries if n == head_ * lists // N} for head_ in range(N)])
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("T", [1, 3])
+def test_dense_is_the_softmax_over_what_a_query_sees(T, window):
+    q, k, v, positions = arrays(T)
+    found = dense(q, k, v, positions, LAYER, window)
+    assert np.abs(found - brute_force(q, k, v, positions, window)).max() < OUTPUT
+
+
+@pytest.mark.parametrize("lists", [N, K])
+@pytest.mark.parametrize(("T", "window"), [(1, None), (3, None), (1, 41)])
+def test_sparse_is_the_softmax_over_the_chosen_blocks(T, window, lists):
+    """Every head with a budget of its own; what was chosen is read off, and computed one by one."""
+    q, k, v, positions = arrays(T)
+    rng = np.random.default_rng(1)
+    scores = rng.standard_normal((B, lists, BLOCKS)).astype(np.float32)
+    counts = rng.integers(2, 5, (B, lists), dtype=np.int32)
+    entries = 4 * lists + 3
+    out, *chosen = sparse(q, k, v, positions, scores, counts, LAYER, entries, window)
+    blocks = by_head(*chosen, lists)
+    assert np.abs(out - brute_force(q, k, v, positions, window, blocks)).max() < OUTPUT
+    for b, n in itertools.product(range(B), range(N)):
+        oldest = 0 if window is None else max(positions[b, 0] - window + 1, 0) // BLOCK
+        visible = range(oldest, positions[b, -1] // BLOCK + 1)
+        forced = {j for j in visible if j == 0 or j >= positions[b, 0] // BLOCK}
+        assert forced <= blocks[b][n] <= set(visible)
+        wanted = np.clip(counts[b, n * lists // N], len(forced), len(visible))
+        assert len(blocks[b][n]) == wanted
+        # the others are the best by score
+        free = sorted(set(visible) - forced, key=lambda j: -scores[b, n * lists // N, j])
+        assert blocks[b][n] - forced == set(free[: wanted - len(forced)])
+
+
+def test_a_budget_that_covers_all_blocks_is_dense():
+    q, k, v, positions = arrays(1)
+    scores = np.zeros((B, N, BLOCKS), np.float32)
+    counts = np.full((B, N), BLOCKS, np.int32)
+    out, *_ = sparse(q, k, v, positions, scores, counts, LAYER, N * BLOCKS)
+    assert np.abs(out - dense(q, k, v, positions, LAYER)).max() < OUTPUT
+
+
+def test_what_is_not_seen_may_be_nan():
+    """Other layers, slots past the length, and for sparse the blocks that no head chose."""
+    q, k, v, positions = arrays(1)
+    slots = np.arange(S)
+    unseen = slots[None] > positions
+    poisoned = [x.copy() for x in (k, v)]
+    for x in poisoned:
+        x[1 - LAYER] = np.nan
+        x[LAYER] = np.where(unseen[:, None, :, None], np.nan, x[LAYER])
+    assert (dense(q, *poisoned, positions, LAYER) == dense(q, k, v, positions, LAYER)).all()
+
+    scores = np.random.default_rng(1).standard_normal((B, N, BLOCKS)).astype(np.float32)
+    counts = np.full((B, N), 3, np.int32)
+    clean, *chosen = sparse(q, k, v, positions, scores, counts, LAYER, 3 * N + 2)
+    blocks = by_head(*chosen, N)
+    read = np.zeros((B, K, BLOCKS), bool)
+    for b, n in itertools.product(range(B), range(N)):
+        read[b, n * K // N, list(blocks[b][n])] = True
+    assert not read[0].all()
+    for x in poisoned:
+        x[LAYER] = np.where(np.repeat(read, BLOCK, axis=2)[..., None], x[LAYER], np.nan)
+    found, *_ = sparse(q, *poisoned, positions, scores, counts, LAYER, 3 * N + 2)
+    assert (found == clean).all()
+
+
+def test_sparse_costs_what_it_visits():
+    """Twice the entries, twice the work and the bytes gathered; the cache's length is free."""
+
+    def cost(entries, capacity):
+        shapes = [(1, 1, N, 64), *[(LAYERS, 1, K, capacity, 64)] * 2]
+        q, k, v = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        positions = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        listed = (jax.ShapeDtypeStruct((1, entries), kind) for kind in (jnp.int32, jnp.int32, bool))
+
+        def run(q, k, v, positions, *listed):
+            chosen = decode.Chosen(*listed, N)
+            return decode.sparse(q, k, v, positions, chosen, layer=LAYER, block=64)
+
+        compiled = jax.jit(run).lower(q, k, v, positions, *listed).compile()
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        return compiled.cost_analysis()["flops"], memory
+
+    few, many = cost(32, 4096), cost(64, 4096)
+    assert 1.8 < many[0] / few[0] < 2.2
+    assert many[1] < 2.2 * few[1]
+    assert cost(32, 16_384) == few
+
+
+def test_scores_rank_blocks_by_their_mean_or_their_bound():
+    q, k, _, positions = arrays(2)
+    tokens = k[LAYER].reshape(B, K, BLOCKS, BLOCK, H)
+    # what of each block is filled when the last query's key is in
+    filled = np.arange(S).reshape(BLOCKS, BLOCK) <= positions[:, -1, None, None]
+    filled = filled[:, None, :, :, None]
+    total = np.where(filled, tokens, 0).sum(3)
+    low, high = (
+        reduce(np.where(filled, tokens, sign * np.inf), axis=3)
+        for reduce, sign in ((np.min, 1), (np.max, -1))
+    )
+    queries = q.reshape(B, 2, K, N // K, H)
+    logits = np.einsum("btkgh,bkjsh->bkgtjs", queries, tokens)
+    inside = filled[:, :, None, None, ..., 0]
+    mean = np.where(inside, logits, 0).sum(-1) / np.maximum(inside.sum(-1), 1)
+    largest = np.where(inside, logits, -np.inf).max(-1)
+    some = inside.any(-1)[:, :, 0]  # [B, K, 1, blocks]
+    given = [jnp.asarray(x) for x in (q, total, low, high, positions)]
+    for lists in (N, K):
+        shape = (B, lists, -1, BLOCKS)
+        found = {
+            kind: decode.block_scores(*given, lists=lists, block=BLOCK, kind=kind)
+            for kind in decode.SCORES
+        }
+        wanted = mean.max(3).reshape(shape).max(2)
+        assert np.abs(found["mean"] - wanted).max() < 1e-5
+        held = np.broadcast_to(some, (B, K, N // K, BLOCKS)).reshape(shape).all(2)
+        exceeded = largest.max(3).reshape(shape).max(2) > found["bound"] + 1e-5
+        assert not (exceeded & held).any()
+        assert np.isfinite(found["bound"]).all()
+    with pytest.raises(ValueError, match="score 'median' is not one of"):
+        decode.block_scores(*given, lists=N, block=BLOCK, kind="median")
+
+
+# -------------------------------------------------------------------------------------------- cache
+
+
+@jit
+def appended(cache, k, v, count):
+    for layer in range(cache.k.shape[0]):
+        cache = cache.append(layer, k + layer, v, count)
+    return cache.advance(count)
+
+
+def filled_cache(chunks, counts):
+    """A cache of unequal rows, filled in chunks; and what each row was given."""
+    config = dataclasses.replace(LLAMA, kv_heads=K, head_size=H, layers=LAYERS)
+    cache = KVCache.empty(config, B, 90, block=BLOCK)
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, B, 96, K, H)).astype(np.float32)
+    at = np.zeros(B, int)
+    for T in chunks:
+        count = np.minimum(counts - at, T).astype(np.int32)
+        rows = np.minimum(at[:, None] + np.arange(T), 95)
+        cache = appended(cache, *(x[np.arange(B)[:, None], rows] for x in (k, v)), count)
+        at += count
+    return cache, k, v
+
+
+COUNTS = np.array([90, 33, 5])
+
+
+@pytest.mark.parametrize("chunks", [[40, 40, 40], [1] * 5 + [40, 40, 40]])
+def test_a_cache_holds_its_rows_and_their_summaries(chunks):
+    cache, k, v = filled_cache(chunks, COUNTS)
+    assert cache.capacity == 96
+    assert list(cache.length) == list(COUNTS)
+    for layer, b in itertools.product(range(LAYERS), range(B)):
+        n = COUNTS[b]
+        keys = np.swapaxes(k[b, :n] + layer, 0, 1)
+        assert (cache.k[layer, b, :, :n] == keys).all()
+        assert (cache.v[layer, b, :, :n] == np.swapaxes(v[b, :n], 0, 1)).all()
+        assert (cache.k[layer, b, :, n:] == 0).all()
+        for j in range(-(-n // BLOCK)):
+            of_block = keys[:, j * BLOCK : (j + 1) * BLOCK]
+            np.testing.assert_allclose(cache.total[layer, b, :, j], of_block.sum(1), atol=1e-5)
+            assert (cache.low[layer, b, :, j] == of_block.min(1)).all()
+            assert (cache.high[layer, b, :, j] == of_block.max(1)).all()
+
+
+def test_appending_to_a_donated_cache_works_in_place():
+    cache = KVCache.empty(LLAMA, 1, 4096)
+    k = jnp.ones((1, 1, LLAMA.kv_heads, LLAMA.head_size))
+    run = jax.jit(lambda cache: cache.append(0, k, k, jnp.array([1])), donate_argnums=0)
+    memory = run.lower(cache).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < cache.k.nbytes // 8  # some blocks' worth
+    assert memory.alias_size_in_bytes > 2 * cache.k.nbytes
+
+
+def test_a_full_cache_says_so():
+    cache, *_ = filled_cache([40, 40, 40], COUNTS)
+    cache.check_room(6)
+    with pytest.raises(ValueError, match="holds 90 of 96 tokens, which leaves no room for 7 more"):
+        cache.check_room(7)
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+        KVCache.empty(LLAMA, 1, 0)
