@@ -1,0 +1,21 @@
+"""One decoder for GPT-2 and the Llama family that takes a mask by layer, loads and generates."""
+
+from xsake.model.config import PRESETS, Config
+from xsake.model.generate import Completion, Sampling, generate, stream
+from xsake.model.kv_cache import KVCache
+from xsake.model.rope import Rope
+from xsake.model.transformer import Observation, Transformer, parameter_shapes
+
+__all__ = [
+    "PRESETS",
+    "Completion",
+    "Config",
+    "KVCache",
+    "Observation",
+    "Rope",
+    "Sampling",
+    "Transformer",
+    "generate",
+    "parameter_shapes",
+    "stream",
+]

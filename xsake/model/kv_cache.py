@@ -1,0 +1,122 @@
+"""KVCache: the keys and values of every token so far, with a summary of each block of keys.
+
+    k, v       [layers, B, K, capacity, H]       a head's keys lie together: a block is one read
+    blocks      ├──64──┼──64──┼── … ──┤          the slots past length[b] are never looked at
+    total      [layers, B, K, blocks, H]         Σ of a block's keys, so total / count is their mean
+    low, high  [layers, B, K, blocks, H]         smallest and largest of each coordinate
+    length     [B]                               tokens of each row; rows need not be equal
+
+Appending under jit updates the arrays in place when the cache is donated or carried by a loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.masks.rule import Leaf
+from xsake.model.config import Config
+
+BLOCK = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class KVCache:
+    """A pytree; `append` and `advance` return the next one."""
+
+    k: Leaf  # [layers, B, K, capacity, H]
+    v: Leaf  # [layers, B, K, capacity, H]
+    total: Leaf  # float32 [layers, B, K, blocks, H]
+    low: Leaf  # [layers, B, K, blocks, H]
+    high: Leaf  # [layers, B, K, blocks, H]
+    length: Leaf  # int32 [B]
+    block: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def empty(
+        cls,
+        config: Config,
+        batch: int,
+        capacity: int,
+        *,
+        dtype: Any = jnp.float32,
+        block: int = BLOCK,
+    ) -> KVCache:
+        """Room for `capacity` tokens a row, rounded up to whole blocks."""
+        for name, value in (("batch", batch), ("capacity", capacity), ("block", block)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        blocks = -(-capacity // block)
+        lead = (config.layers, batch, config.kv_heads)
+        tokens = (*lead, blocks * block, config.head_size)
+        summary = (*lead, blocks, config.head_size)
+        return cls(
+            k=jnp.zeros(tokens, dtype),
+            v=jnp.zeros(tokens, dtype),
+            total=jnp.zeros(summary, jnp.float32),
+            low=jnp.full(summary, jnp.inf, dtype),
+            high=jnp.full(summary, -jnp.inf, dtype),
+            length=jnp.zeros(batch, jnp.int32),
+            block=block,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row can hold."""
+        return self.k.shape[3]
+
+    def check_room(self, tokens: int) -> None:
+        """Raises unless every row can take so many more; asks the device for the lengths."""
+        longest = int(jnp.max(self.length))
+        if longest + tokens > self.capacity:
+            raise ValueError(
+                f"the cache holds {longest} of {self.capacity} tokens, which leaves no room for "
+                f"{tokens} more; make it with a larger capacity"
+            )
+
+    def append(self, layer: Any, k: Array, v: Array, count: Array) -> KVCache:
+        """The first count[b] of k and v [B, T, K, H] written after row b's tokens, in one layer.
+
+        `length` stays: it is the same for all layers, and `advance` moves it when all are written.
+        What does not fit is dropped, so `check_room` comes first.
+        """
+        B, T = k.shape[:2]
+        row, token = jnp.arange(B)[:, None], jnp.arange(T)
+        at = jnp.where(token < count[:, None], self.length[:, None] + token, self.capacity)
+        cached_k, cached_v = (
+            old.at[layer, row, :, at].set(new.astype(old.dtype), mode="drop")
+            for old, new in ((self.k, k), (self.v, v))
+        )
+        total, low, high = self._summaries(layer, k, count)
+        return dataclasses.replace(self, k=cached_k, v=cached_v, total=total, low=low, high=high)
+
+    def advance(self, count: Array) -> KVCache:
+        """Row b is longer by count[b] tokens, which every layer has appended."""
+        return dataclasses.replace(self, length=self.length + count)
+
+    def _summaries(self, layer: Any, k: Array, count: Array) -> tuple[Array, Array, Array]:
+        """The summaries with new keys [B, T, K, H] in: only the blocks that they fall in change."""
+        B, T, K, H = k.shape
+        touched = -(-(T - 1) // self.block) + 1  # blocks that T tokens in a row can fall in
+        first = self.length // self.block
+        # the new keys in a frame that begins where their first block begins
+        place = jnp.arange(touched * self.block) - (self.length % self.block)[:, None]
+        new = jnp.take_along_axis(k, jnp.clip(place, 0, T - 1)[..., None, None], axis=1)
+        is_new = ((place >= 0) & (place < count[:, None])).reshape(B, touched, self.block, 1, 1)
+        new = new.astype(self.k.dtype).reshape(B, touched, self.block, K, H)
+        total = jnp.where(is_new, new, 0).sum(2, dtype=jnp.float32)
+        low = jnp.where(is_new, new, jnp.inf).min(2)
+        high = jnp.where(is_new, new, -jnp.inf).max(2)
+
+        row, block = jnp.arange(B)[:, None], first[:, None] + jnp.arange(touched)
+        at = (layer, row, slice(None), block)
+        return (
+            self.total.at[at].add(total, mode="drop"),
+            self.low.at[at].min(low, mode="drop"),
+            self.high.at[at].max(high, mode="drop"),
+        )

@@ -1,0 +1,103 @@
+"""Rotary positions: each pair of a head's coordinates turns by an angle that grows with position.
+
+    angle[t, i] = position[t] · frequency[i],   frequency[i] = base^(-2i / H),   i = 0 … H/2 - 1
+    (x[i], x[i + H/2])  →  (x[i] cos - x[i + H/2] sin,  x[i + H/2] cos + x[i] sin)
+
+Pairs are half a head apart, as in the published Llama and Qwen weights. Scaling stretches the low
+frequencies so that a model reads further than it was first trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+SCALINGS = ("none", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The base and how frequencies are stretched; the fields below `factor` serve some kinds only.
+
+    Attributes:
+      base: 10,000 in the first Llama; larger ones turn more slowly.
+      scaling: "none"; "linear": every frequency ÷ factor; "llama3": those slower than
+        original_context / low_frequency turns ÷ factor, those faster than / high_frequency kept,
+        a ramp between; "yarn": a ramp between beta_fast and beta_slow turns, and cos and sin
+        times attention_factor.
+      factor: how many times further the model reads.
+      original_context: tokens of the first training.
+      attention_factor: of yarn; default 0.1 · ln(factor) + 1.
+    """
+
+    base: float = 10_000.0
+    scaling: str = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"rope scaling {self.scaling!r} is not one of {list(SCALINGS)}")
+        if self.base <= 1:
+            raise ValueError(f"rope base must be above 1, got {self.base}")
+        if self.factor < 1:
+            raise ValueError(f"rope factor must be at least 1, got {self.factor}")
+        if self.scaling in ("llama3", "yarn") and self.original_context < 1:
+            raise ValueError(
+                f"rope scaling {self.scaling!r} needs original_context, "
+                "the tokens of the first training"
+            )
+        if self.scaling == "llama3" and not 0 < self.low_frequency < self.high_frequency:
+            raise ValueError(
+                "rope needs 0 < low_frequency < high_frequency, "
+                f"got {self.low_frequency} and {self.high_frequency}"
+            )
+
+
+def frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
+    """(radians per position of each pair, float32 [H/2]; what cos and sin are multiplied with)."""
+    plain = rope.base ** -(np.arange(0, head_size, 2) / head_size)
+    if rope.scaling == "none":
+        return plain.astype(np.float32), 1.0
+    if rope.scaling == "linear":
+        return (plain / rope.factor).astype(np.float32), 1.0
+    if rope.scaling == "llama3":
+        turns = rope.original_context * plain / (2 * np.pi)  # over the first training's context
+        keep = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
+        magnitude = 1.0
+    else:
+        # the pair, as a real number, that makes so many turns over the first training's context
+        slowest, fastest = (
+            head_size
+            * math.log(rope.original_context / (beta * 2 * math.pi))
+            / (2 * math.log(rope.base))
+            for beta in (rope.beta_slow, rope.beta_fast)
+        )
+        first, last = max(math.floor(fastest), 0), min(math.ceil(slowest), head_size - 1)
+        keep = 1 - (np.arange(head_size // 2) - first) / max(last - first, 1e-3)
+        magnitude = rope.attention_factor or 0.1 * math.log(rope.factor) + 1
+    keep = np.clip(keep, 0, 1)
+    return (plain * keep + plain / rope.factor * (1 - keep)).astype(np.float32), magnitude
+
+
+def angles(rope: Rope, head_size: int, positions: Any) -> tuple[Array, Array]:
+    """(cos, sin), float32 [B, T, 1, H/2] each, for positions [B, T]; the 1 is for the heads."""
+    per_position, magnitude = frequencies(rope, head_size)
+    angle = positions[..., None, None].astype(jnp.float32) * per_position
+    return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """x [B, T, N, H] turned, in float32, and back in its own type."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

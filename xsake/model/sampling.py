@@ -1,0 +1,74 @@
+"""Sampling: which token comes next, decided by logits and a seed and by nothing else.
+
+A row's draw at a position depends on (seed, row, position): neither the other rows of the batch nor
+the size of the bursts in which tokens are made change it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_k: only the k likeliest tokens; None: all.
+      top_p: only the likeliest tokens that together hold this share of the probability: the
+        smallest such set, so at least one; 1: all.
+      seed: of the draws.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}; None keeps all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2³² - 1, got {self.seed}")
+
+
+def sample(logits: Array, sampling: Sampling, seed: Any, position: Array) -> Array:
+    """The next token of every row, int32 [B].
+
+    Args:
+      logits: float32 [B, vocab].
+      sampling: static; its seed is not read, so that another seed does not recompile.
+      seed: uint32 [].
+      position: int [B], of the token that is drawn.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    token = None
+    if sampling.top_k is not None or sampling.top_p < 1:
+        kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+        logits, token = jax.lax.top_k(logits, kept)  # likeliest first
+        p = jax.nn.softmax(logits, axis=-1)
+        before = jnp.cumsum(p, axis=-1) - p
+        logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
+    rows = jnp.arange(logits.shape[0])
+    keys = jax.vmap(lambda row, at: _key(seed, row, at))(rows, position)
+    drawn = jax.vmap(jax.random.categorical)(keys, logits)
+    if token is not None:
+        drawn = jnp.take_along_axis(token, drawn[:, None], axis=-1)[:, 0]
+    return drawn.astype(jnp.int32)
+
+
+def _key(seed: Any, row: Array, position: Array) -> Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position)

@@ -1,0 +1,158 @@
+"""Text ↔ token ids by the `tokenizers` package, from a tokenizer.json or a GGUF's metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+# Words as Llama 3 and Qwen split them before pairs are merged; they differ in the run of digits.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
+    r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and the ids that begin and end a text.
+
+    Attributes:
+      inner: the `tokenizers.Tokenizer`.
+      bos: what a text begins with; `encode` adds it only if the tokenizer was made to.
+      eos: the ids that end a text.
+    """
+
+    inner: tokenizers.Tokenizer
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # some files carry the padding and cutting of their training
+        self.inner.no_padding()
+        self.inner.no_truncation()
+
+    def __len__(self) -> int:
+        return self.inner.get_vocab_size()
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a text; `special` adds what the model wants around it, such as bos."""
+        return list(self.inner.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """The text of ids, without special tokens unless asked for."""
+        return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=not special))
+
+    def pieces(self, ids: Iterable[int], *, special: bool = False) -> Iterator[str]:
+        """The same text as ids come in, in pieces; a character cut in two waits for its rest."""
+        stream = decoders.DecodeStream(skip_special_tokens=not special)
+        for i in ids:
+            if (piece := stream.step(self.inner, int(i))) is not None:
+                yield piece
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json, and beside it what transformers wants to know of it."""
+        folder = Path(folder)
+        self.inner.save(str(folder / "tokenizer.json"), pretty=False)
+        known: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.bos is not None:
+            known["bos_token"] = self.inner.id_to_token(self.bos)
+        if self.eos:
+            known["eos_token"] = self.inner.id_to_token(self.eos[0])
+        (folder / "tokenizer_config.json").write_text(json.dumps(known, indent=2) + "\n")
+
+
+def read_tokenizer(
+    path: str | os.PathLike[str], bos: int | None = None, eos: tuple[int, ...] = ()
+) -> Tokenizer:
+    """The tokenizer of a tokenizer.json."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"there is no {path}; name a tokenizer.json with tokenizer=, "
+            "or give tokenizer=False to load the model alone"
+        )
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    return Tokenizer(inner, bos, eos)
+
+
+# --------------------------------------------------------------------------------------------- GGUF
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _split(digits: str) -> pre_tokenizers.PreTokenizer:
+    words = pre_tokenizers.Split(Regex(_WORDS.format(digits=digits)), behavior="isolated")
+    return pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+# What tokenizer.ggml.pre may name: how text is cut into words before pairs are merged.
+PRE_TOKENIZERS = {
+    "gpt-2": _gpt2,
+    "llama-bpe": lambda: _split("{1,3}"),
+    "qwen2": lambda: _split(""),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), _gpt2()]
+    ),
+}
+
+
+def build_tokenizer(metadata: Mapping[str, Any], place: str) -> Tokenizer:
+    """The byte-level BPE that a GGUF's `tokenizer.ggml.*` describes; `place` is for messages."""
+
+    def value(key: str, default: Any = None) -> Any:
+        return metadata.get("tokenizer.ggml." + key, default)
+
+    kind, pre = value("model"), value("pre")
+    if kind is None:
+        raise ValueError(
+            f"{place} has no tokenizer; name a tokenizer.json with tokenizer=, "
+            "or give tokenizer=False to load the model alone"
+        )
+    if kind != "gpt2":
+        raise ValueError(
+            f"{place}: tokenizer.ggml.model {kind!r} is not 'gpt2' (byte-level BPE); "
+            "name a tokenizer.json with tokenizer="
+        )
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"{place}: tokenizer.ggml.pre {pre!r} is not one of {list(PRE_TOKENIZERS)}; "
+            "name a tokenizer.json with tokenizer="
+        )
+    tokens: list[str] = value("tokens", [])
+    merges = [tuple(pair.split(" ")) for pair in value("merges", [])]
+    inner = tokenizers.Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            merges,
+            # Llama 3 takes a whole word of its vocabulary before any merge
+            ignore_merges=pre == "llama-bpe",
+        )
+    )
+    if pre == "qwen2":
+        inner.normalizer = normalizers.NFC()
+    inner.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    inner.decoder = decoders.ByteLevel()
+    for token, sort in zip(tokens, value("token_type", []), strict=False):
+        if sort in (CONTROL, USER_DEFINED):
+            inner.add_tokens([AddedToken(token, special=sort == CONTROL, normalized=False)])
+    bos = value("bos_token_id")
+    if bos is not None and value("add_bos_token", pre == "llama-bpe"):
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]}:0 $A:0", special_tokens=[(tokens[bos], bos)]
+        )
+    ends = (value("eos_token_id"), value("eot_token_id"))
+    return Tokenizer(inner, bos, tuple(dict.fromkeys(i for i in ends if i is not None)))

@@ -1,0 +1,410 @@
+"""Transformer: one decoder for GPT-2 and the Llama family, whose attention is a function it takes.
+
+    tokens [B, T] ─ embed ─ x ─┬─ norm ─ q, k, v ─ (q/k norm) ─ (rope) ─ attend ─ out ─ + ─┐
+                               └────────────────────────────────────────────────────────── + ─ x
+                               ┌─ norm ─ up (· gate) ─ down ─┐
+                             x ┴──────────────────────────── + ─ x    `layers` times, ─ norm ─ head
+
+The parameters of all layers are stacked on a leading axis, so that a scan over layers is natural
+and a checkpoint is a handful of arrays. `model.parameters()` names them:
+
+    embed.tokens            [vocab, embed]
+    embed.positions         [context, embed]                      positions = "learned"
+    layers.attention_norm.scale   [layers, embed]                 and .bias with norm = "layer"
+    layers.query.kernel     [layers, embed, heads, head_size]     .bias [layers, heads, head_size]
+    layers.key.kernel       [layers, embed, kv_heads, head_size]      with qkv_bias
+    layers.value.kernel     [layers, embed, kv_heads, head_size]
+    layers.query_norm.scale [layers, head_size]                   qk_norm
+    layers.key_norm.scale   [layers, head_size]                   qk_norm
+    layers.out.kernel       [layers, heads, head_size, embed]     .bias [layers, embed]: out_bias
+    layers.mlp_norm.scale   [layers, embed]                       and .bias with norm = "layer"
+    layers.gate.kernel      [layers, embed, mlp]                  gated; .bias with mlp_bias
+    layers.up.kernel        [layers, embed, mlp]                  .bias [layers, mlp] with mlp_bias
+    layers.down.kernel      [layers, mlp, embed]                  .bias [layers, embed]
+    norm.scale              [embed]                               and .bias with norm = "layer"
+    head.kernel             [embed, vocab]                        unless tied
+
+A kernel maps its first axes to its last: y = x · kernel + bias. The axis names above are each
+parameter's `out_sharding`, which `nnx.get_partition_spec` reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from xsake.model import rope
+from xsake.model.attend import Attend, by_mask
+from xsake.model.config import Config
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+# Axis names and sizes, in order: {"embed": 576, "mlp": 1536}.
+Axes = dict[str, int]
+
+
+class Observation(NamedTuple):
+    """What one layer's attention was given, and what it gave."""
+
+    q: Array  # [B, T, N, H], normed and rotated
+    k: Array  # [B, T, K, H]
+    v: Array  # [B, T, K, H]
+    out: Array  # [B, T, N, H], what enters the output projection
+    kernel: Array  # [N, H, width], the output projection
+
+
+class Transformer(nnx.Module):
+    """A decoder: float32 parameters, computed in `dtype`, float32 logits.
+
+    Args:
+      config: its shape.
+      rngs: for the initial weights: `nnx.Rngs(0)`.
+      dtype: what activations are in, and parameters while they are used.
+      scan: loop over layers in compiled code (compiles once for all), or write them out.
+      remat: keep only each layer's input for the backward pass and compute the rest again.
+      implementation: of `xsake.dot_product_attention`; default the fastest that can run.
+
+    >>> from flax import nnx
+    >>> from xsake.model import PRESETS, Transformer
+    >>> model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((1, 8), jnp.int32)).shape
+    (1, 8, 256)
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = jnp.float32,
+        scan: bool = True,
+        remat: bool = False,
+        implementation: str | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = jnp.dtype(dtype).name
+        self.scan, self.remat, self.implementation = scan, remat, implementation
+        vocab, embed = {"vocab": config.vocab_size}, {"embed": config.width}
+        self.embed = Embedding(config, rngs)
+        self.layers: Layer | nnx.List[Layer] = Layer(config, rngs, {"layers": config.layers})
+        self.norm = Norm(config.norm, config.norm_epsilon, embed)
+        self.head = None if config.tied else Linear(rngs, embed, vocab)
+
+    def __call__(
+        self, tokens: Any, *, mask: Any = None, positions: Any = None, segment_ids: Any = None
+    ) -> Array:
+        """Logits of the next token, float32 [B, T, vocab].
+
+        Args:
+          tokens: int [B, T].
+          mask: narrows who sees whom, by layer if it likes: `attend.by_mask` says what it may be.
+            Its arrays are arguments: other contents do not recompile.
+          positions: int [B, T], what the position embedding sees; default 0, 1, 2 …, from 0 again
+            where segment_ids change. Who sees whom goes by the order in the row.
+          segment_ids: int [B, T]: documents packed in a row, which do not see each other.
+        """
+        hidden = self.hidden(tokens, mask=mask, positions=positions, segment_ids=segment_ids)
+        return self.logits(hidden)
+
+    def hidden(
+        self, tokens: Any, *, mask: Any = None, positions: Any = None, segment_ids: Any = None
+    ) -> Array:
+        """What the head is applied to, [B, T, width]: for a loss in pieces, without all logits."""
+        attend, positions = self._set_out(tokens, mask, positions, segment_ids)
+        return self.run(tokens, positions, attend)[0]
+
+    def logits(self, hidden: Array) -> Array:
+        """hidden [..., width] -> float32 [..., vocab]."""
+        kernel = self.embed.tokens[...].T if self.head is None else self.head.kernel[...]
+        return jnp.matmul(
+            hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
+        ).astype(jnp.float32)
+
+    def observe(
+        self,
+        tokens: Any,
+        fold: Callable[[Any, Observation, Any], Any],
+        carry: Any,
+        *,
+        mask: Any = None,
+        positions: Any = None,
+        segment_ids: Any = None,
+    ) -> Any:
+        """Folds over the layers' attention: carry = fold(layer, Observation, carry), in order.
+
+        One layer's q, k and v are alive at a time. Under scan `layer` is traced and `carry` keeps
+        its shapes: `carry.at[layer].set(…)` collects a figure for each layer.
+        """
+        attend, positions = self._set_out(tokens, mask, positions, segment_ids)
+
+        def watched(layer: Any, q: Array, k: Array, v: Array, carry: Any) -> tuple[Array, Any]:
+            out, _ = attend(layer, q, k, v, None)
+            kernel = self.layer(layer).out.kernel[...]
+            return out, fold(layer, Observation(q, k, v, out, kernel), carry)
+
+        return self.run(tokens, positions, watched, carry)[1]
+
+    def run(
+        self, tokens: Any, positions: Any, attend: Attend, state: Any = None
+    ) -> tuple[Array, Any]:
+        """(hidden [B, T, width], state) after all layers; `attend` is each one's attention."""
+        x = self.embed(tokens, positions).astype(self.dtype)
+        angles = None
+        if self.config.positions == "rope":
+            angles = rope.angles(self.config.rope, self.config.head_size, positions)
+
+        def through(number: Any, layer: Any, x: Array, state: Any) -> tuple[Array, Any]:
+            return layer(number, x, angles, attend, state)
+
+        if self.scan and self.is_stacked:
+            step = jax.checkpoint(through) if self.remat else through
+            (x, state), _ = lax.scan(
+                lambda carry, layer: (step(*layer, *carry), None),
+                (x, state),
+                (jnp.arange(self.config.layers), self.layers),
+            )
+        else:
+            for number in range(self.config.layers):
+                step = functools.partial(through, number)
+                step = jax.checkpoint(step) if self.remat else step
+                x, state = step(self.layer(number), x, state)
+        return self.norm(x), state
+
+    def layer(self, number: Any) -> Layer:
+        """One layer, with weights of its own."""
+        if isinstance(self.layers, Layer):
+            return jax.tree.map(lambda stacked: stacked[number], self.layers)
+        return self.layers[number]
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether all layers' weights lie in common arrays."""
+        return isinstance(self.layers, Layer)
+
+    def unstacked(self) -> Transformer:
+        """A copy in `dtype` whose layers have arrays of their own: faster to decode with.
+
+        A slice of a stacked array is copied before each product, which costs as much as the product
+        when it is of one token. It compiles longer, and has no `parameters()`.
+        """
+        graph, state = nnx.split(self)
+        narrow = nnx.merge(graph, jax.tree.map(lambda x: x.astype(self.dtype), state))
+        layers = [narrow.layer(number) for number in range(self.config.layers)]
+        narrow.layers = nnx.List(layers)
+        return narrow
+
+    def _set_out(
+        self, tokens: Any, mask: Any, positions: Any, segment_ids: Any
+    ) -> tuple[Attend, Array]:
+        """The attention and the positions of a whole pass."""
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be int [B, T], got {tokens.dtype} {list(tokens.shape)}")
+        B, T = tokens.shape
+        for name, x in (("positions", positions), ("segment_ids", segment_ids)):
+            if x is not None and jnp.shape(x) != (B, T):
+                raise ValueError(f"{name} must be [{B}, {T}] as tokens, got {list(jnp.shape(x))}")
+        if positions is None:
+            if self.config.positions == "learned" and self.config.context < T:
+                raise ValueError(
+                    f"{T} tokens are more than the {self.config.context} positions that this model "
+                    "learned; cut the row or give positions"
+                )
+            positions = document_positions(B, T, segment_ids)
+        attend = by_mask(self.config, mask, B, T, segment_ids, self.implementation)
+        return attend, jnp.asarray(positions)
+
+    # ---------------------------------------------------------------------------------- parameters
+
+    def parameters(self) -> dict[str, Array]:
+        """Every parameter by its dotted name, as at the top of this module."""
+        return {name: leaf[...] for name, leaf in _leaves(nnx.state(self, nnx.Param)).items()}
+
+    @classmethod
+    def of(cls, config: Config, parameters: Mapping[str, Any], **options: Any) -> Transformer:
+        """A model of given arrays, which stay what they are; names and shapes are checked.
+
+        >>> model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))    # doctest: +SKIP
+        >>> again = Transformer.of(model.config, model.parameters())  # doctest: +SKIP
+        """
+        blank = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **options))
+        graph, state = nnx.split(blank)
+        wanted = _leaves(state)
+        for name in parameters:
+            if name not in wanted:
+                raise ValueError(f"parameter {name!r} is not one that this config has")
+        for name, leaf in wanted.items():
+            if name not in parameters:
+                raise ValueError(f"parameter {name!r} of shape {list(leaf.shape)} is missing")
+            if tuple(parameters[name].shape) != tuple(leaf.shape):
+                raise ValueError(
+                    f"parameter {name!r} must have shape {list(leaf.shape)}, "
+                    f"got {list(parameters[name].shape)}"
+                )
+            leaf.set_value(jnp.asarray(parameters[name]))
+        return nnx.merge(graph, state)
+
+
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter by its name, nothing allocated.
+
+    >>> from xsake.model import PRESETS
+    >>> parameter_shapes(PRESETS["smollm2-135m"])["layers.query.kernel"]
+    (30, 576, 9, 64)
+    """
+    blank = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return {name: tuple(leaf.shape) for name, leaf in _leaves(nnx.state(blank)).items()}
+
+
+def _leaves(state: Any) -> dict[str, Any]:
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def document_positions(batch: int, length: int, segment_ids: Any = None) -> Array:
+    """0, 1, 2 … for every row, [B, T], from 0 again wherever the segment id changes.
+
+    >>> document_positions(1, 5, jnp.array([[7, 7, 7, 2, 2]]))
+    Array([[0, 1, 2, 0, 1]], dtype=int32)
+    """
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    if segment_ids is None:
+        return index
+    ids = jnp.asarray(segment_ids)
+    begins = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    return index - lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+# -------------------------------------------------------------------------------------------- parts
+
+
+class Layer(nnx.Module):
+    """One layer, or with `stack` the weights of many, which `run` takes apart."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, stack: Axes) -> None:
+        embed, mlp = {"embed": config.width}, {"mlp": config.mlp_width}
+        size = {"head_size": config.head_size}
+        heads, kv_heads = {"heads": config.heads} | size, {"kv_heads": config.kv_heads} | size
+        # what is added to the residual stream starts small, so that its sum over layers does not
+        small = 0.02 / math.sqrt(2 * config.layers)
+        linear = functools.partial(Linear, rngs, stack=stack)
+        norm = functools.partial(Norm, epsilon=config.norm_epsilon, stack=stack)
+        self.attention_norm = norm(config.norm, axes=embed)
+        self.query = linear(embed, heads, bias=config.qkv_bias)
+        self.key = linear(embed, kv_heads, bias=config.qkv_bias)
+        self.value = linear(embed, kv_heads, bias=config.qkv_bias)
+        self.query_norm = norm("rms", axes=size) if config.qk_norm else None
+        self.key_norm = norm("rms", axes=size) if config.qk_norm else None
+        self.out = linear(heads, embed, bias=config.out_bias, deviation=small)
+        self.mlp_norm = norm(config.norm, axes=embed)
+        self.gate = linear(embed, mlp, bias=config.mlp_bias) if config.gated else None
+        self.up = linear(embed, mlp, bias=config.mlp_bias)
+        self.down = linear(mlp, embed, bias=config.mlp_bias, deviation=small)
+        self.activation = config.activation
+
+    def __call__(
+        self, number: Any, x: Array, angles: Any, attend: Attend, state: Any
+    ) -> tuple[Array, Any]:
+        """x [B, T, width] -> x + attention + mlp, and the state that `attend` handed on."""
+        h = self.attention_norm(x)
+        q, k, v = self.query(h), self.key(h), self.value(h)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if angles is not None:
+            q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
+        out, state = attend(number, q, k, v, state)
+        x = x + self.out(out)
+        return x + self.mlp(self.mlp_norm(x)), state
+
+    def mlp(self, x: Array) -> Array:
+        """down(activation(gate x) · up x), or down(activation(up x)) without a gate."""
+        bend = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            return self.down(bend(self.up(x)))
+        return self.down(bend(self.gate(x)) * self.up(x))
+
+
+class Embedding(nnx.Module):
+    """Token vectors, plus position vectors where positions are learned."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        embed = {"embed": config.width}
+        self.tokens = _normal(rngs, {"vocab": config.vocab_size} | embed, 0.02)
+        learned = config.positions == "learned"
+        self.positions = (
+            _normal(rngs, {"context": config.context} | embed, 0.01) if learned else None
+        )
+
+    def __call__(self, tokens: Any, positions: Any) -> Array:
+        """[B, T] and [B, T] -> [B, T, width]."""
+        x = self.tokens[...][tokens]
+        return x if self.positions is None else x + self.positions[...][positions]
+
+
+class Linear(nnx.Module):
+    """y = x · kernel + bias, from the axes `inputs` to the axes `outputs`."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        inputs: Axes,
+        outputs: Axes,
+        *,
+        bias: bool = False,
+        deviation: float = 0.02,
+        stack: Axes | None = None,
+    ) -> None:
+        stack = stack or {}
+        self.contracted = len(inputs)
+        self.kernel = _normal(rngs, stack | inputs | outputs, deviation)
+        self.bias = _constant(stack | outputs, 0.0) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        """[..., *inputs] -> [..., *outputs], in x's dtype."""
+        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.contracted)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Norm(nnx.Module):
+    """rms: x / sqrt(mean(x²) + ε) · scale;  layer: the same of x - mean(x), + bias; in float32."""
+
+    def __init__(self, kind: str, epsilon: float, axes: Axes, stack: Axes | None = None) -> None:
+        self.epsilon = epsilon
+        self.scale = _constant((stack or {}) | axes, 1.0)
+        self.bias = _constant((stack or {}) | axes, 0.0) if kind == "layer" else None
+
+    def __call__(self, x: Array) -> Array:
+        """[..., width] -> the same, in x's dtype."""
+        wide = x.astype(jnp.float32)
+        if self.bias is not None:
+            wide = wide - wide.mean(-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + self.epsilon)
+        wide = wide * self.scale[...].astype(jnp.float32)
+        if self.bias is not None:
+            wide = wide + self.bias[...].astype(jnp.float32)
+        return wide.astype(x.dtype)
+
+
+def _normal(rngs: nnx.Rngs, axes: Axes, deviation: float) -> nnx.Param[Array]:
+    draw = deviation * jax.random.normal(rngs.params(), tuple(axes.values()), jnp.float32)
+    return _named(draw, axes)
+
+
+def _constant(axes: Axes, value: float) -> nnx.Param[Array]:
+    return _named(jnp.full(tuple(axes.values()), value, jnp.float32), axes)
+
+
+def _named(value: Array, axes: Axes) -> nnx.Param[Array]:
+    """A parameter that knows its axes' names; whoever has a mesh shards by them."""
+    return nnx.Param(value, out_sharding=tuple(axes), eager_sharding=False)

@@ -1,0 +1,289 @@
+"""Which tensor of a published file is which parameter, and how it lies there.
+
+    file                                              parameter
+    model.layers.7.self_attn.q_proj.weight [N·H, D]  →  layers.query.kernel [7, D, N, H]
+    transformer.h.7.attn.c_attn.weight     [D, 3·D]  →  layers.query, .key, .value .kernel [7, …]
+    blk.7.attn_norm.weight                 [D]       →  layers.attention_norm.scale [7, D]
+
+`check` looks at every name, shape and type before one byte of weights is read; `gather` reads and
+stacks them layer by layer; `scatter` is its inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from xsake.model.config import Config
+from xsake.model.transformer import parameter_shapes
+
+SUFFIX = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+# Where llama.cpp turns pairs (2i, 2i + 1), its files hold q and k in that order.
+ROTATED = ("layers.query", "layers.key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """How one family of files names and lays out tensors.
+
+    Attributes:
+      modules: from a parameter's module to the tensor's name without `.weight` or `.bias`; {} is
+        the layer's number. Modules of one name lie side by side in one tensor, in this order.
+      inputs_first: matrices are stored [in, out], the head excepted; otherwise [out, in].
+      adjacent_pairs: rows of q and k are stored so that rotated pairs are neighbours.
+      ignored: tensors that hold no parameter, such as masks and frequencies.
+    """
+
+    modules: Mapping[str, str]
+    inputs_first: bool = False
+    adjacent_pairs: bool = False
+    ignored: str = r"$^"
+
+
+LLAMA = Names(
+    {
+        "embed.tokens": "model.embed_tokens",
+        "layers.attention_norm": "model.layers.{}.input_layernorm",
+        "layers.query": "model.layers.{}.self_attn.q_proj",
+        "layers.key": "model.layers.{}.self_attn.k_proj",
+        "layers.value": "model.layers.{}.self_attn.v_proj",
+        "layers.query_norm": "model.layers.{}.self_attn.q_norm",
+        "layers.key_norm": "model.layers.{}.self_attn.k_norm",
+        "layers.out": "model.layers.{}.self_attn.o_proj",
+        "layers.mlp_norm": "model.layers.{}.post_attention_layernorm",
+        "layers.gate": "model.layers.{}.mlp.gate_proj",
+        "layers.up": "model.layers.{}.mlp.up_proj",
+        "layers.down": "model.layers.{}.mlp.down_proj",
+        "norm": "model.norm",
+        "head": "lm_head",
+    },
+    ignored=r".*\.rotary_emb\.inv_freq",
+)
+
+GPT2 = Names(
+    {
+        "embed.tokens": "transformer.wte",
+        "embed.positions": "transformer.wpe",
+        "layers.attention_norm": "transformer.h.{}.ln_1",
+        "layers.query": "transformer.h.{}.attn.c_attn",
+        "layers.key": "transformer.h.{}.attn.c_attn",
+        "layers.value": "transformer.h.{}.attn.c_attn",
+        "layers.out": "transformer.h.{}.attn.c_proj",
+        "layers.mlp_norm": "transformer.h.{}.ln_2",
+        "layers.up": "transformer.h.{}.mlp.c_fc",
+        "layers.down": "transformer.h.{}.mlp.c_proj",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    inputs_first=True,
+    ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
+)
+
+_GGUF = {
+    "embed.tokens": "token_embd",
+    "embed.positions": "position_embd",
+    "layers.attention_norm": "blk.{}.attn_norm",
+    "layers.query": "blk.{}.attn_q",
+    "layers.key": "blk.{}.attn_k",
+    "layers.value": "blk.{}.attn_v",
+    "layers.query_norm": "blk.{}.attn_q_norm",
+    "layers.key_norm": "blk.{}.attn_k_norm",
+    "layers.out": "blk.{}.attn_output",
+    "layers.mlp_norm": "blk.{}.ffn_norm",
+    "layers.gate": "blk.{}.ffn_gate",
+    "layers.up": "blk.{}.ffn_up",
+    "layers.down": "blk.{}.ffn_down",
+    "norm": "output_norm",
+    "head": "output",
+}
+_FUSED = dict.fromkeys(("layers.query", "layers.key", "layers.value"), "blk.{}.attn_qkv")
+GGUF = {
+    "gpt2": Names(_GGUF | _FUSED),
+    "llama": Names(_GGUF, adjacent_pairs=True, ignored=r"rope_freqs\.weight"),
+    "qwen2": Names(_GGUF),
+    "qwen3": Names(_GGUF),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Named tensors that can be read one by one: a safetensors folder or a GGUF file.
+
+    Attributes:
+      shapes: of every tensor, without reading it.
+      types: how each is stored, as the format calls it.
+      readable: the types that `read` knows.
+      read: a tensor by its name.
+      place: the file that holds a tensor, for messages; with no name, the whole.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    types: Mapping[str, str]
+    readable: tuple[str, ...]
+    read: Callable[[str], np.ndarray]
+    place: Callable[[str | None], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor of a file for each layer, or one in all, and the parameters in it."""
+
+    name: str  # with {} for the layer's number
+    parameters: Mapping[str, tuple[int, ...]]  # with their shapes; side by side on the output axis
+    shape: tuple[int, ...]  # as it lies in the file
+    layers: int | None  # how many of it there are; None: one, which is not a layer's
+    turned: bool  # [out, in] in the file
+    adjacent: bool  # rotated pairs are neighbours
+
+    def names(self) -> list[str]:
+        """The tensors' names, one for each layer."""
+        return [self.name.format(i) for i in range(self.layers or 1)]
+
+
+def entries(config: Config, names: Names) -> Iterator[Entry]:
+    """Every tensor that a file of this config holds; a config that the names lack is refused."""
+    shapes = parameter_shapes(config)
+    together: dict[str, list[str]] = {}
+    for parameter in shapes:
+        together.setdefault(_tensor(parameter, names), []).append(parameter)
+    for name, parameters in together.items():
+        parameters.sort(key=lambda p: list(names.modules).index(_module(p)))
+        stacked = parameters[0].startswith("layers.")
+        module, leaf = _module(parameters[0]), parameters[0].rpartition(".")[2]
+        sizes = [_matrix(p, shapes[p]) for p in parameters]
+        # side by side: the inputs are the same, the outputs add up
+        shape = (*sizes[0][:-1], sum(size[-1] for size in sizes))
+        turned = leaf == "kernel" and (not names.inputs_first or module == "head")
+        yield Entry(
+            name=name,
+            parameters={p: shapes[p] for p in parameters},
+            shape=shape[::-1] if turned else shape,
+            layers=config.layers if stacked else None,
+            turned=turned,
+            adjacent=names.adjacent_pairs and module in ROTATED,
+        )
+
+
+def _module(parameter: str) -> str:
+    return parameter if parameter.startswith("embed.") else parameter.rpartition(".")[0]
+
+
+def _tensor(parameter: str, names: Names) -> str:
+    module, leaf = _module(parameter), parameter.rpartition(".")[2]
+    if module not in names.modules:
+        raise ValueError(f"this family of checkpoints has no place for {parameter!r}")
+    return f"{names.modules[module]}.{SUFFIX.get(leaf, 'weight')}"
+
+
+def _matrix(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one layer's parameter with its axes merged to [in, out], or to [out]."""
+    if parameter.startswith("layers."):
+        shape = shape[1:]
+    if not parameter.endswith(".kernel"):
+        return shape if parameter.startswith("embed.") else (math.prod(shape),)
+    contracted = 2 if parameter == "layers.out.kernel" else 1
+    return math.prod(shape[:contracted]), math.prod(shape[contracted:])
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def gather(config: Config, wanted: list[Entry], source: Source, dtype: Any) -> dict[str, Array]:
+    """Every parameter, stacked over layers, from the tensors that `check` found."""
+    parameters: dict[str, Array] = {}
+    for entry in wanted:
+        # one buffer at a time in host memory; the arrays made of them are the model's own
+        stacks = {p: np.empty(shape, np.float32) for p, shape in entry.parameters.items()}
+        for layer, name in enumerate(entry.names()):
+            for p, x in _unpack(entry, source.read(name), config.head_size).items():
+                target = stacks[p] if entry.layers is None else stacks[p][layer]
+                target[...] = x.reshape(target.shape)
+        parameters |= {p: jnp.array(x, dtype) for p, x in stacks.items()}
+    return parameters
+
+
+def _unpack(entry: Entry, x: np.ndarray, head_size: int) -> dict[str, np.ndarray]:
+    """The parts of one tensor, [in, out] or [out] each."""
+    x = x.T if entry.turned else x
+    if entry.adjacent:
+        # [..., N, H/2, 2] → [..., N, 2, H/2]: neighbours become halves
+        paired = x.reshape(*x.shape[:-1], -1, head_size // 2, 2)
+        x = paired.swapaxes(-1, -2).reshape(x.shape)
+    ends = np.cumsum([_matrix(p, shape)[-1] for p, shape in entry.parameters.items()])[:-1]
+    return dict(zip(entry.parameters, np.split(x, ends, axis=-1), strict=True))
+
+
+def check(config: Config, names: Names, source: Source) -> list[Entry]:
+    """What a file of this config holds; this one is refused if it lacks any, has more or others."""
+    wanted = list(entries(config, names))
+    shapes = {name: entry.shape for entry in wanted for name in entry.names()}
+    missing = [name for name in shapes if name not in source.shapes]
+    if missing:
+        raise ValueError(
+            f"{source.place(None)} lacks the tensor {missing[0]!r}{_and_more(missing)}, "
+            f"of the {len(shapes)} that its configuration asks for"
+        )
+    for name, shape in shapes.items():
+        if (found := source.shapes[name]) != shape:
+            raise ValueError(
+                f"{source.place(name)}: the tensor {name!r} is {list(found)}, but the "
+                f"configuration makes it {list(shape)}"
+            )
+        if (stored := source.types[name]) not in source.readable:
+            raise ValueError(
+                f"{source.place(name)}: the tensor {name!r} is stored as {stored}, "
+                f"which is not one of {list(source.readable)}"
+            )
+    surplus = [
+        name
+        for name in source.shapes
+        if name not in shapes and not re.fullmatch(names.ignored, name)
+    ]
+    if config.tied and _tensor("head.kernel", names) in surplus:
+        _check_tied(names, source)
+        surplus.remove(_tensor("head.kernel", names))
+    if surplus:
+        raise ValueError(
+            f"{source.place(surplus[0])} holds the tensor {surplus[0]!r}{_and_more(surplus)}, "
+            "which its configuration has no use for"
+        )
+    return wanted
+
+
+def _check_tied(names: Names, source: Source) -> None:
+    """A tied head may be stored too, as long as it is the embedding."""
+    head, embedding = _tensor("head.kernel", names), _tensor("embed.tokens", names)
+    if not np.array_equal(source.read(head), source.read(embedding)):
+        raise ValueError(
+            f"{source.place(head)}: the tensor {head!r} differs from {embedding!r}, although the "
+            "configuration ties them"
+        )
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+# ------------------------------------------------------------------------------------------ writing
+
+
+def scatter(
+    config: Config, names: Names, parameters: Mapping[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) as the file holds them; values and types stay, bit for bit."""
+    for entry in entries(config, names):
+        stacks = [np.asarray(parameters[p]) for p in entry.parameters]
+        for layer, name in enumerate(entry.names()):
+            parts = [
+                (x if entry.layers is None else x[layer]).reshape(_matrix(p, x.shape))
+                for p, x in zip(entry.parameters, stacks, strict=True)
+            ]
+            x = np.concatenate(parts, axis=-1)
+            yield name, np.ascontiguousarray(x.T if entry.turned else x)
