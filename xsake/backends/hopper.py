@@ -1,8 +1,8 @@
 """Hopper GPUs (sm90): checks, what the kernels need of a rule, and the gradient's wiring.
 
-rule ── token_rule ── an expression of (b, n, q, k) and of integers per query and per key
-lists ─┬─ hopper_forward.py ── out, logsumexp
-└─ transposed ── hopper_backward.py ── dq, dk, dv
+    rule ── token_rule ── an expression of (b, n, q, k) and of integers per query and per key
+    lists ─┬─ hopper_forward.py ── out, logsumexp
+           └─ transposed ── hopper_backward.py ── dq, dk, dv
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def work_table(
 
     "longest" sorts all items by their number of visits, so the last ones to finish are short.
     "sections" does the same inside groups of heads whose K and V (`kv_bytes` per kv head) fit in L2
-    together, heads with most work first.
+    together.
     """
     _, list_heads, row_blocks = lists.kv_count.shape
     repeat = heads // list_heads
@@ -207,20 +207,25 @@ def work_table(
     table = jnp.stack([x.reshape(-1) for x in fields] + [jnp.zeros(b.size, jnp.int32)] * 2, axis=-1)
     if tiling.order == "natural":
         return table
-    longest = jnp.int32(2**15) - jnp.minimum(count, 2**15)  # ascending key, longest first
+    key = jnp.int32(2**15) - jnp.minimum(count, 2**15)  # ascending, longest first
     if tiling.order == "sections":
-        group = heads // kv_heads
         per_section = max(1, tiling.l2_bytes // kv_bytes)
-        if per_section < batch * kv_heads:
-            load = count.reshape(batch * kv_heads, group * row_blocks).sum(-1)
-            section = jnp.argsort(jnp.argsort(-load)) // per_section
-            longest += (
-                (section.astype(jnp.int32) << 16)
-                .reshape(batch, kv_heads, 1, 1)
-                .repeat(group, 2)
-                .reshape(batch, heads, 1)
-            )
-    return table[jnp.argsort(longest.reshape(-1))]
+        section = (b * kv_heads + n // (heads // kv_heads)) // per_section
+        key += section << 16
+    return _sorted_by(table, key.reshape(-1))
+
+
+def _sorted_by(table, key):
+    """The rows of a table by ascending key, equal ones in their order.
+
+    Some thousand rows are ranked by comparing all pairs, one small kernel where a sort takes many.
+    """
+    if key.size > 8192:
+        return table[jnp.argsort(key)]
+    place = jnp.arange(key.size, dtype=jnp.int32)
+    before = (key < key[:, None]) | ((key == key[:, None]) & (place < place[:, None]))
+    rank = before.sum(axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(table).at[rank].set(table, unique_indices=True)
 
 
 @dataclasses.dataclass(frozen=True)

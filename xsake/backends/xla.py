@@ -129,8 +129,10 @@ def _add(x: Array, b: Array, first: Array, n: Array, blocks: Array) -> Array:
 
 def _in_order(x: Array, went: Array, sizes: Sizes, length: int) -> Array:
     """Blocks in the order they were worked on, [chunks, R, block, D] -> [B, length, N, D]."""
-    blocks = x.reshape(-1, *x.shape[2:])[went].reshape(sizes.B, sizes.N, -1, x.shape[-1])
-    return jnp.moveaxis(blocks, 1, 2)[:, :length]
+    # gathered by token, so that the result is written once, where it belongs
+    block = jnp.moveaxis(went.reshape(sizes.B, sizes.N, -1), 1, 2)[:, :, None]
+    tokens = x.reshape(-1, *x.shape[2:])[block, jnp.arange(x.shape[2])[:, None]]
+    return tokens.reshape(sizes.B, -1, sizes.N, x.shape[-1])[:, :length]
 
 
 def _work_order(mask: BlockMask, sizes: Sizes, rows: int) -> tuple[Chunk, Array]:

@@ -158,7 +158,7 @@ def mask_building(repeats: int) -> Iterator[dict[str, Any]]:
 
 def cpu_suite(quick: bool = False) -> Iterator[dict[str, Any]]:
     """What FEATURES promises of CPUs: time in proportion to density, little memory, quick masks."""
-    repeats = 3 if quick else 7
+    repeats = 3 if quick else 15
     for T in (2048,) if quick else (4096, 8192):
         yield from cpu_densities(T, (0.43, 0.25) if quick else (0.43, 0.25, 0.10), repeats)
     yield from cpu_memory(16384)
