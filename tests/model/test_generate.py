@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+import tokenizers.models
+import tokenizers.pre_tokenizers
 
 from tests.draws import FAST_COMPILATION
 from tests.model.families import FAMILIES, LLAMA, random_model, random_tokens
-from xsake import BlockMask, masks
-from xsake.model import KVCache, Sampling, generate, stream
+from xsake import BlockMask, cli, masks
+from xsake.model import KVCache, Sampling, generate, huggingface, stream
 from xsake.model.attend import Reading, by_cache
 from xsake.model.sampling import sample
+from xsake.model.tokenizer import Tokenizer
 
 module = importlib.import_module("xsake.model.generate")  # the name is the function's too
 
@@ -281,3 +285,57 @@ def test_bad_sampling_is_refused(options, message):
 def test_a_prompt_that_the_cache_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="holds 0 of 64 tokens, which leaves no room for 65 more"):
         module.prefill(model(), KVCache.empty(SHORT, 1, 64), [[1] * 65])
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder as published ones are, whose words are w0 … w96."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    huggingface.save(folder, model(), Tokenizer(words))
+    return folder
+
+
+def test_the_command_prints_the_text_and_the_speed(checkpoint, capsys):
+    prompt = PROMPTS[0]
+    [expected] = generate(model(implementation=None), [prompt], max_tokens=12)
+    for stream_it in (True, False):
+        cli.generate(checkpoint, " ".join(f"w{i}" for i in prompt), max_tokens=12, stream=stream_it)
+        said = capsys.readouterr().out.split("\n", 1)
+        assert said[0].split() == [f"w{i}" for i in expected.tokens]
+        assert "7 prompt tokens" in said[1]
+        assert "12 new tokens" in said[1]
+        assert "tokens/s after the first 5" in " ".join(said[1].split())
+
+
+def test_inspect_prints_the_configuration_and_the_sizes(checkpoint, capsys):
+    cli.inspect(checkpoint)
+    said = capsys.readouterr().out
+    count = sum(x.size for x in model().parameters().values())
+    for line in ("kv_heads", f"{count:,}", "layers.query.kernel", "2 × 32 × 4 × 8", "chosen"):
+        assert line in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "nowhere"], "there is no checkpoint nowhere"),
+        (["generate", "--model", "nowhere", "--prompt", "x"], "there is no checkpoint nowhere"),
+        (
+            ["generate", "--model", ".", "--prompt", "x", "--top-p", "2"],
+            "top_p must be above 0 and at most 1, got 2.0",
+        ),
+    ],
+)
+def test_a_command_that_cannot_run_says_so_and_fails(words, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["xsake", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().out.replace("\n", " ").startswith(f"xsake: {message}")
