@@ -7,17 +7,16 @@ import datetime
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from xsake import _jax
+from xsake.observe import provenance as provenance_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +81,8 @@ def provenance() -> dict[str, Any]:
             "architecture": platform.machine(),
             "cores": len(jax.devices()) if _jax.platform() != "cpu" else _cores(),
         },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-        },
-        "commit": _commit(),
+        "versions": provenance_of.versions(),
+        "commit": provenance_of.commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
@@ -102,25 +98,3 @@ def _processor() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    """The checkout's commit, with a + when files differ from it.
-
-    Outside a checkout the environment variable XSAKE_COMMIT says it, else "unknown".
-    """
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return os.environ.get("XSAKE_COMMIT", "unknown")
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
