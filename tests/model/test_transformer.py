@@ -100,6 +100,11 @@ def test_every_axis_of_every_parameter_has_a_name(family):
         ".".join(path): tuple(sizes[axis] for axis in spec.get_value()) for path, spec in specs
     }
     assert named == parameter_shapes(config)
+    apart = nnx.state(model(config).unstacked())
+    for path, spec in nnx.to_flat_state(nnx.get_partition_spec(apart)):
+        name = ".".join(x for x in path if isinstance(x, str))
+        without_layers = parameter_shapes(config)[name][name.startswith("layers.") :]
+        assert tuple(sizes[axis] for axis in spec.get_value()) == without_layers
 
 
 def test_the_initial_model_is_nearly_uniform():

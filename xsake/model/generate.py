@@ -32,7 +32,7 @@ from xsake.model.transformer import Transformer
 
 __all__ = ["Completion", "Sampling", "generate", "stream"]
 
-CHUNK = 1024  # prompt tokens of one pass
+CHUNK = 2048  # prompt tokens of one pass
 BURST = 16  # decode steps between two looks of the host
 FORCED = 2  # blocks that a token always reads: the first and its own
 SPAN = 256  # the shortest stretch of the cache that a step is compiled for; doubled as it fills
@@ -117,7 +117,7 @@ def stream(
         lengths,
         max_tokens,
         sampling or Sampling(),
-        np.asarray(config.eos if stop is None else stop, np.int32),
+        _ended_by(config.eos if stop is None else stop),
         mask,
         budget,
         score,
@@ -197,7 +197,7 @@ def prefill(
         mask = jax.tree_util.Partial(mask)  # a plain function: static under jit
     if lengths.max() <= chunk:
         # few lengths are compiled for; run-time masks look at whole blocks, so theirs stay close
-        step = max(16, 1 << (int(lengths.max()) - 1).bit_length())
+        step = min(256, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
         step = BLOCK if is_made(mask) else step
         tokens = _padded(prompts, -(-int(lengths.max()) // step) * step)
         return _prefill_whole(model, cache, tokens, jnp.asarray(lengths), mask)
@@ -401,6 +401,13 @@ def _entries(budget: np.ndarray | None, blocks: int) -> int:
         return 0
     wanted = np.ceil(budget * blocks) if budget.dtype == np.float32 else budget
     return int(np.clip(wanted, FORCED, max(FORCED, blocks)).sum(1).max())
+
+
+def _ended_by(tokens: Sequence[int]) -> np.ndarray:
+    """Stop tokens, int32, filled up with -1: one more of them is no reason to compile again."""
+    filled = np.full(-(-len(tokens) // 8) * 8 or 8, -1, np.int32)
+    filled[: len(tokens)] = tokens
+    return filled
 
 
 def _padded(prompts: Sequence[Sequence[int]], length: int) -> Array:

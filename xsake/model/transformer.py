@@ -197,11 +197,15 @@ class Transformer(nnx.Module):
         """A copy in `dtype` whose layers have arrays of their own: faster to decode with.
 
         A slice of a stacked array is copied before each product, which costs as much as the product
-        when it is of one token. It compiles longer, and has no `parameters()`.
+        when it is of one token. It compiles longer, and its parameters have other names:
+        layers.0.up.kernel, layers.1.up.kernel ….
         """
         graph, state = nnx.split(self)
         narrow = nnx.merge(graph, jax.tree.map(lambda x: x.astype(self.dtype), state))
         layers = [narrow.layer(number) for number in range(self.config.layers)]
+        for layer in layers:
+            for _, leaf in nnx.to_flat_state(nnx.state(layer)):
+                leaf.set_metadata(out_sharding=leaf.out_sharding[1:])  # the axis of layers is gone
         narrow.layers = nnx.List(layers)
         return narrow
 
@@ -234,11 +238,7 @@ class Transformer(nnx.Module):
 
     @classmethod
     def of(cls, config: Config, parameters: Mapping[str, Any], **options: Any) -> Transformer:
-        """A model of given arrays, which stay what they are; names and shapes are checked.
-
-        >>> model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))    # doctest: +SKIP
-        >>> again = Transformer.of(model.config, model.parameters())  # doctest: +SKIP
-        """
+        """A model of given arrays, which stay what they are; names and shapes are checked."""
         blank = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **options))
         graph, state = nnx.split(blank)
         wanted = _leaves(state)
