@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 
 from xsake.hads import rows
-from xsake.hads.profile import ROWS_AT_ONCE, root_of_gram, softmax_rows
+from xsake.hads.profile import ROWS_AT_ONCE, factors, softmax_rows
 
 
 class Quality(NamedTuple):
@@ -62,7 +62,7 @@ def compare(
     values = jnp.repeat(v.astype(jnp.float32).reshape(n, block, K, Hv), N // K, axis=2)
     mean_keys = k.astype(jnp.float32).reshape(n, block, K, H).mean(1)
     mean_values = values.mean(1)
-    root, kernel = root_of_gram(kernel), kernel.astype(jnp.float32)
+    (root, _), kernel = factors(kernel), kernel.astype(jnp.float32)
     blocks = jnp.pad(blocks & rows.allowed(n), ((0, 0), (0, 0), (0, chunks * at_once - n), (0, 0)))
     corrected = jnp.zeros(M) if corrected is None else jnp.asarray(corrected, jnp.float32)
 
