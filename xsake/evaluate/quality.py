@@ -83,7 +83,9 @@ def compare(
         def by_query(which: Array, what: Array) -> Array:
             """Σ_j which[m, n, row, j] · what[n, query, j, ...]."""
             what = what.reshape(N, at_once, block, *what.shape[2:])
-            out = jnp.einsum("mnrj,nrqj...->mnrq...", which, what)
+            # sums of shares must not be rounded to what tensor cores take
+            precision = "highest" if what.ndim == 4 else None
+            out = jnp.einsum("mnrj,nrqj...->mnrq...", which, what, precision=precision)
             return out.reshape(M, N, at_once * block, *out.shape[4:])
 
         grouped = taken.astype(jnp.float32).reshape(-1, K, N // K, H)

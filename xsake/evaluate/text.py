@@ -1,7 +1,7 @@
 """Documents of one length from text files: .txt, .jsonl with a "text" field, and either in .xz.
 
-A document is a window of one source text, at a drawn place; texts are taken in a drawn order, each
-once before any is taken again.
+A document is a window of one text, at a drawn place; texts are taken in a drawn order, each once
+before any is taken again. A .npy file holds documents that are ready.
 """
 
 from __future__ import annotations
@@ -36,6 +36,33 @@ def _texts_of(path: Path) -> Iterator[str]:
     for line in content.splitlines():
         if line.strip():
             yield json.loads(line)["text"]
+
+
+def load_documents(
+    paths: Sequence[str | Path],
+    encode: Callable[[str], Sequence[int]] | None,
+    length: int,
+    count: int,
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """Documents from text files, or ready ones from one .npy file of int [documents, tokens].
+
+    Ready ones are taken from the first, each cut to `length`; they need no tokenizer.
+    """
+    first = Path(paths[0])
+    if first.suffix != ".npy":
+        if encode is None:
+            raise ValueError(f"{first} is text, and the model came without a tokenizer")
+        return documents(read_texts(paths), encode, length, count, seed)
+    ready = np.load(first, allow_pickle=False)
+    if len(paths) > 1 or ready.ndim != 2 or not np.issubdtype(ready.dtype, np.integer):
+        raise ValueError(f"{first} must be alone and hold int [documents, tokens]")
+    if ready.shape[0] < count or ready.shape[1] < length:
+        raise ValueError(
+            f"{first} holds {ready.shape[0]} documents of {ready.shape[1]:,} tokens, "
+            f"but {count} of {length:,} are asked for"
+        )
+    return list(ready[:count, :length].astype(np.int32))
 
 
 def documents(

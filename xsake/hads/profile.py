@@ -142,7 +142,13 @@ def measure(
                     order = lax.dynamic_slice_in_dim(place[named], begins, at_once, 1)
                 taken_by = order[:, :, None, :] <= jnp.arange(n)[:, None]  # [N, R, count, block j]
                 taken_by = taken_by.astype(jnp.float32)
-                kept = jnp.einsum("nrqj,nrcj->nrqc", mass.reshape(N, at_once, block, n), taken_by)
+                # a sum of shares must not be rounded to what tensor cores take
+                kept = jnp.einsum(
+                    "nrqj,nrcj->nrqc",
+                    mass.reshape(N, at_once, block, n),
+                    taken_by,
+                    precision="highest",
+                )
                 kept = jnp.maximum(kept.reshape(N, -1, n), 1e-30)
                 if kind == "kl":
                     found["cost"]["kl"][name] = mean(jnp.maximum(-jnp.log(kept), 0))
@@ -292,10 +298,13 @@ class Profile:
         """How far two halves of the documents agree.
 
         mass_distance: ½ Σ_j |mass of one half - of the other|, mean over rows: 0 to 1.
-        budget_correlation: rank correlation of the heads' budgets by `kl` from each half alone.
+        budget_correlation: rank correlation of the heads' budgets by `kl` from each half alone, at
+          `density` or, where forced blocks leave less to deal out, half of what they leave.
         """
         if self.facts.documents < 2:
             return {}
+        least = rows.least_density(self.size[2], self.facts.band)
+        density = max(density, (1 + least) / 2) if density < least else density
         first, second = (np.asarray(x) for x in self.mass_halves)
         counts = [
             budget.by_cost(budget.surrogate(x, self.facts.band), density, self.facts.band).counts
