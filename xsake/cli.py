@@ -142,7 +142,7 @@ def calibrate(
 
     Args:
       model: a folder of safetensors or a .gguf file.
-      text: .txt, .jsonl with a "text" field, or either in .xz.
+      text: .txt, .jsonl with a "text" field, either in .xz, or .npy of int [documents, tokens].
       out: the profile, a safetensors file.
       length: tokens of each document.
       documents: how many are cut from the text.
@@ -156,8 +156,8 @@ def calibrate(
     from xsake import hads
     from xsake.evaluate import text as texts
 
-    subject, tokenizer = _subject(model, dtype, implementation)
-    cut = texts.documents(texts.read_texts(text), tokenizer.encode, length, documents, seed)
+    subject, encode = _subject(model, dtype, implementation, text)
+    cut = texts.load_documents(text, encode, length, documents, seed)
     with Progress(console=console) as progress:
         task = progress.add_task(f"{documents} × {length:,} tokens", total=documents)
         profile = hads.calibrate(
@@ -254,11 +254,11 @@ def evaluate(
 
     if (plan is None) == (profile is None) or (profile is None) != (table is None):
         raise ValueError("give either --plan, or --profile and --table")
-    subject, tokenizer = _subject(model, dtype, implementation)
+    subject, encode = _subject(model, dtype, implementation, text)
     made = None if plan is None else hads.Plan.load(plan, subject.hash)
     known = None if profile is None else hads.Profile.load(profile)
     length = length or (made.terms.length if made else known.facts.length if known else 0)
-    cut = texts.documents(texts.read_texts(text), tokenizer.encode, length, documents, seed)
+    cut = texts.load_documents(text, encode, length, documents, seed)
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as shown:
         task = shown.add_task("", total=None)
 
@@ -289,12 +289,18 @@ def evaluate(
         console.print(f"written: {table} and its .md")
 
 
-def _subject(model: Path, dtype: str, implementation: str | None) -> tuple[Any, Any]:
+def _subject(
+    model: Path, dtype: str, implementation: str | None, text: list[Path]
+) -> tuple[Any, Any]:
+    """The model, and its tokenizer's encode unless the documents are ready."""
     from xsake.evaluate.subject import Subject
     from xsake.model import huggingface
 
-    loaded = huggingface.load(model, dtype=dtype, implementation=implementation)
-    return Subject(loaded.model), loaded.tokenizer
+    ready = text[0].suffix == ".npy"
+    loaded = huggingface.load(
+        model, dtype=dtype, tokenizer=not ready, implementation=implementation
+    )
+    return Subject(loaded.model), None if loaded.tokenizer is None else loaded.tokenizer.encode
 
 
 def _quality_table(density: str, found: list[dict[str, Any]]) -> Table:
