@@ -95,7 +95,7 @@ class Plan:
             raise ValueError(f"layer {layer} of a plan for {len(self.counts)} layers")
         counts = jnp.asarray(self.counts)[layer]
         if terms.selector == "static":
-            scores = jnp.asarray(self.scores)[layer][None]
+            scores = jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
         else:
             if q is None or k is None:
                 raise ValueError(

@@ -226,9 +226,8 @@ def retained_mass(mass: Array, densities: Any = DENSITIES) -> Array:
     n = mass.shape[-1]
     best = jnp.cumsum(-jnp.sort(-mass, axis=-1), axis=-1)
     counts = np.ceil(np.asarray(densities) * rows.ceilings(n)[:, None] - 1e-9).astype(np.int32)
-    return jnp.take_along_axis(best, jnp.broadcast_to(counts - 1, (*mass.shape[:-1], 20)), -1).mean(
-        -2
-    )
+    places = jnp.broadcast_to(counts - 1, (*mass.shape[:-1], len(densities)))
+    return jnp.take_along_axis(best, places, -1).mean(-2)
 
 
 def entropy_of(p: Array) -> Array:
