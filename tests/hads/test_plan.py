@@ -119,6 +119,20 @@ def test_top_p_visits_no_more_than_the_budget():
     assert kept.sum() < plan.counts[0].sum()
 
 
+def test_top_p_of_a_static_plan_stops_at_that_share_of_the_calibrated_mass():
+    profile = profile_of()
+    plan = make(profile, 1.0, "kl", "static", top_p=0.8)
+    kept = np.asarray(plan.blocks(0))[0]
+    mass = profile.statistics.mass[0]
+    share = (mass * kept).sum(-1)
+    assert (share >= 0.8 - 1e-6).all()
+    # and no block more: without the least of those that are not forced, the share is missed
+    loose = np.where(kept & ~rows.forced(N_ROWS), mass, np.inf).min(-1)
+    more = np.isfinite(loose)
+    assert more.any()
+    assert (share - loose)[more].max() < 0.8
+
+
 @pytest.mark.parametrize("selector", ["static", "gaussian"])
 def test_plans_survive_save_and_load_bit_for_bit(tmp_path, selector):
     plan = make(profile_of(), 0.5, "kl", selector, top_p=0.9).validated({"kl": 0.05})

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 
 from xsake.hads import rows
-from xsake.hads.profile import ROWS_AT_ONCE, root_of_gram, softmax_rows
+from xsake.hads.profile import ROWS_AT_ONCE, factors, softmax_rows
 
 
 class Quality(NamedTuple):
@@ -62,7 +62,7 @@ def compare(
     values = jnp.repeat(v.astype(jnp.float32).reshape(n, block, K, Hv), N // K, axis=2)
     mean_keys = k.astype(jnp.float32).reshape(n, block, K, H).mean(1)
     mean_values = values.mean(1)
-    root, kernel = root_of_gram(kernel), kernel.astype(jnp.float32)
+    (root, _), kernel = factors(kernel), kernel.astype(jnp.float32)
     blocks = jnp.pad(blocks & rows.allowed(n), ((0, 0), (0, 0), (0, chunks * at_once - n), (0, 0)))
     corrected = jnp.zeros(M) if corrected is None else jnp.asarray(corrected, jnp.float32)
 
@@ -83,7 +83,9 @@ def compare(
         def by_query(which: Array, what: Array) -> Array:
             """Σ_j which[m, n, row, j] · what[n, query, j, ...]."""
             what = what.reshape(N, at_once, block, *what.shape[2:])
-            out = jnp.einsum("mnrj,nrqj...->mnrq...", which, what)
+            # sums of shares must not be rounded to what tensor cores take
+            precision = "highest" if what.ndim == 4 else None
+            out = jnp.einsum("mnrj,nrqj...->mnrq...", which, what, precision=precision)
             return out.reshape(M, N, at_once * block, *out.shape[4:])
 
         grouped = taken.astype(jnp.float32).reshape(-1, K, N // K, H)

@@ -73,7 +73,7 @@ def by_cost(cost: Any, density: float, band: int = 0) -> Budget:
         minimise Σ cost[l, h, i, counts[l, h, i] - 1]   over counts with Σ counts = budget
 
     exactly, where each row's cost is convex in its count. Where it is not, its greatest convex
-    minorant stands in: the result is then within one step of that of the row that was cut.
+    minorant stands in: all rows but one are then where that touches the cost.
 
     Args:
       cost: [layers, heads, n, n]: cost[..., i, c - 1] is what row i costs with c blocks. Entries
@@ -81,28 +81,48 @@ def by_cost(cost: Any, density: float, band: int = 0) -> Budget:
       density: of all layers and heads together.
       band: forced blocks before the diagonal.
     """
+    return by_gains(falling_gains(cost, band), density, band)
+
+
+def falling_gains(cost: Any, band: int = 0) -> np.ndarray:
+    """What each block after the forced ones saves, never more than the one before it.
+
+    [layers, heads, n, n] -> [layers, heads, n, n - 1]: entry c - 1 is the step from c to c + 1
+    blocks on the convex minorant of the row's cost; -inf where there is no such step, NaN all over
+    a head whose cost has one.
+    """
     cost = np.asarray(cost, np.float64)
-    layers, heads, n, _ = cost.shape
-    total = rows.blocks_of_density(density, n, layers * heads, band)
+    n = cost.shape[-1]
     floor, most = rows.floors(n, band), rows.ceilings(n)
-    may_grow = np.arange(1, n) >= floor[:, None]  # from c to c + 1 blocks, at place c - 1
-    may_grow &= np.arange(1, n) < most[:, None]
+    may_grow = (np.arange(1, n) >= floor[:, None]) & (np.arange(1, n) < most[:, None])
     lost = ~np.isfinite(np.where(rows.allowed(n), cost, 0)).all((2, 3))
-    notes = _named("has a cost that is not a number and keeps the uniform share", lost)
-    counts = np.broadcast_to(floor, (layers, heads, n)).astype(np.int32).copy()
+    gains = -np.diff(np.where(rows.allowed(n), np.nan_to_num(cost), 0), axis=-1)
+    for i in range(n):
+        part = gains[:, :, i, floor[i] - 1 : most[i] - 1]
+        rising = (np.diff(part, axis=-1) > 0).any(-1)
+        for l, h in zip(*np.nonzero(rising), strict=True):
+            part[l, h] = isotonic_regression(part[l, h], increasing=False).x
+    gains = np.where(may_grow, gains, -np.inf)
+    gains[lost] = np.nan
+    return gains
+
+
+def by_gains(gains: np.ndarray, density: float, band: int = 0) -> Budget:
+    """The budget of `by_cost` from the gains of its cost."""
+    layers, heads, n, _ = gains.shape
+    total = rows.blocks_of_density(density, n, layers * heads, band)
+    counts = np.broadcast_to(rows.floors(n, band), (layers, heads, n)).astype(np.int32).copy()
+    lost = np.isnan(gains).any((2, 3))
     if lost.any():
-        share = _shared(np.ones((int(lost.sum()), 1)), density, n, band, ()).counts
-        counts[lost] = share[:, 0]
-    gains = np.where(may_grow, -np.diff(np.nan_to_num(cost), axis=-1), 0.0)
-    gains = _nonincreasing(gains, floor, most)
-    alive = may_grow & ~lost[..., None, None]
-    dead = ~lost & (np.where(alive, gains, 0).max((2, 3), initial=0) <= 0)
+        counts[lost] = uniform(density, int(lost.sum()), 1, n, band).counts[:, 0]
+    gains = np.where(lost[..., None, None], -np.inf, gains)
+    notes = _named("has a cost that is not a number and keeps the uniform share", lost)
+    dead = ~lost & (gains.max((2, 3), initial=-np.inf) <= 0)
     notes += _named("gains nothing by any block and gets what the others leave", dead)
-    room = total - int(counts.sum())
     # the sort is stable and gains fall within a row, so what is taken of a row comes first in it
-    order = np.argsort(np.where(alive, -gains, np.inf), axis=None, kind="stable")
+    order = np.argsort(-gains, axis=None, kind="stable")
     taken = np.zeros(gains.size, bool)
-    taken[order[:room]] = True
+    taken[order[: total - int(counts.sum())]] = True
     counts += taken.reshape(gains.shape).sum(-1, dtype=np.int32)
     return Budget(counts, density, notes)
 
@@ -179,20 +199,6 @@ def filled(
         counts.reshape(-1)[best] += step
         missing -= step * len(best)
     return Budget(counts.astype(np.int32), density, tuple(notes))
-
-
-def _nonincreasing(gains: np.ndarray, floor: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Gains [layers, heads, n, n - 1] made to fall within each row, by pooling neighbours."""
-    gains = gains.copy()
-    for i in range(len(most)):
-        first, last = floor[i] - 1, most[i] - 1
-        part = gains[:, :, i, first:last]
-        if part.shape[-1] < 2:
-            continue
-        rising = (np.diff(part, axis=-1) > 0).any(-1)
-        for l, h in zip(*np.nonzero(rising), strict=True):
-            part[l, h] = isotonic_regression(part[l, h], increasing=False).x
-    return gains
 
 
 def _named(what: str, which: np.ndarray) -> tuple[str, ...]:

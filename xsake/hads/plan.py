@@ -15,6 +15,7 @@ then scaled so that the density asked for is met again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class Plan:
             raise ValueError(f"layer {layer} of a plan for {len(self.counts)} layers")
         counts = jnp.asarray(self.counts)[layer]
         if terms.selector == "static":
-            scores = jnp.asarray(self.scores)[layer][None]
+            scores = jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
         else:
             if q is None or k is None:
                 raise ValueError(
@@ -262,7 +263,7 @@ def make(
     elif policy == "entropy":
         found = budget.entropy(profile.statistics.entropy, density, n, facts.band)
     else:
-        found = budget.by_cost(profile.cost(policy, selector), density, facts.band)
+        found = budget.by_gains(_gains(profile, policy, selector), density, facts.band)
     scores = np.asarray(profile.scores(policy), np.float32) if selector == "static" else None
     terms = Terms(
         density=density,
@@ -277,6 +278,12 @@ def make(
         notes=found.notes,
     )
     return Plan(found.counts, scores, terms)
+
+
+@functools.lru_cache(maxsize=16)
+def _gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
+    """Kept, because they serve every density."""
+    return budget.falling_gains(profile.cost(policy, selector), profile.facts.band)
 
 
 def stretched(scores: np.ndarray, n: int) -> np.ndarray:

@@ -85,8 +85,8 @@ def measure(
     chunks = -(-n // at_once)
     q = jnp.pad(q, ((0, chunks * at_once * block - T), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, S - T), (0, 0), (0, 0))) for x in (k, v))
-    root = root_of_gram(kernel)
-    # values as the residual stream feels them: ‖x W‖ = ‖x root‖, in H numbers instead of width
+    # values as the residual stream feels them: ‖x W‖ = ‖x root‖, in Hv numbers instead of width
+    root, unit = factors(kernel)
     felt = jnp.einsum("skh,kghw->kgsw", v.astype(jnp.float32), root.reshape(K, N // K, Hv, Hv))
     felt = felt.reshape(N, n, block, Hv)
     # from the tokens that are there: padding would enter the means of a short last block
@@ -124,8 +124,8 @@ def measure(
         found: dict[str, Any] = {
             "mass": mean_mass,
             "sensitivity": sensitivity,
-            "entropy": _plogp(p) / jnp.log(keys),
-            "block_entropy": _plogp(mass) / jnp.log(seen),
+            "entropy": entropy_of(p) / jnp.log(keys),
+            "block_entropy": entropy_of(mass) / jnp.log(seen),
             "cost": {"kl": {}, "output": {}},
         }
         number = begins + jnp.arange(at_once)
@@ -142,7 +142,13 @@ def measure(
                     order = lax.dynamic_slice_in_dim(place[named], begins, at_once, 1)
                 taken_by = order[:, :, None, :] <= jnp.arange(n)[:, None]  # [N, R, count, block j]
                 taken_by = taken_by.astype(jnp.float32)
-                kept = jnp.einsum("nrqj,nrcj->nrqc", mass.reshape(N, at_once, block, n), taken_by)
+                # a sum of shares must not be rounded to what tensor cores take
+                kept = jnp.einsum(
+                    "nrqj,nrcj->nrqc",
+                    mass.reshape(N, at_once, block, n),
+                    taken_by,
+                    precision="highest",
+                )
                 kept = jnp.maximum(kept.reshape(N, -1, n), 1e-30)
                 if kind == "kl":
                     found["cost"]["kl"][name] = mean(jnp.maximum(-jnp.log(kept), 0))
@@ -152,8 +158,7 @@ def measure(
                 ).reshape(N, -1, n, Hv)
                 error = sums / kept[..., None] - out[:, :, None]
                 found["cost"]["output"][name] = mean((error**2).sum(-1))
-        value = jnp.einsum("nrh,nhw->rw", _unfelt(p, v, N), kernel.astype(jnp.float32))
-        found["norm"] = (value**2).sum(-1)
+        found["norm"] = (jnp.einsum("nrh,nhw->rw", out, unit) ** 2).sum(-1)
         return found
 
     found = lax.map(rows_of, jnp.arange(chunks))
@@ -202,11 +207,18 @@ def softmax_rows(q: Any, k: Any, begins: Any, T: int) -> tuple[Array, Array, Arr
     return jnp.exp(logits - logsumexp[..., None]), logsumexp, position
 
 
-def root_of_gram(kernel: Any) -> Array:
-    """A square root of W Wᵀ for each head: kernel [N, H, width] -> [N, H, H], ‖x W‖ = ‖x root‖."""
+def factors(kernel: Any) -> tuple[Array, Array]:
+    """W = root · unit for each head: kernel [N, H, width] -> root [N, H, H], unit [N, H, width].
+
+    The rows of unit are orthonormal (or 0, where W has no such direction): ‖x W‖ = ‖x root‖.
+    """
     kernel = kernel.astype(jnp.float32)
     values, vectors = jnp.linalg.eigh(jnp.einsum("nhw,ngw->nhg", kernel, kernel))
-    return vectors * jnp.sqrt(jnp.maximum(values, 0))[:, None, :]
+    live = values > 1e-6 * values[:, -1:]
+    length = jnp.sqrt(jnp.where(live, values, 1))
+    root = vectors * jnp.where(live, length, 0)[:, None, :]
+    unit = jnp.einsum("nhg,nhw->ngw", vectors, kernel) / length[..., None]
+    return root, unit * live[..., None]
 
 
 def retained_mass(mass: Array, densities: Any = DENSITIES) -> Array:
@@ -214,21 +226,13 @@ def retained_mass(mass: Array, densities: Any = DENSITIES) -> Array:
     n = mass.shape[-1]
     best = jnp.cumsum(-jnp.sort(-mass, axis=-1), axis=-1)
     counts = np.ceil(np.asarray(densities) * rows.ceilings(n)[:, None] - 1e-9).astype(np.int32)
-    return jnp.take_along_axis(best, jnp.broadcast_to(counts - 1, (*mass.shape[:-1], 20)), -1).mean(
-        -2
-    )
+    places = jnp.broadcast_to(counts - 1, (*mass.shape[:-1], len(densities)))
+    return jnp.take_along_axis(best, places, -1).mean(-2)
 
 
-def _plogp(p: Array) -> Array:
-    return -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1)), 0).sum(-1)
-
-
-def _unfelt(p: Array, v: Array, N: int) -> Array:
-    """p v with the values as they are, [N, R, Hv]."""
-    S, K, Hv = v.shape
-    grouped = p.reshape(K, N // K, -1, S)
-    out = jnp.einsum("kgrs,skh->kgrh", grouped, v.astype(jnp.float32))
-    return out.reshape(N, -1, Hv)
+def entropy_of(p: Array) -> Array:
+    """-Σ p ln p over the last axis, 0 ln 0 = 0."""
+    return -(p * jnp.log(jnp.maximum(p, 1e-37))).sum(-1)
 
 
 def _pad_rows(x: Array, count: int) -> Array:
@@ -293,10 +297,13 @@ class Profile:
         """How far two halves of the documents agree.
 
         mass_distance: ½ Σ_j |mass of one half - of the other|, mean over rows: 0 to 1.
-        budget_correlation: rank correlation of the heads' budgets by `kl` from each half alone.
+        budget_correlation: rank correlation of the heads' budgets by `kl` from each half alone, at
+          `density` or, where forced blocks leave less to deal out, half of what they leave.
         """
         if self.facts.documents < 2:
             return {}
+        least = rows.least_density(self.size[2], self.facts.band)
+        density = max(density, (1 + least) / 2) if density < least else density
         first, second = (np.asarray(x) for x in self.mass_halves)
         counts = [
             budget.by_cost(budget.surrogate(x, self.facts.band), density, self.facts.band).counts
@@ -407,6 +414,7 @@ def calibrate(
         before = (state.mean.mass, state.mean.sensitivity)
         state = _accumulate(state, _one_document(weights, document, before, **how))
         if tell is not None:
+            jax.block_until_ready(state.count)
             tell(number + 1)
     facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed)
     return _finished(state, facts)

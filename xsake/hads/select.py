@@ -145,9 +145,9 @@ def gaussian(q: Array, k: Array, block: int, part: int = 4) -> Array:
     means = _means(k, part, block)
     spread = jnp.maximum(_means(k.astype(jnp.float32) ** 2, part, block) - means**2, 0)
     q = _means(q, block, block) * scale
-    # one product of twice the depth instead of two
-    both = jnp.concatenate([means, spread / 2], -1)
-    logits = _by_group(jnp.concatenate([q, q**2], -1), both)
+    # one product of twice the depth instead of two, in the type that tensor cores were given
+    queries = jnp.concatenate([q, q**2], -1).astype(k.dtype)
+    logits = _by_group(queries, jnp.concatenate([means, spread / 2], -1).astype(k.dtype))
     logits = logits + jnp.log(_sizes(T, part, block).astype(jnp.float32))
     N, n, _ = logits.shape
     return jax.nn.logsumexp(logits.reshape(N, n, n, -1), axis=-1)
