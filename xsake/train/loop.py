@@ -28,8 +28,6 @@ import numpy as np
 
 from xsake import _jax
 from xsake.hads import Plan
-from xsake.model import huggingface
-from xsake.model.tokenizer import read_tokenizer
 from xsake.observe import events, provenance, sinks
 from xsake.train import flops, planning
 from xsake.train import step as stepping
@@ -279,6 +277,9 @@ class _Session:
 
     def _export(self) -> None:
         """The folder `model`: safetensors, config and the tokenizer of the training text."""
+        from xsake.model import huggingface
+        from xsake.model.tokenizer import read_tokenizer
+
         out = self.config.place / "model"
         if (out / "config.json").exists():
             return
