@@ -107,7 +107,7 @@ def main() -> None:
             words += ["--steps", str(given.steps)]
             ended = subprocess.run(words, capture_output=True, text=True, check=False)
             told = [x[4:] for x in ended.stdout.splitlines() if x.startswith("ROW ")]
-            why = ended.stderr.strip().splitlines()[-1:]
+            why = [x for x in ended.stderr.splitlines() if "Error" in x][-1:]
             failed = [facts, {"variant": variant, "length": length, "error": why}]
             facts, row = json.loads(told[0]) if told else failed
             found.append(row)

@@ -16,6 +16,7 @@ from xsake.observe.events import PlanSwapped, Resumed, TrainStep
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(600)  # for ten kills, or three on a busy machine
 @pytest.mark.parametrize(("kills", "seed"), [(3, 0), pytest.param(10, 1, marks=[pytest.mark.slow])])
 def test_a_killed_run_is_the_undisturbed_run(tmp_path, kills, seed):
     """float32 on the CPU, plans swapped every four steps, a checkpoint every three."""
@@ -27,7 +28,7 @@ def test_a_killed_run_is_the_undisturbed_run(tmp_path, kills, seed):
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert told.returncode == 0, told.stdout + told.stderr

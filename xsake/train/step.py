@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from xsake.model import Transformer
 from xsake.train import optimizer
+from xsake.train.attention import Attention
 from xsake.train.config import Compute, Config
 from xsake.train.data import Batch
 
@@ -79,7 +80,8 @@ def summed_loss(
     """Σ weight · -log p(target), and the sum again beside the sum of weights, all float32."""
     model = transformer(config, parameters)
     segments = batch.segment_ids if config.data.separate else None
-    hidden = model.hidden(batch.tokens, mask=plan, segment_ids=segments)
+    mask = plan if plan is None or segments is None else Attention(plan, segments)
+    hidden = model.hidden(batch.tokens, mask=mask, segment_ids=segments)
     total = _head_loss(model, hidden, batch.targets, batch.weights, config.compute)
     return total, (total, batch.weights.sum())
 
