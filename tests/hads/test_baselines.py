@@ -15,11 +15,14 @@ def test_fixed_patterns_have_the_density_asked_for(name, density):
     assert blocks.shape == (2, 3, N_ROWS, N_ROWS)
     assert blocks.sum() == round(density * 2 * 3 * 136)
     assert not blocks[..., ~rows.allowed(N_ROWS)].any()
-    assert blocks[..., rows.forced(N_ROWS)].all()
+    assert blocks[..., np.eye(N_ROWS, dtype=bool)].all()
+    assert blocks[..., 0].all() == (name != "sliding_window")
 
 
 def test_patterns_are_what_their_names_say():
-    window = baselines.fixed("sliding_window", 0.43, 1, 1, N_ROWS)[0, 0]
+    plain = baselines.fixed("sliding_window", 0.43, 1, 1, N_ROWS)[0, 0]
+    assert not plain[-4:, 0].any()
+    window = baselines.fixed("sink_window", 0.43, 1, 1, N_ROWS)[0, 0]
     for i in range(4, N_ROWS):
         near = np.nonzero(window[i, 1:])[0] + 1
         np.testing.assert_array_equal(near, np.arange(near[0], i + 1))  # one run, to the diagonal

@@ -7,7 +7,7 @@
     run time  this input        vertical_slash, and SELECTOR/POLICY for three selectors
     oracle    this input's mass oracle/kl
 
-A method is scores and counts: block j of row i is kept if its score is among the row's counts.
+A method is given blocks, or scores of the input and counts: the best of each row are kept.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SOURCES = ("given", *select.ESTIMATES, "vertical_slash", "oracle")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """Scores from `source`, counts for every row; methods differ in arrays alone."""
+    """Blocks, given or by scores from `source`; methods differ in arrays alone."""
 
     counts: Any  # int32 [layers, N, n]
-    scores: Any  # float32 [layers, N, n, n], read if source is 0
+    given: Any  # bool [layers, N, n, n], the blocks if source is 0
     source: Any  # int32 []: index into SOURCES
     name: str = dataclasses.field(metadata={"static": True}, default="")
     kind: str = dataclasses.field(metadata={"static": True}, default="")
@@ -47,9 +47,13 @@ class Method:
 
     def blocks(self, layer: Any, q: Array, k: Array, block: int) -> Array:
         """The blocks of one sequence, q [T, N, H] and k [T, K, H]: bool [N, n, n]."""
-        branches = [lambda q, k: self.scores[layer]]
-        branches += [functools.partial(scores_of, name, block=block) for name in SOURCES[1:]]
-        return select.keep_top(lax.switch(self.source, branches, q, k), self.counts[layer])
+
+        def looked(source: str, q: Array, k: Array) -> Array:
+            return select.keep_top(scores_of(source, q, k, block), self.counts[layer])
+
+        branches = [lambda q, k: self.given[layer]]
+        branches += [functools.partial(looked, name) for name in SOURCES[1:]]
+        return lax.switch(self.source, branches, q, k)
 
 
 def scores_of(source: str, q: Array, k: Array, block: int) -> Array:
@@ -84,10 +88,10 @@ def _fixed(profile: Profile, density: float, length: int) -> Iterator[Method]:
     n = rows.count_blocks(length, profile.facts.block)
     for name in baselines.FIXED:
         kept = baselines.fixed(name, density, layers, heads, n)
-        yield _given(name, "fixed", kept.sum(-1), kept)
+        yield _given(name, "fixed", kept)
     counts = budget.entropy(profile.statistics.entropy, density, n).counts
-    draws = [baselines.order("random", n, heads, 100 + layer) for layer in range(layers)]
-    yield _given("seed_entropy", "seed", counts, np.stack(draws))
+    draws = np.stack([baselines.order("random", n, heads, 100 + i) for i in range(layers)])
+    yield _given("seed_entropy", "seed", select.keep_top(draws, counts))
     counts = budget.uniform(density, layers, heads, n).counts
     yield _looking("vertical_slash", "run time", counts, "vertical_slash")
 
@@ -110,7 +114,9 @@ def _planned(profile: Profile, density: float, length: int, label: str) -> Itera
             continue
         plan = make(profile, density, policy, selector).at(length)
         if selector == "static":
-            yield _given(name, "static", plan.counts, plan.scores)
+            yield _given(
+                name, "static", select.keep_top(plan.scores, plan.counts, profile.facts.band)
+            )
         else:
             yield _looking(name, "run time", plan.counts, selector)
             if (selector, policy, label) == ("gaussian", "kl", ""):
@@ -124,7 +130,7 @@ def of_plan(plan: Plan, length: int) -> Method:
         raise ValueError("plans with top_p visit what the input asks for; measure one without it")
     name = f"{terms.selector}/{terms.policy}"
     if terms.selector == "static":
-        return _given(name, "static", plan.counts, plan.scores)
+        return _given(name, "static", select.keep_top(plan.scores, plan.counts, terms.band))
     return _looking(name, "run time", plan.counts, terms.selector)
 
 
@@ -133,12 +139,12 @@ def _at(counts: np.ndarray, density: float, length: int, profile: Profile) -> np
     return np.asarray(Plan(counts, None, terms).at(length).counts)
 
 
-def _given(name: str, kind: str, counts: Any, scores: Any) -> Method:
-    scores = jnp.asarray(scores, jnp.float32)
-    return Method(jnp.asarray(counts, jnp.int32), scores, jnp.int32(0), name, kind)
+def _given(name: str, kind: str, blocks: Any) -> Method:
+    blocks = jnp.asarray(blocks)
+    return Method(blocks.sum(-1, dtype=jnp.int32), blocks, jnp.int32(0), name, kind)
 
 
 def _looking(name: str, kind: str, counts: Any, source: str, corrected: bool = False) -> Method:
     counts = jnp.asarray(counts, jnp.int32)
-    nothing = jnp.zeros((*counts.shape, counts.shape[-1]), jnp.float32)
+    nothing = jnp.zeros((*counts.shape, counts.shape[-1]), bool)
     return Method(counts, nothing, jnp.int32(SOURCES.index(source)), name, kind, corrected)

@@ -151,9 +151,9 @@ def compare_predictions(
     return jax.tree.map(lambda x: x.sum() / (T - 1), lax.map(some, tuple(parts)))
 
 
-def mean_and_error(values: Any) -> tuple[float, float]:
-    """Mean over documents and its standard error (NaN for one document)."""
+def mean_and_error(values: Any) -> tuple[float, float | None]:
+    """Mean over documents and its standard error, which one document does not have."""
     values = np.asarray(values, np.float64)
     if len(values) < 2:
-        return float(values.mean()), math.nan
+        return float(values.mean()), None
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))

@@ -83,7 +83,7 @@ def measure_methods(
 
 
 def _plain(method: Method) -> Method:
-    return Method(method.counts, method.scores, method.source)
+    return Method(method.counts, method.given, method.source)
 
 
 def _row(
@@ -113,12 +113,11 @@ def _dense_pass(
         q, k, v = seen.q[0], seen.k[0], seen.v[0]
         looked = jnp.stack([scores_of(name, q, k, block) for name in SOURCES[1:]])
         ones = jnp.arange(M)
-        scores = jnp.where(
-            (methods.source == 0)[:, None, None, None],
-            methods.scores[ones, layer],
-            looked[jnp.maximum(methods.source - 1, 0)],
+        kept = select.keep_top(
+            looked[jnp.maximum(methods.source - 1, 0)], methods.counts[ones, layer]
         )
-        blocks = select.keep_top(scores, methods.counts[ones, layer])
+        is_given = (methods.source == 0)[:, None, None, None]
+        blocks = jnp.where(is_given, methods.given[ones, layer], kept)
         quality = compare(q, k, v, seen.kernel, blocks, block=block, corrected=corrected)
         every, counts = carry
         every = jax.tree.map(lambda all_, x: all_.at[layer].set(x), every, quality)
@@ -207,7 +206,7 @@ def run_table(
         table["densities"][str(density)] = {"seconds": seconds, "rows": found}
         table["provenance"] = provenance or {}
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(table, indent=1) + "\n")
+        out.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
         out.with_suffix(".md").write_text(to_markdown(table))
     return table
 
@@ -245,8 +244,8 @@ def to_markdown(table: dict[str, Any]) -> str:
             cells = [row["method"], row["kind"], f"{row['realised_density_ratio']:.4f}"]
             for name in COLUMNS:
                 scale, digits, unit = (100, 2, " %") if name == "perplexity_gap" else (1, 4, "")
-                value, error = scale * row[name], scale * row[f"{name}_standard_error"]
-                shown = "" if np.isnan(error) else f" ± {error:.{digits}f}"
-                cells.append(f"{value:.{digits}f}{shown}{unit}")
+                error = row[f"{name}_standard_error"]
+                shown = "" if error is None else f" ± {scale * error:.{digits}f}"
+                cells.append(f"{scale * row[name]:.{digits}f}{shown}{unit}")
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 A pattern is an order of every row's blocks and a count for every row: its first `counts` blocks.
 The order says what the pattern is; the counts make its density exact, to a block in all.
 
-    sliding_window   nearest first                                every row the same count
+    sliding_window   nearest only, the first block not kept       every row the same count
     sink_window      the first block, then nearest                every row the same count
     longformer       the first two blocks, then nearest           every row the same count
     bigbird          first, half of the rest nearest, half random every row the same count
@@ -13,7 +13,7 @@ The order says what the pattern is; the counts make its density exact, to a bloc
     seed_entropy     any                                          each head by its entropy
     vertical_slash   columns and diagonals of the last queries    each row its share
 
-All of them keep the first block and the diagonal, as HADS does, so that density means the same.
+All but the plain window keep the first block and the diagonal, as HADS does; all count them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def order(name: str, n: int, heads: int = 1, seed: int = 0, near: int = 0) -> np
     away = (row - column).astype(np.float64)
     draws = np.random.default_rng(seed).random((heads, n, n))
     nearest = -away / n
-    if name == "sliding_window" or name == "sink_window":
+    if name == "sink_window":
         scores = nearest
     elif name == "longformer":
         scores = np.where(column < 2, 1, nearest)
@@ -95,6 +95,9 @@ FIXED = ("sliding_window", "sink_window", "longformer", "bigbird", "strided", "r
 def fixed(name: str, density: float, layers: int, heads: int, n: int, seed: int = 0) -> np.ndarray:
     """The blocks of a fixed pattern, bool [layers, heads, n, n]."""
     many = counts(name, density, layers, heads, n)
+    if name == "sliding_window":
+        row, column = np.ogrid[:n, :n]
+        return (column <= row) & (column > row - many[..., None])
     typical = int(many[0, 0, -1])
     near = {"bigbird": typical // 2, "strided": typical // 3}.get(name, 0)
     kept = [
