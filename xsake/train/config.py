@@ -360,4 +360,7 @@ _GPT = Config(
     run=Run(name="gpt-37m"),
 )
 
-PRESETS: dict[str, Config] = {"tiny": Config(), "shipped": _SHIPPED, "gpt-37m": _GPT}
+# for first steps on a CPU, with room for any tokenizer of up to 8,192 entries
+_TINY = Config(model=dataclasses.replace(MODELS["tiny"], vocab_size=8192), run=Run(name="tiny"))
+
+PRESETS: dict[str, Config] = {"tiny": _TINY, "shipped": _SHIPPED, "gpt-37m": _GPT}
