@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import tyro
 
 from xsake.bench.checks import WrongResultError
-from xsake.cli import checkpoints, machine
+from xsake.cli import checkpoints, hads, machine
 from xsake.cli.terminal import console
 
-COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "doctor": machine.doctor,
     "demo": machine.demo,
     "bench": machine.bench,
     "inspect": checkpoints.inspect,
     "generate": checkpoints.generate,
+    "calibrate": hads.calibrate,
+    "plan": hads.plan,
+    "evaluate": hads.evaluate,
 }
 
 
