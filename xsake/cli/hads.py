@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from xsake.bench import timing
-from xsake.cli.terminal import console
+from xsake.cli.terminal import Out, console
 
-Out = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
 Dtype = Literal["float32", "bfloat16"]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -9,6 +13,8 @@ import xsake
 from xsake import _jax
 
 console = Console(highlight=False)
+
+Out = Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # where a command writes
 
 
 def fast_dtype() -> str:
