@@ -73,10 +73,9 @@ def narrowed(lists: Lists, rule: Rule, grid: Grid) -> Lists:
 def transposed(lists: Lists, n_columns: int) -> Lists:
     """The same blocks listed by column. Keeps M."""
     capacity, n_rows = lists.kv_index.shape[-1], lists.kv_count.shape[-1]
-    if n_rows < 1 << 15 and n_rows * n_columns <= 4 * capacity:
+    if n_rows < 1 << 15 and n_rows * n_columns <= 16 * capacity:
         turned = functools.partial(transposed_by_counting, n_columns=n_columns)
-        packed = jax.vmap(jax.vmap(turned))(*lists[:4])
-        return Lists._make([*packed, lists.overflow])
+        return Lists._make([*jax.vmap(jax.vmap(turned))(*lists[:4]), lists.overflow])
     rows, columns, full, live = entries_of(lists)
     packed = pack(columns, rows, full, live, n_columns, capacity)
     return packed._replace(overflow=lists.overflow)

@@ -14,6 +14,7 @@ import xsake
 from tests import oracle
 from xsake import masks
 from xsake.attention import BACKENDS
+from xsake.backends import hopper
 from xsake.bench.cases import CONFORMANCE, Case
 
 # max |error| ÷ max |reference|. float32: sums of a few hundred terms of relative error 6e-8, and
@@ -26,13 +27,14 @@ DIFFERENTIABLE = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "s
 
 
 def taken_by(case: Case, backend: str) -> Case:
-    """The case as a backend takes it: kernels want half precision and blocks of 128.
+    """The case as a backend takes it: kernels want half precision and blocks of 64 or 128.
 
     Skips, with the backend's own reason, what it cannot run on this machine.
     """
     if backend == "hopper":
         dtype = case.dtype if case.dtype != "float32" else "bfloat16"
-        case = dataclasses.replace(case, dtype=dtype, block=(128, 128))
+        block = tuple(x if x in hopper.BLOCKS else 128 for x in case.block)
+        case = dataclasses.replace(case, dtype=dtype, block=block)
     reason = xsake.explain(**case.arguments()).reasons[backend]
     if reason is not None:
         pytest.skip(f"{backend} {reason}")

@@ -27,10 +27,14 @@ class Options:
     Attributes:
       deterministic: gradients bit-equal from run to run, where that costs speed.
       xla_rows: query rows that the `xla` backend handles in one batched product.
+      hopper_forward: a hopper_forward.ForwardTiling instead of the measured table's.
+      hopper_backward: a hopper_backward.BackwardTiling instead of the measured table's.
     """
 
     deterministic: bool = False
     xla_rows: int = 512
+    hopper_forward: Any = None
+    hopper_backward: Any = None
 
     def __post_init__(self) -> None:
         if self.xla_rows < 1:

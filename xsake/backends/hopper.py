@@ -1,8 +1,8 @@
 """Hopper GPUs (sm90): checks, what the kernels need of a rule, and the gradient's wiring.
 
-    rule ── token_rule ── an expression of (b, n, q, k) and of integers per query and per key
-    lists ─┬─ hopper_forward.py ── out, logsumexp
-           └─ transposed ── hopper_backward.py ── dq, dk, dv
+rule ── token_rule ── an expression of (b, n, q, k) and of integers per query and per key
+lists ─┬─ hopper_forward.py ── out, logsumexp
+       └─ transposed ── hopper_backward.py ── dq, dk, dv
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from jax.extend import core
 
 from xsake import _jax
 from xsake.backends import Options, Sizes, first_order_only
+from xsake.backends.hopper_tilings import measured
 from xsake.block_mask import BlockMask
 from xsake.masks import carrying, positional
 from xsake.masks.rule import And, Everything, Not, Or, Rule, Tokens
 
-HEAD_SIZES = (64, 128)  # what both kernels are compiled for; others are filled up with zeros
+HEAD_SIZES = (64, 128, 256)  # of q and k, and of v; others are filled up with zeros
+BLOCKS = (64, 128)  # on each side
 NEEDS_JAX = (0, 11)
 
 
@@ -50,8 +52,8 @@ def why_not(
         return "has no bias"
     if max(q.shape[-1], v.shape[-1]) > HEAD_SIZES[-1]:
         return f"takes heads of up to {HEAD_SIZES[-1]}; these are {q.shape[-1]} and {v.shape[-1]}"
-    if mask.block != (128, 128):
-        return f"takes blocks of 128 × 128; these are {mask.block[0]} × {mask.block[1]}"
+    if not set(mask.block) <= set(BLOCKS):
+        return f"takes blocks of 64 and 128; these are {mask.block[0]} × {mask.block[1]}"
     try:
         token_rule(mask.rule, *mask.shape)
     except UnsupportedRuleError as reason:
@@ -72,14 +74,14 @@ def forward(
 ) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
     Hv = v.shape[-1]
-    size = next(size for size in HEAD_SIZES if size >= max(q.shape[-1], Hv))
-    settings = Settings(float(scale), soft_cap, options.deterministic)
-    out, logsumexp = _attention(settings, *(_filled_up(x, size) for x in (q, k, v)), mask)
+    settings = Settings(float(scale), soft_cap, options)
+    out, logsumexp = _attention(settings, *map(_filled_up, (q, k, v)), mask)
     return out[..., :Hv], logsumexp
 
 
-def _filled_up(x: Array, size: int) -> Array:
+def _filled_up(x: Array) -> Array:
     """Zeros behind the head, up to a size that the kernels have: they add nothing to a product."""
+    size = next(size for size in HEAD_SIZES if size >= x.shape[-1])
     return x if size == x.shape[-1] else jnp.pad(x, ((0, 0),) * 3 + ((0, size - x.shape[-1]),))
 
 
@@ -89,7 +91,7 @@ class Settings:
 
     scale: float
     soft_cap: float | None
-    deterministic: bool
+    options: Options
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +130,8 @@ def _forward(
         rule=_kernel_rule(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
-        tiling=kernels.tiling_for(Sizes.of(q, k, v)),
+        tiling=settings.options.hopper_forward
+        or kernels.ForwardTiling(**measured("forward", Sizes.of(q, k, v), mask)),
     )
     return out, jnp.moveaxis(logsumexp, 1, 2)
 
@@ -139,6 +142,12 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
 
     q, k, v, mask, out, logsumexp = saved
     d_out, d_logsumexp = cotangents
+    options = settings.options
+    tiling = options.hopper_backward or kernels.BackwardTiling(
+        **measured("backward", Sizes.of(q, k, v), mask)
+    )
+    if options.deterministic:  # the fused form adds dq in any order
+        tiling = dataclasses.replace(tiling, fused=False)
     return kernels.backward(
         q,
         k,
@@ -153,13 +162,13 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
         rule=_kernel_rule(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
-        tiling=kernels.tiling_for(Sizes.of(q, k, v), settings.deterministic),
+        tiling=tiling,
     )
 
 
 def _kernel_rule(mask: BlockMask) -> Any:
     """The mask's rule as the kernels take it, None without one."""
-    from xsake.backends.hopper_forward import TokenRule
+    from xsake.backends.hopper_items import TokenRule
 
     expression, rows, columns = token_rule(mask.rule, *mask.shape)
     if expression is None:

@@ -3,9 +3,10 @@
     delta = rowsum(d_out * out) - d_lse                                  plain XLA, one pass
 
     seven products, bitwise repeatable:
-      _Columns  one item = 128 keys, visits its row blocks:    dv += pT d_out     dk += dsT q
-      _Rows     one item = 128 queries, visits its kv blocks:  dq += ds k
+      _Columns  one item = a kv block, visits its row blocks:   dv += pT d_out     dk += dsT q
+      _Rows     one item = a row block, visits its kv blocks:   dq += ds k
     five products (`fused`): _Columns also makes ds k and adds it to dq in float32, in any order
+    eight products, with a head of 256: _Columns runs twice, for dk and dv have no room together
 
     p = 2^(s - lse) in base 2,  dp = d_out vT,  ds = p (dp - delta), with a cap (1 - tanh²) ds
 
@@ -30,22 +31,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
-from xsake.backends.hopper_forward import (
+from xsake.backends.hopper_forward import _pad_tokens, work_table
+from xsake.backends.hopper_items import (
     COLUMN,
     COMPUTE,
     LOG2E,
+    PIECE,
     ROW,
     ROWS,
     THREADS,
     TILE,
-    Item,
+    BlockKernel,
+    Handover,
     TokenRule,
-    _pad_tokens,
-    work_table,
+    check_sizes,
+    tiles,
 )
 from xsake.block_lists import Lists
 
-TILE_ROWS = COMPUTE * ROWS  # keys of an item of _Columns, queries of an item of _Rows
+FUSED_SIZE = 128  # the largest head of the fused form
+MOST_COLUMNS = 256  # of accumulators in a warpgroup's registers
+OUT_COLUMNS = 128  # results leave in pieces so wide
 # Named barriers 0 to 3 belong to Mosaic (the CTA and its warpgroups).
 DS_BARRIER = 4
 
@@ -54,14 +60,18 @@ DS_BARRIER = 4
 class BackwardTiling:
     """What may change the speed of the backward, never its values beyond rounding."""
 
-    fused: bool = False  # five products, dq added in float32 in any order
-    # Queries per product of _Columns; None: 64 at H = 128 (registers), 128 at H = 64 if fused.
+    fused: bool = True  # five products, dq added in float32 in any order; up to H = Hv = 128
+    # Queries per product of _Columns; None: 128 if fused at H = Hv = 64, else 64 (registers).
     row_step: int | None = None
-    row_stages: int = 2  # Q and d_out tiles in flight, each
+    # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 if there is room, else 2.
+    row_stages: int | None = None
     ds_stages: int = 2  # fused: dsT tiles; with one, the warpgroups meet twice per step
-    ahead: bool = False  # scores of the next step are issued before this step's products end
-    key_step: int = 128  # keys per product of _Rows; divides the mask's kv block
-    key_stages: int = 2  # K and V tiles in flight, each
+    # Scores of the next step are issued before this step's products end; not with blocks of 64.
+    ahead: bool = False
+    # Keys per product of _Rows; divides the mask's kv block. None: all, or 64 with a head of 256.
+    key_step: int | None = None
+    # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
+    key_stages: int | None = None
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     order: str = "sections"  # as in ForwardTiling
     compute_registers: int = 240
@@ -71,14 +81,6 @@ class BackwardTiling:
 
 
 DEFAULT_TILING = BackwardTiling()
-
-
-def tiling_for(sizes: Any, deterministic: bool) -> BackwardTiling:
-    """A provisional choice by length; docs/kernels.md says what it rests on.
-
-    The fused form adds dq in any order; where gradients must repeat bit for bit, seven products.
-    """
-    return BackwardTiling(fused=not deterministic, persistent=sizes.T < 8192)
 
 
 def backward(
@@ -119,26 +121,30 @@ def backward(
     common = dict(
         scale=1 / math.sqrt(shape.size) if scale is None else scale,
         soft_cap=soft_cap,
-        allows=rule.allows,
-        rows=len(rows),
-        columns=len(keys),
-        interpret=bool(interpret),
+        rule=rule,
+        interpret=interpret,
     )
     if column_work is None:
         column_work = column_table(columns, shape.batch, shape.heads, shape.head_bytes, tiling)
-    by_columns = _Columns(shape, tiling, **common)
-    dk, dv, dq = by_columns(
-        (*padded, *statistics, column_work, columns.kv_index.reshape(-1), *rows, *keys), interpret
-    )
-    if not tiling.fused:
+    fused = tiling.fused and max(shape.size, shape.value_size) <= FUSED_SIZE
+    made: dict[str, jax.Array] = {}
+    together = shape.size + shape.value_size <= MOST_COLUMNS
+    for makes in (("dk", "dv"),) if together else (("dk",), ("dv",)):
+        by_columns = _Columns(shape, tiling, makes=makes, fused=fused, **common)
+        made |= by_columns(
+            (*padded, *statistics, column_work, columns.kv_index.reshape(-1), *rows, *keys),
+            interpret,
+        )
+    if not fused:
         if row_work is None:
             row_work = row_table(lists, shape.batch, shape.heads, shape.kv_heads, shape, tiling)
         by_rows = _Rows(shape, tiling, **common)
-        dq = by_rows(
+        made["dq"] = by_rows(
             (*padded, *statistics, row_work, lists.kv_index.reshape(-1), *rows, *keys), interpret
         )
     group = shape.heads // shape.kv_heads
-    return dq[:, : shape.queries], *(_sum_heads(x[:, : shape.keys], group) for x in (dk, dv))
+    dk, dv = (_sum_heads(made[x][:, : shape.keys], group) for x in ("dk", "dv"))
+    return made["dq"][:, : shape.queries], dk, dv
 
 
 def column_table(
@@ -217,14 +223,7 @@ class _Shape:
             raise ValueError(
                 f"key is {k.shape}; this query and value ask for {(batch, keys, kv_heads, size)}"
             )
-        if block != (TILE_ROWS, TILE_ROWS):
-            raise ValueError(f"the backward takes blocks of {TILE_ROWS} x {TILE_ROWS}, not {block}")
-        if size != value_size or size not in (64, 128):
-            raise ValueError(f"the backward takes H = Hv = 64 or 128, not {size} and {value_size}")
-        if block[1] % tiling.key_step:
-            raise ValueError(
-                f"a step of {tiling.key_step} keys does not divide a block of {block[1]}"
-            )
+        check_sizes(block, size, value_size)
         for name, x, tokens, size_of in (
             ("rows", lists, queries, block[0]),
             ("columns", columns, keys, block[1]),
@@ -239,30 +238,46 @@ class _Shape:
         )
 
 
-class _Kernel:
-    """What both kernels share: items, logits, the rule. `self` holds what is static."""
+class _Kernel(BlockKernel):
+    """What both kernels share beyond items and the rule: steps, logits, results."""
 
-    # What the two of them say for themselves.
-    blocks: int  # work items per head
-    step: int  # tokens per product
-    splits: int  # products per visit
-    stages: int  # tiles in flight
     compute: Any  # the roles
     memory: Any
 
-    def __init__(self, shape, tiling, *, scale, soft_cap, allows, rows, columns, interpret):
-        self.shape = shape
+    def __init__(self, shape, tiling, *, axis, step, scale, soft_cap, rule, interpret):
         self.tiling = tiling
         self.scale = scale
         self.soft_cap = soft_cap
-        self.allows = allows
-        self.num_rows = rows
-        self.num_columns = columns
-        self.interpret = interpret
-        self.items = shape.batch * shape.heads * self.blocks
-        self.ctas = min(tiling.sms, self.items) if tiling.persistent else self.items
-        # Without a rule the only partial blocks are those that reach past the last key.
-        self.has_partial = allows is not None or shape.keys % shape.block[1] != 0
+        self.shape = shape
+        self.alternate = shape.block[axis] == ROWS
+        super().__init__(
+            shape,
+            rule,
+            item_block=shape.block[axis],
+            visit_block=shape.block[1 - axis],
+            items=shape.batch * shape.heads * (shape.row_blocks, shape.kv_blocks)[axis],
+            step=step,
+            persistent=tiling.persistent and not self.lean,
+            sms=tiling.sms,
+            interpret=interpret,
+        )
+
+    def stages_of(self, asked):
+        """Tiles in flight of what is loaded once per step, and of what is free early in a step."""
+        large = max(self.shape.size, self.shape.value_size) > 128
+        stages = asked or (4 if self.alternate and self.step == 64 and not large else 2)
+        if stages % self.stride:
+            raise ValueError(f"blocks of {ROWS} take an even number of stages, not {stages}")
+        return stages, 1 if self.lean else stages
+
+    @property
+    def lean(self) -> bool:
+        """Whether shared memory has no room for results: they leave through an operand's place.
+
+        The place must not be filled again then, so a CTA has one item. One of the rings has one
+        stage: that of d_out or v, which are free early in a step.
+        """
+        return self.shape.size + self.shape.value_size > 384 and not self.alternate
 
     def launch(self, name, operands, out_type, scratch, interpret):
         return plgpu.kernel(
@@ -300,63 +315,18 @@ class _Kernel:
             plgpu.set_max_registers(self.tiling.memory_registers, action="decrease")
             self.memory(q, k, v, d_out, lse, delta, work, index, **scratch)
 
-    def tiles(self, *dims, dtype):
-        columns = 128 // jnp.dtype(dtype).itemsize
-        transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(dims, dtype, transforms=transforms)
-
-    # Work items
-
-    def for_each_item(self, work, visit, init):
-        """carry = visit(item, carry) for every item of this CTA, dealt as in the forward."""
-        cta = lax.axis_index("cta")
-
-        def record(turn):
-            place = (
-                jnp.where(turn % 2 == 0, cta, self.ctas - 1 - cta)
-                if self.tiling.persistent
-                else cta
-            )
-            row = jnp.minimum(turn * self.ctas + place, self.items - 1)
-            return Item(*(work[row, field] for field in range(len(Item._fields))))
-
-        if not self.tiling.persistent:
-            return visit(record(0), init)
-        rounds, rest = divmod(self.items, self.ctas)
-        place = cta if rounds % 2 == 0 else self.ctas - 1 - cta
-        turns = jnp.where(place < rest, rounds + 1, rounds)
-
-        def body(turn, carry):
-            item, state = carry
-            following = record(turn + 1)
-            return following, visit(item, state)
-
-        first = (record(jnp.int32(0)), jax.tree.map(jnp.int32, init))
-        return lax.fori_loop(0, turns, body, first)[1]
-
-    def first_token(self, index, item, t):
-        """Token index where step t of an item begins, on the axis it walks."""
-        if self.splits == 1:
-            return index[item.start + t] * TILE_ROWS
-        visit, part = lax.div(t, jnp.int32(self.splits)), lax.rem(t, jnp.int32(self.splits))
-        return index[item.start + visit] * TILE_ROWS + part * self.step
-
-    def slot(self, t):
-        return lax.rem(jnp.int32(t), jnp.int32(self.stages))
-
-    def run_steps(self, item, front, back):
-        """front and back of every step t of an item; its count is not 0.
+    def run_steps(self, wg, item, done, front, back):
+        """front and back of every step t of an item that is this warpgroup's.
 
         x = front(t, s, masked) begins with the scores s in flight, or issues them when s is None,
         and ends with nothing in flight. s = back(t, x, ahead) consumes x; with `ahead`, it returns
         with the scores of t + 1 in flight. Full steps come first, then those with the rule.
         """
-        full, count = item.full * self.splits, item.count * self.splits
-        if not self.has_partial:
-            full = count
-        if not self.tiling.ahead:
+        first_step, full, count = self.own_steps(wg, item, done)
+        if not self.tiling.ahead or self.alternate:
 
             def step(t, masked):
+                t = first_step + t * self.stride if self.alternate else t
                 back(t, front(t, None, masked), ahead=0)
 
             pl.loop(0, full)(lambda t: step(t, False))
@@ -399,39 +369,6 @@ class _Kernel:
         p = mask(jnp.exp2(capped * (self.soft_cap * LOG2E) - lse))
         return p, p * (1.0 - capped * capped)
 
-    def allowed(self, item, first_query, first_key, dims, row_tiles, column_tiles):
-        """What the rule allows in a tile. dims: the axis of queries, the axis of keys."""
-        shape = (ROWS, self.step)
-        q_index, k_index = (
-            plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=TILE) + first
-            for dim, first in zip(dims, (first_query, first_key), strict=True)
-        )
-        allowed = None
-        if self.allows is not None:
-            allowed = self.allows(
-                item.b,
-                item.n,
-                q_index,
-                k_index,
-                [lax.broadcast_in_dim(x, shape, [dims[0]]) for x in row_tiles],
-                [lax.broadcast_in_dim(x, shape, [dims[1]]) for x in column_tiles],
-            )
-        if self.shape.keys % self.shape.block[1]:
-            inside = k_index < self.shape.keys
-            allowed = inside if allowed is None else allowed & inside
-        return allowed
-
-    def token_tiles(self, refs, item, first, length, layout):
-        """Values per token of the rule, from global memory."""
-        return [
-            plgpu.load(
-                x.at[item.b if x.shape[0] > 1 else 0, pl.ds(first, length)],
-                layout=layout,
-                optimized=False,
-            )
-            for x in refs
-        ]
-
     def product(self, acc_ref, left, right, left_smem=None):
         """acc += left right, with `left` in registers.
 
@@ -449,6 +386,11 @@ class _Kernel:
         Otherwise it keeps a descriptor per product of k and v in registers, and spills.
         """
         return wg if self.interpret else _opaque(wg)
+
+    def own(self, wg, ref):
+        """This warpgroup's rows of an operand that stays for the whole item."""
+        first = jnp.int32(0) if self.alternate else wg
+        return ref.at[pl.ds(self.again(first) * ROWS, ROWS)]
 
     def unless_empty(self, accumulate, item, sizes):
         """accumulate(*accumulators) -> tiles; zeros for an item without visits."""
@@ -482,78 +424,134 @@ class _Kernel:
             return ref[...]
         return plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
 
-    def store(self, tile, out_smem, gmem):
-        """Tile to global memory through this warpgroup's shared buffer; rows past T are dropped."""
-        # The copy before this one must have read the buffer.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_smem[...] = tile.astype(out_smem.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, gmem)
+    def out_tiles(self, sizes, dtype) -> dict[str, Any]:
+        """A buffer per warpgroup for results of these sizes, unless they leave otherwise."""
+        if self.lean:
+            return {}
+        if self.alternate:
+            piece = tiles(ROWS, PIECE, dtype=jnp.float32)
+            out = tiles(1, ROWS, PIECE, dtype=dtype)
+            return {"out_smem": out, "piece_smem": piece, **Handover.barriers()}
+        return {"out_smem": tiles(COMPUTE, ROWS, min(*sizes, OUT_COLUMNS), dtype=dtype)}
+
+    def store(self, wg, tile, scale, out_smem, gmem, handover):
+        """scale * tile to global memory; rows past T are dropped.
+
+        Tiles of two warpgroups that alternate are summed.
+        """
+        if not self.alternate:
+            self.copy_out(tile * scale, out_smem, gmem)
+            return
+
+        @pl.when(wg == 1)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dq left through the same place
+            handover.give(tile)
+
+        @pl.when(wg == 0)
+        def _():
+            for column in range(0, tile.shape[-1], PIECE):
+                piece, _ = handover.take()
+                piece = (tile[:, column : column + PIECE] + piece) * scale
+                self.copy_out(piece, out_smem, gmem.at[:, pl.ds(column, PIECE)])
+
+    def copy_out(self, tile, out_smem, gmem):
+        """Tile to global memory through shared memory, as many columns as fit there at a time."""
+        width = out_smem.shape[-1]
+        tile = tile.astype(out_smem.dtype)
+        for column in range(0, tile.shape[-1], width):
+            # The copy before this one must have read the buffer.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_smem[...] = tile[:, column : column + width]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem, gmem.at[:, pl.ds(column, width)])
 
 
 class _Columns(_Kernel):
-    """dk and dv of 128 keys, over the row blocks that see them; fused, their part of dq too."""
+    """dk and dv of a kv block, or one of them, over the row blocks that see it.
 
-    def __init__(self, shape, tiling, **static):
-        self.blocks = shape.kv_blocks
-        self.step = tiling.row_step or (128 if tiling.fused and shape.size == 64 else 64)
-        self.splits = TILE_ROWS // self.step
-        self.stages = tiling.row_stages
-        super().__init__(shape, tiling, **static)
-        # A warpgroup makes 64 queries of the step's dq, or 64 columns of the head.
-        self.dq_by_rows = self.step == TILE_ROWS
-        if tiling.fused and not self.dq_by_rows and shape.size != TILE_ROWS:
-            raise ValueError(f"fused, H = {shape.size} needs row_step = {TILE_ROWS}")
+    Fused, its part of dq too.
+    """
+
+    def __init__(self, shape, tiling, *, makes, fused, **static):
+        self.sizes = {"dk": shape.size, "dv": shape.value_size}
+        self.sizes = {name: self.sizes[name] for name in makes}
+        self.makes_dk, self.makes_dv = "dk" in makes, "dv" in makes
+        self.fused = fused
+        small = shape.size == shape.value_size == 64
+        step = 128 if fused and small and shape.block == (128, 128) else 64
+        super().__init__(shape, tiling, axis=1, step=tiling.row_step or step, **static)
+        self.stages, self.d_out_stages = self.stages_of(tiling.row_stages)
+        # A warpgroup makes 64 queries of the step's dq, or 64 columns of the head, or all of it: at
+        # its own steps, or at every other one.
+        pieces = self.step // ROWS * shape.size // PIECE
+        self.dq_by = "rows" if self.step > ROWS else "columns" if pieces > 1 else "turns"
+        if self.alternate:
+            self.dq_by = "steps"
+        if fused and (pieces > COMPUTE or (self.alternate and self.step > ROWS)):
+            raise ValueError(f"fused, this shape needs row_step = {ROWS}, not {self.step}")
+
+    @property
+    def lean(self) -> bool:
+        """Whether shared memory has no room for dk."""
+        return self.makes_dk and super().lean
 
     def __call__(self, operands, interpret):
         shape = self.shape
         q, k = operands[:2]
         out_type = tuple(
             jax.ShapeDtypeStruct((shape.batch, k.shape[1], shape.heads, size), q.dtype)
-            for size in (shape.size, shape.value_size)
+            for size in self.sizes.values()
         )
         scratch = self.scratch(q.dtype)
-        name = "xsake_backward_dkv"
-        if not self.tiling.fused:
-            return *self.launch(name, operands, out_type, scratch, interpret), None
+        name = "xsake_backward_d" + "".join(x[1] for x in self.sizes)
+        if not self.fused:
+            results = self.launch(name, operands, out_type, scratch, interpret)
+            return dict(zip(self.sizes, results, strict=True))
         sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
         dk, dv = self.launch(name + "q", (*operands, sums), out_type, scratch, interpret)
-        return dk, dv, (jax.freeze(sums) * self.scale).astype(q.dtype)
+        return {"dk": dk, "dv": dv, "dq": (jax.freeze(sums) * self.scale).astype(q.dtype)}
 
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a CTA."""
-        shape, stages, step = self.shape, self.stages, self.step
-        free = dict(num_arrivals=COMPUTE)
+        shape, stages, d_out_stages, step = self.shape, self.stages, self.d_out_stages, self.step
+        free = dict(num_arrivals=self.consumers)
         scratch = dict(
-            k_smem=self.tiles(TILE_ROWS, shape.size, dtype=dtype),
-            v_smem=self.tiles(TILE_ROWS, shape.value_size, dtype=dtype),
-            q_smem=self.tiles(stages, step, shape.size, dtype=dtype),
-            d_out_smem=self.tiles(stages, step, shape.value_size, dtype=dtype),
-            out_smem=self.tiles(COMPUTE, ROWS, shape.size, dtype=dtype),
+            k_smem=tiles(shape.block[1], shape.size, dtype=dtype),
+            q_smem=tiles(stages, step, shape.size, dtype=dtype),
+            d_out_smem=tiles(d_out_stages, step, shape.value_size, dtype=dtype),
+            **self.out_tiles(self.sizes.values(), dtype),
             lse_smem=plgpu.SMEM((stages, step), jnp.float32),
-            delta_smem=plgpu.SMEM((stages, step), jnp.float32),
             k_ready=plgpu.Barrier(),
-            v_ready=plgpu.Barrier(),
             q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # Q and lse
-            d_out_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # d_out and delta
-            kv_free=plgpu.Barrier(**free),
+            # d_out and delta
+            d_out_ready=plgpu.Barrier(num_arrivals=1 + self.makes_dk, num_barriers=d_out_stages),
+            kv_free=plgpu.Barrier(num_arrivals=COMPUTE),
             q_free=plgpu.Barrier(num_barriers=stages, **free),
-            d_out_free=plgpu.Barrier(num_barriers=stages, **free),
+            d_out_free=plgpu.Barrier(num_barriers=d_out_stages, **free),
         )
+        if self.makes_dk:
+            scratch["v_smem"] = tiles(shape.block[1], shape.value_size, dtype=dtype)
+            scratch["v_ready"] = plgpu.Barrier()
+            scratch["delta_smem"] = plgpu.SMEM((d_out_stages, step), jnp.float32)
         if self.interpret:
-            scratch["left_smem"] = self.tiles(COMPUTE, ROWS, step, dtype=dtype)
-        if self.tiling.fused:
-            scratch["ds_smem"] = self.tiles(self.tiling.ds_stages, TILE_ROWS, step, dtype=dtype)
-            scratch["dq_smem"] = self.tiles(COMPUTE, ROWS, 64, dtype=jnp.float32)
+            scratch["left_smem"] = tiles(COMPUTE, ROWS, step, dtype=dtype)
+        if self.fused:
+            ds_stages = 1 if self.alternate else self.tiling.ds_stages
+            scratch["ds_smem"] = tiles(ds_stages, COMPUTE * ROWS, step, dtype=dtype)
+            scratch["dq_smem"] = tiles(COMPUTE, ROWS, PIECE, dtype=jnp.float32)
+            if self.alternate:  # there is no room for these; dq_smem and ds_smem serve
+                del scratch["piece_smem"], scratch["out_smem"]
         return scratch
 
     def memory(
         self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, index,
-        *, q_smem, k_smem, v_smem, d_out_smem, lse_smem, delta_smem,
-        q_ready, k_ready, v_ready, d_out_ready, q_free, kv_free, d_out_free, **_,
+        *, q_smem, k_smem, d_out_smem, lse_smem,
+        q_ready, k_ready, d_out_ready, q_free, kv_free, d_out_free,
+        v_smem=None, v_ready=None, delta_smem=None, **_,
     ):  # fmt: skip
         """Copies K, V once per item and Q, d_out once per step, as soon as there is room."""
-        shape, stages = self.shape, self.stages
+        shape, stages, d_out_stages = self.shape, self.stages, self.d_out_stages
         group = shape.heads // shape.kv_heads
         copy = plgpu.copy_gmem_to_smem
 
@@ -564,9 +562,9 @@ class _Columns(_Kernel):
 
             @pl.loop(0, steps)
             def _(t):
-                slot = self.slot(done + t)
+                slot, d_out_slot = self.slot(done + t, stages), self.slot(done + t, d_out_stages)
                 queries = pl.ds(self.first_token(index, item, t), self.step)
-                keys = pl.ds(item.i * TILE_ROWS, TILE_ROWS)
+                keys = pl.ds(item.i * shape.block[1], shape.block[1])
 
                 @pl.when(done + t >= stages)
                 def _():
@@ -582,25 +580,27 @@ class _Columns(_Kernel):
                         plgpu.barrier_wait(kv_free)
 
                     copy(k_gmem.at[item.b, keys, head], k_smem, k_ready)
-                    copy(v_gmem.at[item.b, keys, head], v_smem, v_ready)
+                    if self.makes_dk:
+                        copy(v_gmem.at[item.b, keys, head], v_smem, v_ready)
 
-                @pl.when(done + t >= stages)
+                @pl.when(done + t >= d_out_stages)
                 def _():
-                    plgpu.barrier_wait(d_out_free.at[slot])
+                    plgpu.barrier_wait(d_out_free.at[d_out_slot])
 
-                ready = d_out_ready.at[slot]
-                copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem.at[slot], ready)
-                copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[slot], ready)
+                ready = d_out_ready.at[d_out_slot]
+                copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem.at[d_out_slot], ready)
+                if self.makes_dk:
+                    copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[d_out_slot], ready)
 
             return done + steps, items_before + (steps > 0).astype(jnp.int32)
 
         done, items = self.for_each_item(work, load_item, (0, 0))
         if self.interpret:  # it wants every completed phase observed
+            for free, its_stages in ((q_free, stages), (d_out_free, d_out_stages)):
 
-            @pl.loop(jnp.maximum(done - stages, 0), done)
-            def _(t):
-                plgpu.barrier_wait(q_free.at[self.slot(t)])
-                plgpu.barrier_wait(d_out_free.at[self.slot(t)])
+                @pl.loop(jnp.maximum(done - its_stages, 0), done)
+                def _(t, free=free, its_stages=its_stages):
+                    plgpu.barrier_wait(free.at[self.slot(t, its_stages)])
 
             @pl.when(items > 0)
             def _():
@@ -608,134 +608,192 @@ class _Columns(_Kernel):
 
     def compute(
         self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,
-        *, q_smem, k_smem, v_smem, d_out_smem, out_smem, lse_smem, delta_smem,
-        q_ready, k_ready, v_ready, d_out_ready, q_free, kv_free, d_out_free,
+        *, q_smem, k_smem, d_out_smem, lse_smem,
+        q_ready, k_ready, d_out_ready, q_free, kv_free, d_out_free,
+        out_smem=None, v_smem=None, v_ready=None, delta_smem=None,
         left_smem=None, ds_smem=None, dq_smem=None,
+        piece_smem=None, piece_ready=None, piece_taken=None,
     ):  # fmt: skip
         """64 keys of every item: dk and dv over its steps, then one store."""
-        shape, step = self.shape, self.step
-        sums, (dk_gmem, dv_gmem) = (outs[0], outs[1:]) if self.tiling.fused else (None, outs)
+        step = self.step
+        sums, outs = (outs[0], outs[1:]) if self.fused else (None, outs)
+        out_gmem = dict(zip(self.sizes, outs, strict=True))
         left = None if left_smem is None else left_smem.at[wg]
-        fused = int(self.tiling.fused)
+        if self.fused and self.alternate:
+            piece_smem, out_smem = dq_smem.at[1], ds_smem.at[:, pl.ds(0, ROWS)]
+        handover = Handover(piece_smem, piece_ready, piece_taken)
+        by_turns = self.fused and self.dq_by == "turns"
 
         def compute_item(item, done):
             steps = item.count * self.splits
-            first_key = item.i * TILE_ROWS + wg * ROWS
-            column_tiles = self.token_tiles(columns, item, first_key, ROWS, ROW)
+            first_key = self.first_row(item, wg)
+            column_values = self.token_values(columns, item, first_key, ROWS, ROW)
+            own = functools.partial(self.own, wg)
 
-            def own(ref):
-                return ref.at[pl.ds(self.again(wg) * ROWS, ROWS)]
+            def q_slot(t):
+                return self.slot(done + t, self.stages)
+
+            def d_out_slot(t):
+                return self.slot(done + t, self.d_out_stages)
 
             def scores(t):
                 """sT of step t, in flight."""
-                slot = self.slot(done + t)
-                plgpu.barrier_wait(q_ready.at[slot])
-                return self.issued(own(k_smem), q_smem.at[slot].transpose((1, 0)))
+                plgpu.barrier_wait(q_ready.at[q_slot(t)])
+                return self.issued(own(k_smem), q_smem.at[q_slot(t)].transpose((1, 0)))
 
             def front(t, s, masked):
-                """pT and dsT."""
+                """pT and dsT, None instead of what is not needed."""
 
                 def allowed():
                     first_query = self.first_token(index, item, t)
-                    row_tiles = self.token_tiles(rows, item, first_query, step, COLUMN)
+                    row_values = self.token_values(rows, item, first_query, step, COLUMN)
                     return self.allowed(
-                        item, first_query, first_key, (1, 0), row_tiles, column_tiles
+                        item, first_query, first_key, (1, 0), row_values, column_values
                     )
 
-                slot = self.slot(done + t)
-                d_out = d_out_smem.at[slot].transpose((1, 0))
+                def d_p():
+                    """dpT of step t, in flight."""
+                    d_out = d_out_smem.at[d_out_slot(t)].transpose((1, 0))
+                    return self.issued(own(v_smem), d_out)
+
                 s = scores(t) if s is None else s
-                plgpu.barrier_wait(d_out_ready.at[slot])
-                if masked is False:
-                    dp = self.issued(own(v_smem), d_out)
-                lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
-                s = self.settled(s, wait_n=1 if masked is False else 0)
+                plgpu.barrier_wait(d_out_ready.at[d_out_slot(t)])
+                early = self.makes_dk and masked is False
+                dp = d_p() if early else None
+                lse = plgpu.load(lse_smem.at[q_slot(t)], layout=COLUMN, optimized=False)
+                s = self.settled(s, wait_n=1 if early else 0)
                 lse = lax.broadcast_in_dim(lse, s.shape, [1])
                 p, slope = self.probabilities(s, lse, masked, allowed)
-                if masked is not False:  # the rule needed the registers of dp
+                if not self.makes_dk:
+                    return p.astype(d_out_smem.dtype), None
+                if not early:  # the rule needed the registers of dp
                     p, slope = lax.optimization_barrier((p, slope))
-                    dp = self.issued(own(v_smem), d_out)
-                p = p.astype(d_out.dtype)
-                delta = plgpu.load(delta_smem.at[slot], layout=COLUMN, optimized=False)
+                    dp = d_p()
+                p = p.astype(d_out_smem.dtype) if self.makes_dv else None
+                delta = plgpu.load(delta_smem.at[d_out_slot(t)], layout=COLUMN, optimized=False)
                 ds = slope * (self.settled(dp, 0) - lax.broadcast_in_dim(delta, s.shape, [1]))
-                return p, ds.astype(d_out.dtype)
+                if not self.makes_dv:
+                    plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
+                return p, ds.astype(d_out_smem.dtype)
 
-            def back(dk_ref, dv_ref, t, p_ds, ahead):
+            def back(refs, t, p_ds, ahead):
                 """dv += pT d_out, dk += dsT q, and dq."""
                 p, ds = p_ds
-                slot = self.slot(done + t)
-                self.product(dv_ref, p, d_out_smem.at[slot], left)
-                if fused:
-                    dq = self.issued(*self.share(wg, done + t, ds, ds_smem, k_smem))
+                if self.makes_dv:
+                    self.product(refs["dv"], p, d_out_smem.at[d_out_slot(t)], left)
+                if self.fused:
+                    self.share(wg, done + t, ds, ds_smem)
+                if self.fused and not by_turns:
+                    dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem))
                     plgpu.wgmma_wait(1)  # dv is done, and the registers of p are free
-                    plgpu.barrier_arrive(d_out_free.at[slot])
-                self.product(dk_ref, ds, q_smem.at[slot], left)
+                    plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
+                if self.makes_dk:
+                    self.product(refs["dk"], ds, q_smem.at[q_slot(t)], left)
                 s = scores(t + 1) if ahead else None
-                if fused:
+                if self.fused and not by_turns:
                     dq = self.settled(dq, ahead + 1)
                     self.add_dq(wg, item, self.first_token(index, item, t), dq, dq_smem, sums)
-                else:
-                    plgpu.wgmma_wait(ahead + 1)  # dv is done
-                    plgpu.barrier_arrive(d_out_free.at[slot])
+                elif self.makes_dv:
+                    plgpu.wgmma_wait(ahead + self.makes_dk)  # dv is done
+                    plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
+                if self.fused and self.dq_by == "steps":
+                    for column in range(PIECE, self.shape.size, PIECE):
+                        dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem, column))
+                        dq = self.settled(dq, 0)
+                        first_query = self.first_token(index, item, t)
+                        self.add_dq(wg, item, first_query, dq, dq_smem, sums, column)
                 plgpu.wgmma_wait(ahead)  # dk is done
-                plgpu.barrier_arrive(q_free.at[slot])
+                plgpu.barrier_arrive(q_free.at[q_slot(t)])
+                if by_turns:
+
+                    @pl.when(lax.rem(done + t, jnp.int32(COMPUTE)) == wg)
+                    def _():
+                        dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem))
+                        dq = self.settled(dq, 0)
+                        self.add_dq(wg, item, self.first_token(index, item, t), dq, dq_smem, sums)
+
                 return s
 
-            def accumulate(dk_ref, dv_ref):
+            def accumulate(*accumulators):
                 plgpu.barrier_wait(k_ready)
-                plgpu.barrier_wait(v_ready)
-                self.run_steps(item, front, functools.partial(back, dk_ref, dv_ref))
+                if self.makes_dk:
+                    plgpu.barrier_wait(v_ready)
+                refs = dict(zip(self.sizes, accumulators, strict=True))
+                self.run_steps(wg, item, done, front, functools.partial(back, refs))
                 plgpu.barrier_arrive(kv_free)
-                return dk_ref[...], dv_ref[...]
+                return tuple(ref[...] for ref in refs.values())
 
-            sizes = (ROWS, shape.size), (ROWS, shape.value_size)
-            dk, dv = self.unless_empty(accumulate, item, sizes)
+            sizes = [(ROWS, size) for size in self.sizes.values()]
+            results = self.unless_empty(accumulate, item, sizes)
+            results = dict(zip(self.sizes, results, strict=True))
             keys = pl.ds(first_key, ROWS)
-            self.store(dv, out_smem.at[wg], dv_gmem.at[item.b, keys, item.n])
-            self.store(dk * self.scale, out_smem.at[wg], dk_gmem.at[item.b, keys, item.n])
+            place = own(k_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
+            for name, scale in (("dv", 1.0), ("dk", self.scale)):
+                if name in results:
+                    gmem = out_gmem[name].at[item.b, keys, item.n]
+                    self.store(wg, results[name], scale, place, gmem, handover)
             return done + steps
 
         self.for_each_item(work, compute_item, 0)
         plgpu.wait_smem_to_gmem(0)
 
-    # dq of the step: all 128 keys, one half of the tile by each warpgroup
+    # dq of the step: of all 128 keys, one half of the tile by each warpgroup; or of all 64 keys
 
     def half(self, wg):
         return pl.ds(self.again(wg) * ROWS, ROWS)
 
-    def share(self, wg, t, ds, ds_smem, k_smem):
-        """dsT of both warpgroups to shared memory; the operands of this one's half of ds k."""
-        ds_smem = ds_smem.at[lax.rem(t, jnp.int32(self.tiling.ds_stages))]
+    def ds_slot(self, t):
+        return self.slot(t, self.tiling.ds_stages)
+
+    def share(self, wg, t, ds, ds_smem):
+        """dsT of both warpgroups to shared memory."""
+        if self.alternate:  # each for itself
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results left through here
+            ds_smem[0, pl.ds(wg * ROWS, ROWS)] = ds
+            plgpu.commit_smem()
+            return
         if self.tiling.ds_stages == 1:
             _meet()  # the other warpgroup has read the ds before this one
-        ds_smem[pl.ds(wg * ROWS, ROWS)] = ds
+        ds_smem[self.ds_slot(t), pl.ds(wg * ROWS, ROWS)] = ds
         _meet(publish=True)
-        if self.dq_by_rows:
-            return ds_smem.at[:, self.half(wg)].transpose((1, 0)), k_smem
-        return ds_smem.transpose((1, 0)), k_smem.at[:, self.half(wg)]
 
-    def add_dq(self, wg, item, first_query, dq, dq_smem, sums):
+    def dq_operands(self, wg, t, ds_smem, k_smem, column=0):
+        """The operands of this warpgroup's part of ds k; alternating, of 64 columns from there."""
+        if self.alternate:
+            return ds_smem.at[0, self.half(wg)].transpose((1, 0)), k_smem.at[
+                :, pl.ds(column, PIECE)
+            ]
+        ds_smem = ds_smem.at[self.ds_slot(t)]
+        match self.dq_by:
+            case "rows":
+                return ds_smem.at[:, self.half(wg)].transpose((1, 0)), k_smem
+            case "columns":
+                return ds_smem.transpose((1, 0)), k_smem.at[:, self.half(wg)]
+        return ds_smem.transpose((1, 0)), k_smem
+
+    def add_dq(self, wg, item, first_query, dq, dq_smem, sums, column=0):
         """sums += dq by the copy engine."""
         # The copy before this one must have read the buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dq_smem[wg] = dq
         plgpu.commit_smem()
-        if self.dq_by_rows:
-            place = pl.ds(first_query + wg * ROWS, ROWS), item.n, pl.ds(0, 64)
-        else:
-            place = pl.ds(first_query, ROWS), item.n, self.half(wg)
-        plgpu.copy_smem_to_gmem(dq_smem.at[wg], sums.at[item.b, *place], reduction_op="add")
+        first, columns = pl.ds(first_query, ROWS), pl.ds(column, PIECE)
+        if self.dq_by == "rows":
+            first = pl.ds(first_query + wg * ROWS, ROWS)
+        if self.dq_by == "columns":
+            columns = self.half(wg)
+        place = sums.at[item.b, first, item.n, columns]
+        plgpu.copy_smem_to_gmem(dq_smem.at[wg], place, reduction_op="add")
 
 
 class _Rows(_Kernel):
-    """dq of 128 queries, over the kv blocks they see."""
+    """dq of a row block, over the kv blocks it sees."""
 
     def __init__(self, shape, tiling, **static):
-        self.blocks = shape.row_blocks
-        self.step = tiling.key_step
-        self.splits = TILE_ROWS // self.step
-        self.stages = tiling.key_stages
-        super().__init__(shape, tiling, **static)
+        most = 64 if max(shape.size, shape.value_size) > 128 else 128
+        step = tiling.key_step or min(shape.block[1], most)
+        super().__init__(shape, tiling, axis=0, step=step, **static)
+        self.stages, self.v_stages = self.stages_of(tiling.key_stages)
 
     def __call__(self, operands, interpret):
         q = operands[0]
@@ -745,24 +803,24 @@ class _Rows(_Kernel):
 
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a CTA."""
-        shape, stages, step = self.shape, self.stages, self.step
-        free = dict(num_arrivals=COMPUTE)
+        shape, stages, v_stages, step = self.shape, self.stages, self.v_stages, self.step
+        free = dict(num_arrivals=self.consumers)
         scratch = dict(
-            q_smem=self.tiles(TILE_ROWS, shape.size, dtype=dtype),
-            d_out_smem=self.tiles(TILE_ROWS, shape.value_size, dtype=dtype),
-            k_smem=self.tiles(stages, step, shape.size, dtype=dtype),
-            v_smem=self.tiles(stages, step, shape.value_size, dtype=dtype),
-            out_smem=self.tiles(COMPUTE, ROWS, shape.size, dtype=dtype),
+            q_smem=tiles(shape.block[0], shape.size, dtype=dtype),
+            d_out_smem=tiles(shape.block[0], shape.value_size, dtype=dtype),
+            k_smem=tiles(stages, step, shape.size, dtype=dtype),
+            v_smem=tiles(v_stages, step, shape.value_size, dtype=dtype),
+            **self.out_tiles([shape.size], dtype),
             q_ready=plgpu.Barrier(),
             d_out_ready=plgpu.Barrier(),
             k_ready=plgpu.Barrier(num_barriers=stages),
-            v_ready=plgpu.Barrier(num_barriers=stages),
-            q_free=plgpu.Barrier(**free),  # d_out too
+            v_ready=plgpu.Barrier(num_barriers=v_stages),
+            q_free=plgpu.Barrier(num_arrivals=COMPUTE),  # d_out too
             k_free=plgpu.Barrier(num_barriers=stages, **free),
-            v_free=plgpu.Barrier(num_barriers=stages, **free),
+            v_free=plgpu.Barrier(num_barriers=v_stages, **free),
         )
         if self.interpret:
-            scratch["left_smem"] = self.tiles(COMPUTE, ROWS, step, dtype=dtype)
+            scratch["left_smem"] = tiles(COMPUTE, ROWS, step, dtype=dtype)
         return scratch
 
     def memory(
@@ -771,7 +829,7 @@ class _Rows(_Kernel):
         q_ready, k_ready, v_ready, d_out_ready, q_free, k_free, v_free, **_,
     ):  # fmt: skip
         """Copies Q, d_out once per item and K, V once per step, as soon as there is room."""
-        shape, stages = self.shape, self.stages
+        shape, stages, v_stages = self.shape, self.stages, self.v_stages
         group = shape.heads // shape.kv_heads
         copy = plgpu.copy_gmem_to_smem
 
@@ -782,9 +840,9 @@ class _Rows(_Kernel):
 
             @pl.loop(0, steps)
             def _(t):
-                slot = self.slot(done + t)
+                slot, v_slot = self.slot(done + t, stages), self.slot(done + t, v_stages)
                 keys = pl.ds(self.first_token(index, item, t), self.step)
-                queries = pl.ds(item.i * TILE_ROWS, TILE_ROWS)
+                queries = pl.ds(item.i * shape.block[0], shape.block[0])
 
                 @pl.when(done + t >= stages)
                 def _():
@@ -801,21 +859,21 @@ class _Rows(_Kernel):
                     copy(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
                     copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem, d_out_ready)
 
-                @pl.when(done + t >= stages)
+                @pl.when(done + t >= v_stages)
                 def _():
-                    plgpu.barrier_wait(v_free.at[slot])
+                    plgpu.barrier_wait(v_free.at[v_slot])
 
-                copy(v_gmem.at[item.b, keys, head], v_smem.at[slot], v_ready.at[slot])
+                copy(v_gmem.at[item.b, keys, head], v_smem.at[v_slot], v_ready.at[v_slot])
 
             return done + steps, items_before + (steps > 0).astype(jnp.int32)
 
         done, items = self.for_each_item(work, load_item, (0, 0))
         if self.interpret:  # it wants every completed phase observed
+            for free, its_stages in ((k_free, stages), (v_free, v_stages)):
 
-            @pl.loop(jnp.maximum(done - stages, 0), done)
-            def _(t):
-                plgpu.barrier_wait(k_free.at[self.slot(t)])
-                plgpu.barrier_wait(v_free.at[self.slot(t)])
+                @pl.loop(jnp.maximum(done - its_stages, 0), done)
+                def _(t, free=free, its_stages=its_stages):
+                    plgpu.barrier_wait(free.at[self.slot(t, its_stages)])
 
             @pl.when(items > 0)
             def _():
@@ -823,30 +881,30 @@ class _Rows(_Kernel):
 
     def compute(
         self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,
-        *, q_smem, k_smem, v_smem, d_out_smem, out_smem,
-        q_ready, k_ready, v_ready, d_out_ready, q_free, k_free, v_free, left_smem=None,
+        *, q_smem, k_smem, v_smem, d_out_smem,
+        q_ready, k_ready, v_ready, d_out_ready, q_free, k_free, v_free,
+        out_smem=None, left_smem=None, piece_smem=None, piece_ready=None, piece_taken=None,
     ):  # fmt: skip
         """64 queries of every item: dq over its steps, then one store."""
         shape, step = self.shape, self.step
         (dq_gmem,) = outs
         left = None if left_smem is None else left_smem.at[wg]
+        handover = Handover(piece_smem, piece_ready, piece_taken)
 
         def compute_item(item, done):
             steps = item.count * self.splits
-            first_query = item.i * TILE_ROWS + wg * ROWS
+            first_query = self.first_row(item, wg)
             queries = pl.ds(first_query, ROWS)
-            row_tiles = self.token_tiles(rows, item, first_query, ROWS, ROW)
+            own = functools.partial(self.own, wg)
+            row_values = self.token_values(rows, item, first_query, ROWS, ROW)
             lse, delta = (
                 plgpu.load(x.at[item.b, item.n, queries], layout=ROW, optimized=False)
                 for x in (lse_gmem, delta_gmem)
             )
 
-            def own(ref):
-                return ref.at[pl.ds(self.again(wg) * ROWS, ROWS)]
-
             def scores(t):
                 """s of step t, in flight."""
-                slot = self.slot(done + t)
+                slot = self.slot(done + t, self.stages)
                 plgpu.barrier_wait(k_ready.at[slot])
                 return self.issued(own(q_smem), k_smem.at[slot].transpose((1, 0)))
 
@@ -855,12 +913,12 @@ class _Rows(_Kernel):
 
                 def allowed():
                     first_key = self.first_token(index, item, t)
-                    column_tiles = self.token_tiles(columns, item, first_key, step, COLUMN)
+                    column_values = self.token_values(columns, item, first_key, step, COLUMN)
                     return self.allowed(
-                        item, first_query, first_key, (0, 1), row_tiles, column_tiles
+                        item, first_query, first_key, (0, 1), row_values, column_values
                     )
 
-                slot = self.slot(done + t)
+                slot = self.slot(done + t, self.v_stages)
                 v = v_smem.at[slot].transpose((1, 0))
                 s = scores(t) if s is None else s
                 plgpu.barrier_wait(v_ready.at[slot])
@@ -879,7 +937,7 @@ class _Rows(_Kernel):
 
             def back(dq_ref, t, ds, ahead):
                 """dq += ds k."""
-                slot = self.slot(done + t)
+                slot = self.slot(done + t, self.stages)
                 self.product(dq_ref, ds, k_smem.at[slot], left)
                 s = scores(t + 1) if ahead else None
                 plgpu.wgmma_wait(ahead)  # dq is done
@@ -889,12 +947,14 @@ class _Rows(_Kernel):
             def accumulate(dq_ref):
                 plgpu.barrier_wait(q_ready)
                 plgpu.barrier_wait(d_out_ready)
-                self.run_steps(item, front, functools.partial(back, dq_ref))
+                self.run_steps(wg, item, done, front, functools.partial(back, dq_ref))
                 plgpu.barrier_arrive(q_free)
                 return (dq_ref[...],)
 
             (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))
-            self.store(dq * self.scale, out_smem.at[wg], dq_gmem.at[item.b, queries, item.n])
+            place = own(q_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
+            gmem = dq_gmem.at[item.b, queries, item.n]
+            self.store(wg, dq, self.scale, place, gmem, handover)
             return done + steps
 
         self.for_each_item(work, compute_item, 0)

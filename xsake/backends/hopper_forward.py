@@ -1,13 +1,11 @@
 """Block-sparse attention forward on Hopper (sm90), in Pallas Mosaic GPU.
 
-One work item is a row block of 128 queries of one head. A CTA takes items one after another:
+One work item is a row block of 128 queries of one head (64: see hopper_items.py). A CTA takes items
+one after another:
 
     warpgroup 2, memory      record of the item ─ kv_index[t] ─ TMA ─▶ K ring, V ring  (runs ahead)
     warpgroup 0, rows  0-63  ─┐ S = Q Kᵀ ─ softmax ─ acc += P V             (0 and 1 take turns at
     warpgroup 1, rows 64-127 ─┘                                                   the tensor cores)
-
-    visits of an item:  kv_index[start : start + full]           no masking at all
-                        kv_index[start + full : start + count]   the rule decides, key by key
 
 A block that no list names is neither loaded nor multiplied. Because the compute warpgroups take
 turns, one's softmax hides behind the other's products; with `overlap`, a warpgroup also issues the
@@ -19,8 +17,7 @@ This file is one kernel body, its roles and the table of work it reads.
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +28,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from xsake.backends.hopper_items import (
+    COLUMN,
+    COMPUTE,
+    LOG2E,
+    PIECE,
+    ROW,
+    ROWS,
+    THREADS,
+    TILE,
+    BlockKernel,
+    Handover,
+    TokenRule,
+    check_sizes,
+    tiles,
+)
 from xsake.block_lists import Lists
 
-ROWS = 64  # query rows per compute warpgroup: one wgmma tile; 128 rows spill at H = 128
-COMPUTE = 2  # compute warpgroups of a CTA
-THREADS = 128  # of a warpgroup
 # The output leaves in pieces so wide: at H = 256 a whole tile has no room beside Q, K and V
 OUT_COLUMNS = 128
-LOG2E = math.log2(math.e)
-
-TILE = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)  # one value per query row
-COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per key
 
 # Named barriers 0 to 3 belong to Mosaic (the CTA and its warpgroups).
 TURN_BARRIER = 4
@@ -53,13 +57,16 @@ FREE_BARRIER = TURN_BARRIER + COMPUTE
 class ForwardTiling:
     """What may change the speed of the forward, never its values beyond rounding."""
 
-    step: int = 128  # keys per product; divides the mask's kv block
-    stages: int = 2  # K and V tiles in flight, each
+    # Keys per product; divides the mask's kv block. None: the block, 64 with a head of 256 (room).
+    step: int | None = None
+    # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
+    stages: int | None = None
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
     order: str = "sections"
     overlap: bool = True  # scores of the next visit are issued before the values of this one
-    take_turns: bool = True  # the two compute warpgroups alternate at the tensor cores
+    # The two compute warpgroups take turns at the tensor cores; with 64 rows they take none.
+    take_turns: bool = True
     # A tile is freed by bar.arrive instead of an mbarrier arrival of every thread.
     named_barriers: bool = True
     # acc is rescaled only when the maximum grew by more than so many powers of two; 0 = always.
@@ -71,35 +78,6 @@ class ForwardTiling:
 
 
 DEFAULT_TILING = ForwardTiling()
-
-
-def tiling_for(sizes: Any) -> ForwardTiling:
-    """A provisional choice by length and head size; docs/kernels.md says what it rests on."""
-    return ForwardTiling(persistent=sizes.T < 8192, overlap=sizes.H > 64)
-
-
-class TokenRule(NamedTuple):
-    """The rule inside partial blocks.
-
-    allows(b, n, q, k, rows, columns) -> bool tile. b and n are scalars, q and k int32 tiles of
-    token indices, rows and columns int32 tiles read from `rows` (int32 [B|1, T] each, by query) and
-    `columns` (int32 [B|1, S] each, by key).
-    """
-
-    allows: Callable[..., jax.Array]
-    rows: tuple[jax.Array, ...] = ()
-    columns: tuple[jax.Array, ...] = ()
-
-
-class Item(NamedTuple):
-    """A work item: scalars read from one row of the work table."""
-
-    b: Any  # batch row
-    n: Any  # query head
-    i: Any  # row block
-    start: Any  # where its list begins in the flat kv_index
-    count: Any  # blocks to visit
-    full: Any  # the first so many need no rule
 
 
 def forward(
@@ -136,14 +114,12 @@ def forward(
     columns = tuple(_pad_tokens(x, key_blocks * block[1]) for x in rule.columns)
     kernel = _Kernel(
         shape,
+        rule,
         tiling,
-        rule.allows,
         scale=1 / math.sqrt(shape.size) if scale is None else scale,
         soft_cap=soft_cap,
         has_sinks=sinks is not None,
-        rows=len(rows),
-        columns=len(columns),
-        interpret=bool(interpret),
+        interpret=interpret,
     )
     out, lse = plgpu.kernel(
         kernel.body,
@@ -241,6 +217,8 @@ class _Shape:
     value_size: int
     block: tuple[int, int]
     kv_bytes: int  # K and V of one kv head of one batch row
+    step: int  # keys per product
+    stages: int  # K and V tiles in flight, each
 
     @property
     def row_blocks(self) -> int:
@@ -254,17 +232,29 @@ class _Shape:
             raise ValueError(
                 f"key is {k.shape}; this query and value ask for {(batch, keys, kv_heads, size)}"
             )
-        if block[0] != COMPUTE * ROWS:
-            raise ValueError(f"the kernel takes row blocks of {COMPUTE * ROWS}, not {block[0]}")
-        if block[1] % tiling.step:
-            raise ValueError(f"a step of {tiling.step} keys does not divide a block of {block[1]}")
+        check_sizes(block, size, value_size)
+        large = max(size, value_size) > 128
+        step = tiling.step or min(block[1], 64 if large else 128)
+        stages = tiling.stages or (4 if step == 64 and not large else 2)
         if lists.kv_count.shape[-1] != pl.cdiv(queries, block[0]):
             raise ValueError(
                 f"the lists have {lists.kv_count.shape[-1]} rows, {queries} queries in blocks of "
                 f"{block[0]} have {pl.cdiv(queries, block[0])}"
             )
         kv_bytes = keys * (size + value_size) * k.dtype.itemsize
-        return cls(batch, queries, keys, heads, kv_heads, size, value_size, block, kv_bytes)
+        return cls(
+            batch,
+            queries,
+            keys,
+            heads,
+            kv_heads,
+            size,
+            value_size,
+            tuple(block),
+            kv_bytes,
+            step,
+            stages,
+        )
 
 
 def _pad_tokens(x, length):
@@ -283,54 +273,56 @@ def _over(x, tile):
     return lax.broadcast_in_dim(x, tile.shape, [0])
 
 
-class _Kernel:
-    """The kernel body and its roles; `self` holds what is static."""
+class _Kernel(BlockKernel):
+    """The kernel body and its roles."""
 
-    def __init__(
-        self, shape, tiling, allows, *, scale, soft_cap, has_sinks, rows, columns, interpret
-    ):
-        self.shape = shape
+    def __init__(self, shape, rule, tiling, *, scale, soft_cap, has_sinks, interpret):
         self.tiling = tiling
-        self.allows = allows
+        self.stages = shape.stages
         self.scale = scale
         self.soft_cap = soft_cap
         self.has_sinks = has_sinks
-        self.num_rows = rows
-        self.num_columns = columns
-        self.interpret = interpret
-        self.items = shape.batch * shape.heads * shape.row_blocks
-        self.ctas = min(tiling.sms, self.items) if tiling.persistent else self.items
-        self.splits = shape.block[1] // tiling.step  # steps per visit
-        # Without a rule the only partial blocks are those that reach past the last key.
-        self.has_partial = allows is not None or shape.keys % shape.block[1] != 0
+        super().__init__(
+            shape,
+            rule,
+            item_block=shape.block[0],
+            visit_block=shape.block[1],
+            items=shape.batch * shape.heads * shape.row_blocks,
+            step=shape.step,
+            persistent=tiling.persistent,
+            sms=tiling.sms,
+            interpret=interpret,
+        )
+        if self.stages % self.stride:
+            raise ValueError(f"blocks of {ROWS} take an even number of stages, not {self.stages}")
 
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a CTA."""
-        shape, stages, step = self.shape, self.tiling.stages, self.tiling.step
-
-        def tiles(*dims):
-            return plgpu.SMEM(
-                dims,
-                dtype,
-                transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
-            )
-
-        def freed(**kwargs):
-            return plgpu.Barrier(num_arrivals=COMPUTE, **kwargs)
-
-        return dict(
-            q_smem=tiles(COMPUTE * ROWS, shape.size),
-            k_smem=tiles(stages, step, shape.size),
-            v_smem=tiles(stages, step, shape.value_size),
-            out_smem=tiles(COMPUTE, ROWS, min(shape.value_size, OUT_COLUMNS)),
-            lse_smem=plgpu.SMEM((COMPUTE, ROWS), jnp.float32),
+        shape, stages = self.shape, self.stages
+        ready = plgpu.Barrier(num_barriers=stages)
+        free = plgpu.Barrier(num_barriers=stages, num_arrivals=self.consumers)
+        scratch = dict(
+            q_smem=tiles(shape.block[0], shape.size, dtype=dtype),
+            k_smem=tiles(stages, self.step, shape.size, dtype=dtype),
+            v_smem=tiles(stages, self.step, shape.value_size, dtype=dtype),
+            out_smem=tiles(self.consumers, ROWS, self.out_columns, dtype=dtype),
+            lse_smem=plgpu.SMEM((self.consumers, ROWS), jnp.float32),
             q_ready=plgpu.Barrier(),
-            k_ready=plgpu.Barrier(num_barriers=stages),
-            v_ready=plgpu.Barrier(num_barriers=stages),
-            q_free=freed(),
-            k_free=freed(num_barriers=stages),
-            v_free=freed(num_barriers=stages),
+            k_ready=ready,
+            v_ready=ready,
+            q_free=plgpu.Barrier(num_arrivals=COMPUTE),
+            k_free=free,
+            v_free=free,
         )
+        if self.alternate:
+            scratch["piece_smem"] = tiles(ROWS, PIECE, dtype=jnp.float32)
+            scratch["m_l_smem"] = plgpu.SMEM((2, ROWS), jnp.float32)
+            scratch |= Handover.barriers()
+        return scratch
+
+    @property
+    def out_columns(self) -> int:
+        return PIECE if self.alternate else min(self.shape.value_size, OUT_COLUMNS)
 
     def body(self, q_gmem, k_gmem, v_gmem, work, index, *refs, **scratch):
         sinks, refs = (refs[0], refs[1:]) if self.has_sinks else (None, refs)
@@ -348,50 +340,6 @@ class _Kernel:
             plgpu.set_max_registers(self.tiling.memory_registers, action="decrease")
             self.memory(q_gmem, k_gmem, v_gmem, work, index, **scratch)
 
-    # Work items
-
-    def for_each_item(self, work, visit, init):
-        """carry = visit(item, carry) for every item of this CTA.
-
-        A persistent CTA walks the table there and back (c, 2P-1-c, 2P+c, ...): over a table sorted
-        by length this deals every CTA about the same work. The next record is read while the item
-        before it is computed.
-        """
-        cta = lax.axis_index("cta")
-
-        def record(turn):
-            place = (
-                jnp.where(turn % 2 == 0, cta, self.ctas - 1 - cta)
-                if self.tiling.persistent
-                else cta
-            )
-            row = jnp.minimum(turn * self.ctas + place, self.items - 1)
-            return Item(*(work[row, field] for field in range(len(Item._fields))))
-
-        if not self.tiling.persistent:
-            return visit(record(0), init)
-        rounds, rest = divmod(self.items, self.ctas)
-        place = cta if rounds % 2 == 0 else self.ctas - 1 - cta
-        turns = jnp.where(place < rest, rounds + 1, rounds)
-
-        def body(turn, carry):
-            item, state = carry
-            following = record(turn + 1)
-            return following, visit(item, state)
-
-        first = (record(jnp.int32(0)), jax.tree.map(jnp.int32, init))
-        return lax.fori_loop(0, turns, body, first)[1]
-
-    def first_key(self, index, item, t):
-        """Token index of the first key of step t."""
-        if self.splits == 1:
-            return index[item.start + t] * self.shape.block[1]
-        visit, part = lax.div(t, self.splits), lax.rem(t, self.splits)
-        return index[item.start + visit] * self.shape.block[1] + part * self.tiling.step
-
-    def slot(self, t):
-        return lax.rem(jnp.int32(t), jnp.int32(self.tiling.stages))
-
     # Barriers. The interpreter cannot run inline code: it takes mbarriers, and needs no turns.
 
     @property
@@ -400,35 +348,39 @@ class _Kernel:
 
     def free_k(self, k_free, slot):
         if self.named:
-            _named_barrier("arrive", FREE_BARRIER + slot, COMPUTE + 1)
+            _named_barrier("arrive", FREE_BARRIER + slot, self.consumers + 1)
         else:
             plgpu.barrier_arrive(k_free.at[slot])
 
     def free_v(self, v_free, slot):
         if self.named:
-            _named_barrier("arrive", FREE_BARRIER + self.tiling.stages + slot, COMPUTE + 1)
+            _named_barrier("arrive", FREE_BARRIER + self.stages + slot, self.consumers + 1)
         else:
             plgpu.barrier_arrive(v_free.at[slot])
 
     def await_free_k(self, k_free, slot):
         if self.named:
-            _named_barrier("sync", FREE_BARRIER + slot, COMPUTE + 1)
+            _named_barrier("sync", FREE_BARRIER + slot, self.consumers + 1)
         else:
             plgpu.barrier_wait(k_free.at[slot])
 
     def await_free_v(self, v_free, slot):
         if self.named:
-            _named_barrier("sync", FREE_BARRIER + self.tiling.stages + slot, COMPUTE + 1)
+            _named_barrier("sync", FREE_BARRIER + self.stages + slot, self.consumers + 1)
         else:
             plgpu.barrier_wait(v_free.at[slot])
 
+    @property
+    def take_turns(self) -> bool:
+        return self.tiling.take_turns and not self.alternate and not self.interpret
+
     def take_turn(self, wg):
         """Waits until the other compute warpgroup has issued its products."""
-        if self.tiling.take_turns and not self.interpret:
+        if self.take_turns:
             _named_barrier("sync", TURN_BARRIER + wg, COMPUTE)
 
     def pass_turn(self, wg):
-        if self.tiling.take_turns and not self.interpret:
+        if self.take_turns:
             _named_barrier("arrive", TURN_BARRIER + 1 - wg, COMPUTE)
 
     # Memory warpgroup
@@ -438,7 +390,7 @@ class _Kernel:
         *, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free, **_,
     ):  # fmt: skip
         """Copies Q once per item and K, V once per visit, as soon as there is room."""
-        shape, stages, step = self.shape, self.tiling.stages, self.tiling.step
+        shape, stages, step = self.shape, self.stages, self.step
         group = shape.heads // shape.kv_heads
 
         def load_item(item, carry):
@@ -448,8 +400,8 @@ class _Kernel:
 
             @pl.loop(0, steps)
             def _(t):
-                slot = self.slot(done + t)
-                keys = pl.ds(self.first_key(index, item, t), step)
+                slot = self.slot(done + t, stages)
+                keys = pl.ds(self.first_token(index, item, t), step)
 
                 @pl.when(done + t >= stages)
                 def _():
@@ -483,8 +435,8 @@ class _Kernel:
 
             @pl.loop(jnp.maximum(done - stages, 0), done)
             def _(t):
-                self.await_free_k(k_free, self.slot(t))
-                self.await_free_v(v_free, self.slot(t))
+                self.await_free_k(k_free, self.slot(t, stages))
+                self.await_free_v(v_free, self.slot(t, stages))
 
             @pl.when(items > 0)
             def _():
@@ -496,58 +448,51 @@ class _Kernel:
         self, wg, work, index, sinks, rows, columns, out_gmem, lse_gmem,
         *, q_smem, k_smem, v_smem, out_smem, lse_smem,
         q_ready, k_ready, v_ready, q_free, k_free, v_free,
+        piece_smem=None, m_l_smem=None, piece_ready=None, piece_taken=None,
     ):  # fmt: skip
         """64 rows of every item: online softmax over its visits, then one store."""
-        shape, step = self.shape, self.tiling.step
-        q_rows = q_smem.at[pl.ds(wg * ROWS, ROWS)]
+        q_rows = q_smem if self.alternate else q_smem.at[pl.ds(wg * ROWS, ROWS)]
+        handover = Handover(piece_smem, piece_ready, piece_taken)
 
         def compute_item(item, done):
-            first_row = item.i * shape.block[0] + wg * ROWS
-            row_tiles = [
-                plgpu.load(
-                    x.at[item.b if x.shape[0] > 1 else 0, pl.ds(first_row, ROWS)],
-                    layout=ROW,
-                    optimized=False,
-                )
-                for x in rows
-            ]
+            first_row = self.first_row(item, wg)
+            row_values = self.token_values(rows, item, first_row, ROWS, ROW)
 
             def mask(s, t):
                 """Scores of step t with -inf where the rule forbids."""
-                first_key = self.first_key(index, item, t)
-                column_tiles = [
-                    plgpu.load(
-                        x.at[item.b if x.shape[0] > 1 else 0, pl.ds(first_key, step)],
-                        layout=COLUMN,
-                        optimized=False,
-                    )
-                    for x in columns
-                ]
-                q_index = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=TILE) + first_row
-                k_index = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=TILE) + first_key
-                allowed = None
-                if self.allows is not None:
-                    allowed = self.allows(
-                        item.b,
-                        item.n,
-                        q_index,
-                        k_index,
-                        [lax.broadcast_in_dim(x, s.shape, [0]) for x in row_tiles],
-                        [lax.broadcast_in_dim(x, s.shape, [1]) for x in column_tiles],
-                    )
-                if shape.keys % shape.block[1]:
-                    inside = k_index < shape.keys
-                    allowed = inside if allowed is None else allowed & inside
+                first_key = self.first_token(index, item, t)
+                column_values = self.token_values(columns, item, first_key, self.step, COLUMN)
+                allowed = self.allowed(
+                    item, first_row, first_key, (0, 1), row_values, column_values
+                )
                 return jnp.where(allowed, s, -jnp.inf)
 
+            first, full, count = self.own_steps(wg, item, done)
             visits = _Visits(
-                self, wg, done, mask, q_rows, k_smem, v_smem, k_ready, v_ready, k_free, v_free
-            )
-            full, count = item.full * self.splits, item.count * self.splits
-            run = visits.overlapped if self.tiling.overlap else visits.plain
-            acc, m, l = run(full if self.has_partial else count, count, q_ready, q_free)
-            self.store(item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem)
-            return done + count
+                self, wg, done, first, mask,
+                q_rows, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
+            )  # fmt: skip
+            if self.alternate:  # a warpgroup without a step of its own takes part in this too
+                pl.when(item.count > 0)(lambda: plgpu.barrier_wait(q_ready))
+            acc, m, l = (visits.overlapped if self.tiling.overlap else visits.plain)(full, count)
+            if self.alternate:
+                pl.when(item.count > 0)(lambda: plgpu.barrier_arrive(q_free))
+                m_l = [m_l_smem.at[0], m_l_smem.at[1]]
+
+                @pl.when(wg == 1)
+                def _():
+                    handover.give(acc, beside=zip(m_l, (m, l), strict=True))
+
+                @pl.when(wg == 0)
+                def _():
+                    self.store(
+                        item, 0, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem,
+                        lambda beside: handover.take(m_l if beside else ()),
+                    )  # fmt: skip
+
+            else:
+                self.store(item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem)
+            return done + item.count * self.splits
 
         # Warpgroup 0 begins; the pass below is taken up by its last take, so that no arrival is
         # left over.
@@ -556,9 +501,18 @@ class _Kernel:
         pl.when(wg == 0)(lambda: self.take_turn(wg))
         plgpu.wait_smem_to_gmem(0)
 
-    def store(self, item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem):
-        """out = acc / l and logsumexp = m + log l; zeros and -inf where nothing was seen."""
-        shape = self.shape
+    def store(self, item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem, take=None):
+        """out = acc / l and logsumexp = m + log l; zeros and -inf where nothing was seen.
+
+        With `take`, acc, m and l are half of the visits, and the rest is taken piece by piece.
+        """
+        piece = None
+        if take is not None:
+            piece, (other_m, other_l) = take(True)
+            both = jnp.maximum(m, other_m)
+            base = jnp.where(both == -jnp.inf, 0.0, both)
+            shrinks = jnp.exp2(m - base), jnp.exp2(other_m - base)
+            m, l = both, l * shrinks[0] + other_l * shrinks[1]
         seen = l > 0
         # m is -inf on an empty row, whose l is 0: log2(1) - inf is the right answer.
         lse = (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E)
@@ -567,14 +521,21 @@ class _Kernel:
             # An empty row gives 0 / inf = 0; a sink far above every logit does too, rightly.
             denominator = l + jnp.exp2(sinks[item.n] * LOG2E - m)
         shrink = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
-        out = (acc * _over(shrink, acc)).astype(out_smem.dtype)
+        if take is None:
+            out = (acc * _over(shrink, acc)).astype(out_smem.dtype)
 
-        queries = pl.ds(item.i * shape.block[0] + wg * ROWS, ROWS)
+        queries = pl.ds(self.first_row(item, wg), ROWS)
         width = out_smem.shape[-1]
-        for column in range(0, shape.value_size, width):
+        for column in range(0, self.shape.value_size, width):
+            columns = slice(column, column + width)
+            if take is not None:
+                if column > 0:
+                    piece, _ = take(False)
+                part = acc[:, columns] * _over(shrinks[0] * shrink, piece)
+                part = part + piece * _over(shrinks[1] * shrink, piece)
             # The copy before this one must have read the buffers.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem[wg] = out[:, column : column + width]
+            out_smem[wg] = out[:, columns] if take is None else part.astype(out_smem.dtype)
             if column == 0:
                 lse_smem[wg] = lse
             plgpu.commit_smem()
@@ -592,12 +553,14 @@ class _Visits:
     """The steps of one item on one compute warpgroup."""
 
     def __init__(
-        self, kernel, wg, done, mask, q_rows, k_smem, v_smem, k_ready, v_ready, k_free, v_free
-    ):
-        self.kernel, self.wg, self.done, self.mask = kernel, wg, done, mask
+        self, kernel, wg, done, first, mask,
+        q_rows, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
+    ):  # fmt: skip
+        self.kernel, self.wg, self.done, self.first, self.mask_step = kernel, wg, done, first, mask
         self.q_rows, self.k_smem, self.v_smem = q_rows, k_smem, v_smem
-        self.k_ready, self.v_ready, self.k_free, self.v_free = k_ready, v_ready, k_free, v_free
-        self.scores_type = plgpu.ACC((ROWS, kernel.tiling.step), jnp.float32)
+        self.q_ready, self.k_ready, self.v_ready = q_ready, k_ready, v_ready
+        self.q_free, self.k_free, self.v_free = q_free, k_free, v_free
+        self.scores_type = plgpu.ACC((ROWS, kernel.step), jnp.float32)
 
     def init(self):
         size = self.kernel.shape.value_size
@@ -638,23 +601,41 @@ class _Visits:
             return acc * _over(shrink, acc)
         return lax.cond(_any_in_warp(shrink), lambda: acc * _over(shrink, acc), lambda: acc)
 
+    def step_of(self, t):
+        """The item's step that is this warpgroup's step t."""
+        return t if self.kernel.stride == 1 else self.first + t * self.kernel.stride
+
+    def slot(self, t):
+        return self.kernel.slot(self.done + self.step_of(t), self.kernel.stages)
+
+    def mask(self, s, t):
+        return self.mask_step(s, self.step_of(t))
+
+    def await_q(self):
+        if not self.kernel.alternate:
+            plgpu.barrier_wait(self.q_ready)
+
+    def free_q(self):
+        if not self.kernel.alternate:
+            plgpu.barrier_arrive(self.q_free)
+
     def await_k(self, t):
-        plgpu.barrier_wait(self.k_ready.at[self.kernel.slot(self.done + t)])
+        plgpu.barrier_wait(self.k_ready.at[self.slot(t)])
 
     def await_v(self, t):
-        plgpu.barrier_wait(self.v_ready.at[self.kernel.slot(self.done + t)])
+        plgpu.barrier_wait(self.v_ready.at[self.slot(t)])
 
     def k(self, t):
-        return self.k_smem.at[self.kernel.slot(self.done + t)].transpose((1, 0))
+        return self.k_smem.at[self.slot(t)].transpose((1, 0))
 
     def v(self, t):
-        return self.v_smem.at[self.kernel.slot(self.done + t)]
+        return self.v_smem.at[self.slot(t)]
 
     def free_k(self, t):
-        self.kernel.free_k(self.k_free, self.kernel.slot(self.done + t))
+        self.kernel.free_k(self.k_free, self.slot(t))
 
     def free_v(self, t):
-        self.kernel.free_v(self.v_free, self.kernel.slot(self.done + t))
+        self.kernel.free_v(self.v_free, self.slot(t))
 
     def add_values(self, acc, p, t, meanwhile=lambda: None):
         """acc + p V, in place on the card; `meanwhile` runs with the product in flight."""
@@ -679,7 +660,7 @@ class _Visits:
             jnp.maximum(full, begin), count, lambda t, c: step(t, c, masked=True), carry
         )
 
-    def plain(self, full, count, q_ready, q_free):
+    def plain(self, full, count):
         """Scores, softmax, values, one step after the other.
 
         A turn covers values of t and scores of t + 1.
@@ -711,7 +692,7 @@ class _Visits:
         @pl.when(count > 0)
         def _():
             self.await_k(jnp.int32(0))
-            plgpu.barrier_wait(q_ready)
+            self.await_q()
 
         self.kernel.take_turn(self.wg)
         carry = self.loop(0, full, count, step, self.init())
@@ -719,11 +700,11 @@ class _Visits:
 
         @pl.when(count > 0)
         def _():
-            plgpu.barrier_arrive(q_free)
+            self.free_q()
 
         return carry
 
-    def overlapped(self, full, count, q_ready, q_free):
+    def overlapped(self, full, count):
         """Scores of step t are issued before the values of t - 1, whose p waits in registers."""
         dtype = self.v_smem.dtype
 
@@ -773,7 +754,7 @@ class _Visits:
         def run():
             acc, m, l = self.init()
             self.await_k(jnp.int32(0))
-            plgpu.barrier_wait(q_ready)
+            self.await_q()
             self.kernel.take_turn(self.wg)
             s = self.scores(jnp.int32(0), self.kernel.pass_turn)
             self.free_k(jnp.int32(0))
@@ -782,7 +763,7 @@ class _Visits:
                 s = lax.cond(full > 0, lambda: s, lambda: self.mask(s, jnp.int32(0)))
             p, m, l, _ = self.softmax(s, m, l, self.kernel.has_partial)
             acc, m, l, p = self.loop(1, full, count, step, (acc, m, l, p.astype(dtype)))
-            plgpu.barrier_arrive(q_free)
+            self.free_q()
             last = count - 1
             self.await_v(last)
             self.kernel.take_turn(self.wg)

@@ -29,6 +29,7 @@ class Case:
     rule: Rule | None = None
     block: tuple[int, int] = (128, 128)
     head_densities: tuple[float, ...] | None = None  # random blocks, drawn anew for every b and n
+    tight: bool = False  # room for the drawn blocks only, as a plan with a budget has it
     mask_heads: int | None = None  # lists per kv head or for all heads; default one per query head
     token_mask: tuple[int, int, int, int] | None = None  # a random bool array; 0 = the whole axis
     documents: int = 0  # number of segment ids, unsorted, with some negative ones
@@ -110,8 +111,11 @@ class Case:
         }
         blocks = self.blocks()
         if blocks is not None:
+            room = int(blocks.sum((2, 3)).max()) if self.tight else None
             shape = (self.T, self.S or self.T)
-            out["mask"] = BlockMask.from_dense(blocks, self.rule, shape=shape, block=self.block)
+            out["mask"] = BlockMask.from_dense(
+                blocks, self.rule, shape=shape, block=self.block, capacity=room
+            )
         elif self.rule is not None and "mask" not in out:
             out["mask"] = self.rule
         out |= {"scale": self.scale, "logits_soft_cap": self.soft_cap}
@@ -143,6 +147,10 @@ CONFORMANCE = (
     Case("grouped heads", N=6, K=2, rule=_causal),
     Case("one kv head", N=5, K=1, H=24, Hv=40, rule=_causal),
     Case("two batch rows, odd sizes", B=2, T=77, S=91, N=3, H=5, Hv=7),
+    Case("heads of 256", T=300, N=2, K=1, H=256, rule=_causal),
+    Case("values narrower than keys", T=300, N=2, H=192, Hv=128, rule=_causal),
+    Case("values half as wide", T=300, N=2, H=128, Hv=64, rule=_causal),
+    Case("values twice as wide", T=300, N=2, H=64, Hv=128, rule=_causal),
     Case("head blocks", B=2, N=4, head_densities=(0.1, 0.5, 0.9), block=(32, 32), rule=_causal),
     Case("head blocks, no rule", T=200, S=330, head_densities=(0.3, 0.7), block=(64, 128)),
     Case(
@@ -151,6 +159,28 @@ CONFORMANCE = (
         K=2,
         mask_heads=2,
         head_densities=(0.4,),
+        block=(64, 64),
+        rule=_causal,
+    ),
+    Case("row blocks of 64", T=300, N=2, head_densities=(0.5,), block=(64, 128), rule=_causal),
+    Case("kv blocks of 64", T=300, N=2, head_densities=(0.5,), block=(128, 64), rule=_causal),
+    Case(
+        "kv blocks of 64, heads of 256",
+        T=300,
+        N=2,
+        H=256,
+        head_densities=(0.5,),
+        block=(128, 64),
+        rule=_causal,
+    ),
+    Case(
+        "more row blocks than a GPU takes at once",
+        B=2,
+        T=700,
+        N=8,
+        K=2,
+        mask_heads=2,
+        head_densities=(0.1, 0.6),
         block=(64, 64),
         rule=_causal,
     ),
@@ -192,9 +222,14 @@ def cpu_case(T: int, density: float | None) -> Case:
     )
 
 
-def hopper_case(B: int, T: int, H: int, density: float) -> Case:
-    """Sixteen bfloat16 heads with random 128 × 128 blocks of their own, the diagonal kept."""
+def hopper_case(B: int, T: int, H: int, density: float, heads: tuple[float, ...] = ()) -> Case:
+    """Sixteen bfloat16 heads with random 128 × 128 blocks of their own, the diagonal kept.
+
+    `heads` gives them densities of their own, repeated; `density` is then their mean.
+    """
     n = T // 128
-    off_diagonal = (density * n - 1) / (n - 1)
-    name = f"{B}·16·{T}·{H} density={density}"
-    return Case(name, B, T, N=16, H=H, dtype="bfloat16", head_densities=(off_diagonal,), seed=T)
+    off_diagonal = tuple((d * n - 1) / (n - 1) for d in heads or (density,))
+    name = f"{B}·16·{T}·{H} density={density}" + (f" heads {heads}" if heads else "")
+    return Case(
+        name, B, T, N=16, H=H, dtype="bfloat16", head_densities=off_diagonal, tight=True, seed=T
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -16,22 +17,14 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with a + when files differ from it.
-
-    Outside a checkout the environment variable XSAKE_COMMIT says it, else "unknown".
-    """
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
+    """XSAKE_COMMIT where it is set; else the checkout's, with a + when files differ from it."""
+    if said := os.environ.get("XSAKE_COMMIT"):
+        return said
+    git = ["git", "-C", str(Path(__file__).parent)]
+    say = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
     try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        head = say([*git, "rev-parse", "HEAD"]).stdout.strip()
+        changes = say([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return os.environ.get("XSAKE_COMMIT", "unknown")
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+        return "unknown"
+    return head + ("+" if changes else "")

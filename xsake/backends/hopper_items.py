@@ -1,0 +1,232 @@
+"""What the Hopper kernels share: work items, their steps, rings of tiles, the rule inside a block.
+
+A CTA has two compute warpgroups and a third one that copies. A work item is a block of 128 or 64
+tokens of one head; it visits the blocks of the other axis that its list names, in steps of so many
+tokens as one product takes:
+
+    128 tokens   warpgroup 0 has rows 0-63, warpgroup 1 has rows 64-127, both take every step
+     64 tokens   both have the same rows and take every other step (`alternate`); at the end
+                 warpgroup 1 hands what it summed to warpgroup 0
+
+    visits of an item:  index[start : start + full]           no masking at all
+                        index[start + full : start + count]   the rule decides, token by token
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # rows per compute warpgroup: one wgmma tile; 128 rows spill at H = 128
+COMPUTE = 2  # compute warpgroups of a CTA
+THREADS = 128  # of a warpgroup
+BLOCKS = (ROWS, COMPUTE * ROWS)  # what an item may be
+HEAD_SIZES = (64, 128, 256)
+PIECE = 64  # columns of what one warpgroup hands to the other at a time
+LOG2E = math.log2(math.e)
+
+TILE = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)  # one value per row
+COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per column
+
+
+class TokenRule(NamedTuple):
+    """The rule inside partial blocks.
+
+    allows(b, n, q, k, rows, columns) -> bool tile. b and n are scalars, q and k int32 tiles of
+    token indices, rows and columns int32 tiles read from `rows` (int32 [B|1, T] each, by query) and
+    `columns` (int32 [B|1, S] each, by key).
+    """
+
+    allows: Callable[..., jax.Array]
+    rows: tuple[jax.Array, ...] = ()
+    columns: tuple[jax.Array, ...] = ()
+
+
+class Item(NamedTuple):
+    """A work item: scalars read from one row of the work table."""
+
+    b: Any  # batch row
+    n: Any  # query head
+    i: Any  # its block
+    start: Any  # where its list begins in the flat index
+    count: Any  # blocks to visit
+    full: Any  # the first so many need no rule
+
+
+def check_sizes(block, *sizes):
+    """The block sizes and head sizes that the kernels have."""
+    for tokens in block:
+        if tokens not in BLOCKS:
+            raise ValueError(f"a block of {tokens} tokens is none of {BLOCKS}; choose one of them")
+    for size in sizes:
+        if size not in HEAD_SIZES:
+            raise ValueError(f"a head of {size} is none of {HEAD_SIZES}; fill it up with zeros")
+
+
+def tiles(*dims, dtype):
+    """Shared memory for products and copies: tiles of 8 rows of 128 bytes, swizzled."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(dims, dtype, transforms=transforms)
+
+
+class BlockKernel:
+    """A kernel over work items; `self` holds what is static."""
+
+    def __init__(
+        self, shape, rule, *, item_block, visit_block, items, step, persistent, sms, interpret
+    ):
+        self.shape = shape
+        self.allows = rule.allows
+        self.num_rows = len(rule.rows)
+        self.num_columns = len(rule.columns)
+        self.interpret = bool(interpret)
+        if visit_block % step:
+            raise ValueError(f"a step of {step} tokens does not divide a block of {visit_block}")
+        self.item_block = item_block
+        self.visit_block = visit_block
+        self.step = step
+        self.splits = visit_block // step  # steps per visit
+        self.alternate = item_block == ROWS
+        self.consumers = 1 if self.alternate else COMPUTE  # warpgroups that take a step
+        self.items = items
+        self.persistent = persistent
+        self.ctas = min(sms, items) if persistent else items
+        # Without a rule the only partial blocks are those that reach past the last key.
+        self.has_partial = rule.allows is not None or shape.keys % shape.block[1] != 0
+
+    # Work items
+
+    def for_each_item(self, work, visit, init):
+        """carry = visit(item, carry) for every item of this CTA.
+
+        A persistent CTA walks the table there and back (c, 2P-1-c, 2P+c, ...): over a table sorted
+        by length this deals every CTA about the same work. The next record is read while the item
+        before it is computed.
+        """
+        cta = lax.axis_index("cta")
+
+        def record(turn):
+            place = jnp.where(turn % 2 == 0, cta, self.ctas - 1 - cta) if self.persistent else cta
+            row = jnp.minimum(turn * self.ctas + place, self.items - 1)
+            return Item(*(work[row, field] for field in range(len(Item._fields))))
+
+        if not self.persistent:
+            return visit(record(0), init)
+        rounds, rest = divmod(self.items, self.ctas)
+        place = cta if rounds % 2 == 0 else self.ctas - 1 - cta
+        turns = jnp.where(place < rest, rounds + 1, rounds)
+
+        def body(turn, carry):
+            item, state = carry
+            following = record(turn + 1)
+            return following, visit(item, state)
+
+        first = (record(jnp.int32(0)), jax.tree.map(jnp.int32, init))
+        return lax.fori_loop(0, turns, body, first)[1]
+
+    def first_row(self, item, wg):
+        """Token index of this warpgroup's first row of an item."""
+        first = item.i * self.item_block
+        return first if self.alternate else first + wg * ROWS
+
+    # Steps
+
+    def first_token(self, index, item, t):
+        """Token index where step t of an item begins, on the axis it visits."""
+        if self.splits == 1:
+            return index[item.start + t] * self.visit_block
+        visit, part = lax.div(t, jnp.int32(self.splits)), lax.rem(t, jnp.int32(self.splits))
+        return index[item.start + visit] * self.visit_block + part * self.step
+
+    def slot(self, t, stages):
+        """The place in a ring of step t since the kernel began."""
+        return lax.rem(jnp.int32(t), jnp.int32(stages))
+
+    @property
+    def stride(self) -> int:
+        """From one step of a warpgroup to its next."""
+        return COMPUTE if self.alternate else 1
+
+    def own_steps(self, wg, item, done):
+        """(first, full, count): this warpgroup's first step of an item and how many it takes.
+
+        Alternating goes by the number of steps since the kernel began (`done` when the item does),
+        so that a place in a ring, of an even number of stages, is always the same warpgroup's.
+        """
+        full, count = item.full * self.splits, item.count * self.splits
+        if not self.has_partial:
+            full = count
+        if not self.alternate:
+            return 0, full, count
+        first = lax.rem(done + wg, jnp.int32(COMPUTE))
+        return first, *(lax.div(x - first + 1, jnp.int32(COMPUTE)) for x in (full, count))
+
+    # The rule
+
+    def token_values(self, refs, item, first, length, layout):
+        """Values per token that the rule reads, from global memory."""
+        return [
+            plgpu.load(
+                x.at[item.b if x.shape[0] > 1 else 0, pl.ds(first, length)],
+                layout=layout,
+                optimized=False,
+            )
+            for x in refs
+        ]
+
+    def allowed(self, item, first_query, first_key, dims, row_values, column_values):
+        """What the rule allows in a tile. dims: the axis of queries, the axis of keys."""
+        shape = (ROWS, self.step)
+        q_index, k_index = (
+            plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=TILE) + first
+            for dim, first in zip(dims, (first_query, first_key), strict=True)
+        )
+        allowed = None
+        if self.allows is not None:
+            allowed = self.allows(
+                item.b,
+                item.n,
+                q_index,
+                k_index,
+                [lax.broadcast_in_dim(x, shape, [dims[0]]) for x in row_values],
+                [lax.broadcast_in_dim(x, shape, [dims[1]]) for x in column_values],
+            )
+        if self.shape.keys % self.shape.block[1]:
+            inside = k_index < self.shape.keys
+            allowed = inside if allowed is None else allowed & inside
+        return allowed
+
+
+class Handover:
+    """Tiles that warpgroup 1 hands to warpgroup 0 through shared memory, 64 columns at a time."""
+
+    def __init__(self, piece_smem, ready, taken):
+        self.piece_smem, self.ready, self.taken = piece_smem, ready, taken
+
+    @staticmethod
+    def barriers() -> dict[str, Any]:
+        return {"piece_ready": plgpu.Barrier(), "piece_taken": plgpu.Barrier()}
+
+    def give(self, tile, beside=()):
+        """Every piece of a tile; `beside` is (place, value) pairs that go with the first one."""
+        for column in range(0, tile.shape[-1], PIECE):
+            for place, value in beside if column == 0 else ():
+                place[...] = value
+            self.piece_smem[...] = tile[:, column : column + PIECE]
+            plgpu.barrier_arrive(self.ready)
+            plgpu.barrier_wait(self.taken)
+
+    def take(self, beside=()):
+        """The next piece [64, 64], and what lies in the places (of one value per row) beside it."""
+        plgpu.barrier_wait(self.ready)
+        piece = plgpu.load(self.piece_smem, layout=TILE)
+        values = [plgpu.load(place, layout=ROW, optimized=False) for place in beside]
+        plgpu.barrier_arrive(self.taken)
+        return piece, values

@@ -1,0 +1,142 @@
+"""Tables in README and docs, written from result files: `python -m xsake.bench.report FILE…`.
+
+A page marks where a table goes, and which file it is made from:
+
+    <!-- table hopper hopper-2026-11-15.json -->
+    …
+    <!-- end -->
+
+Figures stand in such tables and nowhere else; tests/test_docs.py holds every page to it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("benchmarks/results")
+_TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+Rows = list[dict[str, Any]]
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """The page with every table written anew from its file."""
+
+    def write(match: re.Match[str]) -> str:
+        head, kind, name, _, end = match.groups()
+        if kind not in TABLES:
+            raise ValueError(f"table {kind!r} is not one of {list(TABLES)}")
+        report = json.loads((results / name).read_text())
+        return f"{head}\n{TABLES[kind](report['results'])}\n\n{_source(report, name)}\n\n{end}"
+
+    return _TABLE.sub(write, text)
+
+
+def outside(text: str) -> str:
+    """The page without its tables: prose, in which no figure may stand."""
+    return _TABLE.sub("", text)
+
+
+def _source(report: dict[str, Any], name: str) -> str:
+    machine, versions = report["machine"], report["versions"]
+    return (
+        f"`benchmarks/results/{name}`: {machine['device']}, JAX {versions['jax']}, "
+        f"commit {report['commit'][:12]}, {report['date'][:10]}, `{report['command']}`."
+    )
+
+
+def _markdown(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [list(head), *([str(cell) for cell in row] for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _pairs(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows by case, then by direction."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["case"], {})[row.get("direction", "")] = row
+    return found
+
+
+def hopper(rows: Rows) -> str:
+    """Cells: TFLOP/s forward / backward, the peer's in the same run, time ÷ (density × dense)."""
+
+    def both(case: dict[str, dict[str, Any]], key: str, shape: str) -> str:
+        values = [case[d][key] for d in ("forward", "backward") if key in case[d]]
+        return " / ".join(format(x, shape) for x in values)
+
+    lines = []
+    for name, case in _pairs(rows).items():
+        if "forward" not in case or "backward" not in case or "teraflops" not in case["forward"]:
+            continue
+        peer = next(
+            (p for p in ("flex_attention", "cudnn") if f"{p}_teraflops" in case["forward"]), ""
+        )
+        label = {"flex_attention": "FlexAttention ", "cudnn": "cuDNN "}.get(peer, "")
+        lines.append(
+            [
+                name,
+                both(case, "teraflops", ".0f"),
+                label + both(case, f"{peer}_teraflops", ".0f"),
+                both(case, f"times_faster_than_{peer}", ".2f"),
+                both(case, "over_density_times_dense", ".2f"),
+            ]
+        )
+    head = ("B·N·T·H", "XSAKE TFLOP/s", "peer", "× peer", "÷ (density × own dense)")
+    return _markdown(head, lines)
+
+
+def cpu(rows: Rows) -> str:
+    """Milliseconds by density, forward and forward+backward."""
+    lines = []
+    for name, case in _pairs(rows).items():
+        if "forward" not in case:
+            continue
+        cells = [name.removeprefix("cpu ")]
+        for direction in ("forward", "forward+backward"):
+            row = case[direction]
+            cells.append(f"{1e3 * row['median_seconds']:.0f}")
+            cells.append(f"{row['over_density_times_dense']:.2f}")
+        faster = case["forward"].get("times_faster_than_jax_nn")
+        lines.append([*cells, "" if faster is None else f"{faster:.2f}"])
+    head = ("case", "forward ms", "÷ (d × dense)", "with backward ms", "÷ (d × dense)", "× jax.nn")
+    return _markdown(head, lines)
+
+
+def model(rows: Rows) -> str:
+    """A checkpoint's loading, prefill and decode."""
+    lines = []
+    for row in rows:
+        names = ("seconds_per_token", "median_seconds", "seconds")
+        seconds = next(row[name] for name in names if name in row)
+        first = row.get("first_call_seconds", row.get("compile_burst_seconds"))
+        speed = row.get("tokens_per_second")
+        lines.append(
+            [
+                row["case"],
+                f"{1e3 * seconds:,.1f}" + (" each" if "seconds_per_token" in row else ""),
+                "" if speed is None else f"{speed:,.0f}",
+                "" if first is None else f"{first:.1f}",
+            ]
+        )
+    head = ("what", "ms", "tokens/s", "s, the first time, with compiling")
+    return _markdown(head, lines)
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {"hopper": hopper, "cpu": cpu, "model": model}
+
+
+def main(paths: list[str]) -> None:
+    """Rewrites the tables of the pages named."""
+    for path in map(Path, paths):
+        path.write_text(filled(path.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
