@@ -102,16 +102,17 @@ def test_documents_are_cut_from_texts_long_enough(tmp_path):
     def encode(x):
         return [ord(c) for c in x]
 
-    assert text.read_texts([path]) == texts
+    ready = text.load_documents([path], encode, 50, 5, seed=3)
     cut = text.documents(texts, encode, 50, 5, seed=3)
     assert [len(x) for x in cut] == [50] * 5
     assert {chr(x[0]) for x in cut} <= set("adgj")  # each begins with a word
     again = text.documents(texts, encode, 50, 5, seed=3)
     assert all((a == b).all() for a, b in zip(cut, again, strict=True))
+    assert all((a == b).all() for a, b in zip(cut, ready, strict=True))
     with pytest.raises(ValueError, match="only 0 of 2 documents of 5,000 tokens"):
         text.documents(texts, encode, 5000, 2)
     with pytest.raises(ValueError, match=r"neither \.txt nor \.jsonl"):
-        text.read_texts([path.rename(tmp_path / "texts.csv")])
+        text.load_documents([path.rename(tmp_path / "texts.csv")], encode, 50, 5)
 
 
 def test_the_hash_names_the_weights(subject):

@@ -12,8 +12,8 @@ import tokenizers
 import zstandard
 
 from tests.train.corpus import documents, token_file
+from xsake import text
 from xsake.model.tokenizer import Tokenizer
-from xsake.train import text
 from xsake.train.data import Stream
 from xsake.train.tokens import TokenFile, end_token, tokenize, train_tokenizer
 

@@ -28,8 +28,8 @@ def tokenize(
       end: the tokenizer's token that is put after each document.
       field: of JSON lines, which holds the text.
     """
+    from xsake import text as texts
     from xsake.model.tokenizer import read_tokenizer
-    from xsake.train import text as texts
     from xsake.train import tokens
 
     if vocabulary is not None:

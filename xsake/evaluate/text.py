@@ -1,4 +1,4 @@
-"""Documents of one length from text files: .txt, .jsonl with a "text" field, and either in .xz.
+"""Documents of one length, cut from the texts of some files.
 
 A document is a window of one text, at a drawn place; texts are taken in a drawn order, each once
 before any is taken again. A .npy file holds documents that are ready.
@@ -6,36 +6,14 @@ before any is taken again. A .npy file holds documents that are ready.
 
 from __future__ import annotations
 
-import json
-import lzma
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from xsake import text
+
 CHARACTERS_PER_TOKEN = 8  # more than any real text has, so that one window of characters is enough
-
-
-def read_texts(paths: Sequence[str | Path]) -> list[str]:
-    """All texts of the files, in order."""
-    return [text for path in paths for text in _texts_of(Path(path))]
-
-
-def _texts_of(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no text file {path}")
-    packed = path.suffix == ".xz"
-    raw = lzma.decompress(path.read_bytes()) if packed else path.read_bytes()
-    kind = Path(path.stem).suffix if packed else path.suffix
-    content = raw.decode("utf-8")
-    if kind not in (".jsonl", ".txt"):
-        raise ValueError(f"{path} is neither .txt nor .jsonl (nor either in .xz)")
-    if kind == ".txt":
-        yield content
-        return
-    for line in content.splitlines():
-        if line.strip():
-            yield json.loads(line)["text"]
 
 
 def load_documents(
@@ -53,7 +31,7 @@ def load_documents(
     if first.suffix != ".npy":
         if encode is None:
             raise ValueError(f"{first} is text, and the model came without a tokenizer")
-        return documents(read_texts(paths), encode, length, count, seed)
+        return documents(list(text.documents(paths)), encode, length, count, seed)
     ready = np.load(first, allow_pickle=False)
     if len(paths) > 1 or ready.ndim != 2 or not np.issubdtype(ready.dtype, np.integer):
         raise ValueError(f"{first} must be alone and hold int [documents, tokens]")
@@ -86,12 +64,12 @@ def documents(
         number = int(order[turn % len(texts)])
         if number in spent:
             continue
-        text = texts[number]
+        whole = texts[number]
         window = length * CHARACTERS_PER_TOKEN
-        begin = int(draw.integers(0, max(1, len(text) - window)))
+        begin = int(draw.integers(0, max(1, len(whole) - window)))
         if begin:
-            begin = text.find(" ", begin) + 1  # not in the middle of a word
-        tokens = encode(text[begin : begin + window])[:length]
+            begin = whole.find(" ", begin) + 1  # not in the middle of a word
+        tokens = encode(whole[begin : begin + window])[:length]
         if len(tokens) < length:
             spent.add(number)
             continue

@@ -28,12 +28,18 @@ def documents(paths: Iterable[str | Path], field: str = "text") -> Iterator[str]
       field: of a JSON line's object, which holds the text.
     """
     for path in map(Path, paths):
+        read = _lines if _is_lines(path) else _whole
         with _open(path) as file:
-            yield from _lines(path, file, field) if _is_lines(path) else _whole(path, file)
+            yield from read(path, file, field)
 
 
 def _is_lines(path: Path) -> bool:
     named = path.with_suffix("") if path.suffix in PACKED else path
+    if named.suffix not in (*LINES, ".txt"):
+        raise ValueError(
+            f"{path} is neither .txt nor .jsonl (nor either in {', '.join(PACKED)}); rename it "
+            "if it is text"
+        )
     return named.suffix in LINES
 
 
@@ -101,7 +107,7 @@ class _Zstandard(io.RawIOBase):
         return found
 
 
-def _whole(path: Path, file: io.TextIOWrapper) -> Iterator[str]:
+def _whole(path: Path, file: io.TextIOWrapper, field: str) -> Iterator[str]:
     text = file.read()
     if text.strip():
         yield text
