@@ -94,21 +94,25 @@ class Plan:
         if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < len(self.counts):
             raise ValueError(f"layer {layer} of a plan for {len(self.counts)} layers")
         counts = jnp.asarray(self.counts)[layer]
-        if terms.selector == "static":
-            scores = jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
-        else:
-            if q is None or k is None:
-                raise ValueError(
-                    f"a plan that selects by {terms.selector!r} looks at the input: "
-                    "call plan.mask(layer, q, k)"
-                )
-            if q.shape[2] != counts.shape[0]:
-                raise ValueError(f"the plan is for {counts.shape[0]} heads, q has {q.shape[2]}")
-            scores = jax.vmap(lambda q, k: select.estimate(terms.selector, q, k, terms.block))(q, k)
+        scores = self.scored(layer, q, k)
         if terms.top_p is not None:
             floor = rows.floors(counts.shape[-1], terms.band)
             counts = select.counts_for_mass(scores, terms.top_p, floor, counts, terms.band)
         return select.keep_top(scores, counts, terms.band)
+
+    def scored(self, layer: Any, q: Any = None, k: Any = None) -> Array:
+        """What blocks are chosen by, [1|B, N, n, n]: the calibrated order, or from this q and k."""
+        terms, heads = self.terms, self.counts.shape[1]
+        if terms.selector == "static":
+            return jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
+        if q is None or k is None:
+            raise ValueError(
+                f"a plan that selects by {terms.selector!r} looks at the input: "
+                "call plan.mask(layer, q, k)"
+            )
+        if q.shape[2] != heads:
+            raise ValueError(f"the plan is for {heads} heads, q has {q.shape[2]}")
+        return jax.vmap(lambda q, k: select.estimate(terms.selector, q, k, terms.block))(q, k)
 
     def stacked(self, length: int | None = None) -> BlockMask:
         """All layers of a static plan in one BlockMask with a leading axis of layers."""

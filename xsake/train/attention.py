@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -41,10 +40,7 @@ class Attention:
                 f"make it plan.at({q.shape[1]})"
             )
         counts = jnp.asarray(self.plan.counts)[layer]
-        if terms.selector == "static":
-            scores = jnp.asarray(self.plan.scores)[layer][None]
-        else:
-            scores = jax.vmap(lambda q, k: select.estimate(terms.selector, q, k, terms.block))(q, k)
+        scores = self.plan.scored(layer, q, k)
         shared = self.shared[:, None]
         # what is forced takes no place of a row's own blocks where it is another document's
         counts = counts + (rows.forced(n, terms.band) & ~shared).sum(-1, dtype=jnp.int32)
