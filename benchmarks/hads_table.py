@@ -25,7 +25,7 @@ from xsake.bench.timing import provenance, time_queued
 from xsake.evaluate import table as tables
 from xsake.evaluate import text
 from xsake.evaluate.subject import Subject
-from xsake.hads import Profile, budget, calibrate, profile, select
+from xsake.hads import Profile, budget, profile, select
 from xsake.model import huggingface
 
 
@@ -79,16 +79,7 @@ def table(
         if not path.exists():
             cut = text.load_documents([folder / file], None, length, calibration)
             began = time.perf_counter()
-            found = calibrate(
-                subject.observe,
-                subject.weights,
-                cut,
-                layers=subject.layers,
-                heads=subject.heads,
-                block=block,
-                curves=curves,
-                model_hash=subject.hash,
-            )
+            found = subject.profile(cut, block=block, curves=curves)
             seconds[path.stem] = time.perf_counter() - began
             print(f"{path.stem}: {seconds[path.stem]:.1f} s", flush=True)
             found.save(path)

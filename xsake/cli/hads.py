@@ -43,23 +43,17 @@ def calibrate(
       dtype: that the model computes in; statistics are float32.
       implementation: of attention; default the fastest that can run.
     """
-    from xsake import hads
     from xsake.evaluate import text as texts
 
     subject, encode = _subject(model, dtype, implementation, text)
     cut = texts.load_documents(text, encode, length, documents, seed)
     with Progress(console=console) as progress:
         task = progress.add_task(f"{documents} × {length:,} tokens", total=documents)
-        profile = hads.calibrate(
-            subject.observe,
-            subject.weights,
+        profile = subject.profile(
             cut,
-            layers=subject.layers,
-            heads=subject.heads,
             block=block,
             band=band,
             curves=selectors,
-            model_hash=subject.hash,
             seed=seed,
             tell=lambda done: progress.update(task, completed=done),
         )

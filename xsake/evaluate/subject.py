@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from xsake.hads import corrected_attention
+from xsake.hads import Profile, calibrate, corrected_attention
 from xsake.hads.profile import hash_of
 from xsake.model import Transformer
 from xsake.model.transformer import document_positions
@@ -33,6 +33,18 @@ class Subject:
     ) -> Any:
         """carry = fold(layer, attention, carry) over the layers of a dense pass."""
         return nnx.merge(self.graph, weights).observe(tokens, fold, carry)
+
+    def profile(self, documents: Any, **how: Any) -> Profile:
+        """`hads.calibrate` of this model; `how` is what that takes beyond the model."""
+        return calibrate(
+            self.observe,
+            self.weights,
+            documents,
+            layers=self.layers,
+            heads=self.heads,
+            model_hash=self.hash,
+            **how,
+        )
 
     def hidden(self, weights: Any, tokens: Array, mask: Any = None) -> Array:
         """What the head is applied to, [T, width] for tokens [T]; `mask` as the model takes it."""
