@@ -16,6 +16,7 @@ import tokenizers.pre_tokenizers
 from tests.draws import FAST_COMPILATION
 from tests.model.families import FAMILIES, LLAMA, random_model, random_tokens
 from xsake import BlockMask, cli, masks
+from xsake.cli import checkpoints
 from xsake.model import KVCache, Sampling, generate, huggingface, stream
 from xsake.model.attend import Reading, by_cache
 from xsake.model.sampling import sample
@@ -321,7 +322,9 @@ def test_the_command_prints_the_text_and_the_speed(checkpoint, capsys):
     prompt = PROMPTS[0]
     [expected] = generate(model(implementation=None), [prompt], max_tokens=12)
     for stream_it in (True, False):
-        cli.generate(checkpoint, " ".join(f"w{i}" for i in prompt), max_tokens=12, stream=stream_it)
+        checkpoints.generate(
+            checkpoint, " ".join(f"w{i}" for i in prompt), max_tokens=12, stream=stream_it
+        )
         said = capsys.readouterr().out.split("\n", 1)
         assert said[0].split() == [f"w{i}" for i in expected.tokens]
         assert "7 prompt tokens" in said[1]
@@ -330,7 +333,7 @@ def test_the_command_prints_the_text_and_the_speed(checkpoint, capsys):
 
 
 def test_inspect_prints_the_configuration_and_the_sizes(checkpoint, capsys):
-    cli.inspect(checkpoint)
+    checkpoints.inspect(checkpoint)
     said = capsys.readouterr().out
     count = sum(x.size for x in model().parameters().values())
     for line in ("kv_heads", f"{count:,}", "layers.query.kernel", "2 × 32 × 4 × 8", "chosen"):

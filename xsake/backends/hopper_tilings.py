@@ -45,6 +45,4 @@ def measured(direction: str, sizes: Sizes, mask: BlockMask) -> dict[str, Any]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    if not TABLE.exists():
-        return {"forward": {}, "backward": {}}
     return json.loads(TABLE.read_text())["classes"]

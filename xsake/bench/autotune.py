@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.backends import Options, Sizes, hopper_tilings
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
+from xsake.bench.hopper import CAUSAL, visited_pairs
 from xsake.bench.timing import provenance
 from xsake.block_mask import BlockMask
 
@@ -54,13 +54,12 @@ BACKWARD: tuple[dict[str, Any], ...] = (
 
 def classes() -> Iterator[tuple[str, list[Case]]]:
     """Every class that is measured, with the calls that stand for it."""
-    causal = masks.causal()
     for H in (128, 64):
         for B, T in ((4, 4096), (1, 16384)):
             groups = (
                 [hopper_case(B, T, H, 0.43), hopper_case(B, T, H, 0.20)],
                 [hopper_case(B, T, H, 0.10)],
-                [Case(f"{B}·16·{T}·{H} causal", B, T, N=16, H=H, dtype="bfloat16", rule=causal)],
+                [Case(f"{B}·16·{T}·{H} causal", B, T, N=16, H=H, dtype="bfloat16", rule=CAUSAL)],
             )
             for cases in groups:
                 q, k, v, mask = _inputs(cases[0])
@@ -83,13 +82,12 @@ def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> 
     for name, cases in classes():
         if only not in name:
             continue
-        calls = [_inputs(case) for case in cases]
         for direction, kind, candidates in (
             ("forward", ForwardTiling, FORWARD),
             ("backward", BackwardTiling, BACKWARD),
         ):
             tilings = [kind(**fields) for fields in candidates]
-            speeds = [_speeds(direction, tilings, call) for call in calls]
+            speeds = [_speeds(direction, tilings, case) for case in cases]
             means = [
                 math.prod(s[i] for s in speeds) ** (1 / len(speeds)) for i in range(len(tilings))
             ]
@@ -132,9 +130,9 @@ def _inputs(case: Case) -> tuple[Any, Any, Any, BlockMask]:
     return given["query"], given["key"], given["value"], mask
 
 
-def _speeds(direction: str, tilings: list[Any], call: tuple[Any, ...]) -> list[float]:
+def _speeds(direction: str, tilings: list[Any], case: Case) -> list[float]:
     """TFLOP/s of every tiling on one call, timed whole, as a user makes it."""
-    q, k, v, mask = call
+    q, k, v, mask = _inputs(case)
     cotangent = jnp.cos(jnp.arange(v.size)).reshape(v.shape).astype(v.dtype)
 
     def compiled(tiling: Any) -> Any:
@@ -155,17 +153,15 @@ def _speeds(direction: str, tilings: list[Any], call: tuple[Any, ...]) -> list[f
         runs = list(pool.map(compiled, tilings))
     first: Any = None
     for tiling, (run, args) in zip(tilings, runs, strict=True):
-        got = jax.tree.leaves(run(*args))[0].astype(jnp.float32)
+        got = [x.astype(jnp.float32) for x in jax.tree.leaves(run(*args))]
         first = got if first is None else first
-        error = float(jnp.abs(got - first).max() / jnp.abs(first).max())
+        error = max(
+            float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in zip(got, first, strict=True)
+        )
         if not error <= ERROR_LIMIT[str(q.dtype)]:
             raise WrongResultError(f"{tiling} differs from the first tiling by {error}")
-    (B, T, N, H), Hv = q.shape, v.shape[-1]
-    visited = float(mask.kv_count.sum()) * mask.block[0] * mask.block[1]
-    visited *= B * N / math.prod(mask.kv_count.shape[:2])
-    if mask.rule is not None:
-        visited = B * N * T**2 / 2
-    work = 2 * visited * (H + Hv) * (1 if direction == "forward" else 2.5)
+    work = 2 * visited_pairs(case, mask) * (q.shape[-1] + v.shape[-1])
+    work *= 1 if direction == "forward" else 2.5
     calls = max(3, round(SECONDS / (work / 4e14)))
     seconds: list[list[float]] = [[] for _ in runs]
     for turn in range(ROUNDS):

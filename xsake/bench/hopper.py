@@ -22,7 +22,7 @@ from xsake.bench.timing import time_queued
 from xsake.block_mask import BlockMask
 
 Row = dict[str, Any]
-_CAUSAL = masks.causal()
+CAUSAL = masks.causal()
 SHAPES = ((4, 4096), (1, 16384))
 
 
@@ -51,7 +51,7 @@ def cells(B: int, T: int, H: int, densities: tuple[float, ...]) -> Iterator[Row]
     for row in measure(dense, {"cudnn": cudnn}):
         seconds[row["direction"]] = row["median_seconds"]
         yield row
-    causal = dataclasses.replace(dense, name=f"{name} causal", rule=_CAUSAL)
+    causal = dataclasses.replace(dense, name=f"{name} causal", rule=CAUSAL)
     yield from measure(causal, {"cudnn": cudnn})
     for density in densities:
         for row in measure(hopper_case(B, T, H, density), {"flex_attention": flex_attention}):
@@ -97,12 +97,12 @@ def transposing(B: int, T: int, H: int) -> Iterator[Row]:
 
 def features(T: int) -> Iterator[Row]:
     """Every feature once at a real size, forward and backward, checked and timed."""
-    plain = Case("", 4, T, N=16, H=128, dtype="bfloat16", rule=_CAUSAL)
+    plain = Case("", 4, T, N=16, H=128, dtype="bfloat16", rule=CAUSAL)
     ids = jnp.searchsorted(jnp.array([T // 8, T // 2, T - T // 5]), jnp.arange(T), side="right")
     sparse = hopper_case(4, T, 128, 0.43)
     named: dict[str, dict[str, Any]] = {
-        "window of 1,024": {"rule": masks.sliding_window(1024) & _CAUSAL},
-        "packed documents": {"rule": masks.documents(ids) & _CAUSAL},
+        "window of 1,024": {"rule": masks.sliding_window(1024) & CAUSAL},
+        "packed documents": {"rule": masks.documents(ids) & CAUSAL},
         "GQA 32/8": {"B": 2, "N": 32, "K": 8},
         "sinks": {"sinks": 0},
         "soft cap 50": {"soft_cap": 50.0},
@@ -198,7 +198,7 @@ def measure(case: Case, others: dict[str, Peer], backend: str = "hopper") -> Ite
 
     ours = _directions(attend, q, k, v, mask)
     B, T, S, N, _, H, Hv = case.sizes
-    pairs = _visited_pairs(case, mask)
+    pairs = visited_pairs(case, mask)
     for direction, factor in (("forward", 1.0), ("backward", 2.5)):
         work = 2 * pairs * (H + Hv) * factor
         row = {
@@ -224,10 +224,10 @@ def measure(case: Case, others: dict[str, Peer], backend: str = "hopper") -> Ite
         yield row
 
 
-def _visited_pairs(case: Case, mask: Any) -> float:
+def visited_pairs(case: Case, mask: Any) -> float:
     """Pairs of tokens in visited blocks; half of all under a plain causal rule."""
     B, T, S, N, *_ = case.sizes
-    if case.rule is _CAUSAL and case.head_densities is None:
+    if case.rule is CAUSAL and case.head_densities is None:
         return B * N * T * S / 2
     if not isinstance(mask, BlockMask):
         return B * N * T * S

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.bench.checks import WrongResultError
-from xsake.bench.timing import Timing, time_calls
+from xsake.bench.timing import time_calls
 from xsake.model import huggingface
 from xsake.model.generate import prefill, stream
 from xsake.model.kv_cache import KVCache
@@ -71,7 +71,7 @@ def _decode(model: Any, prompts: list[list[int]], new: int, budget: float | None
         tokens += step[0].tokens
         marks.append(time.perf_counter())
     bursts = np.diff(marks[2:])[1:]  # without the first token and the burst that compiles
-    timing = Timing(float(np.median(bursts)), float(bursts.min()), len(bursts))
+    seconds = float(np.median(bursts))
     # the same tokens in one pass: greedy choices agree but for ties within a rounding
     line = jnp.asarray([prompts[0] + tokens[:-1]])
     hidden = jax.jit(lambda model, line: model.hidden(line))(model, line)
@@ -80,8 +80,8 @@ def _decode(model: Any, prompts: list[list[int]], new: int, budget: float | None
     if budget is None and agreement < 0.8:
         raise WrongResultError(f"decode and a full pass agree on {agreement:.0%} of tokens only")
     return {
-        "tokens_per_second": len(prompts) * burst / timing.median_seconds,
-        "seconds_per_token": timing.median_seconds / burst,
+        "tokens_per_second": len(prompts) * burst / seconds,
+        "seconds_per_token": seconds / burst,
         "first_token_seconds": marks[1] - marks[0],
         "compile_burst_seconds": marks[2] - marks[1],
         "agreement_with_full_pass": agreement,

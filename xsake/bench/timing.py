@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from xsake import _jax
+from xsake.observe import provenance as provenance_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +81,8 @@ def provenance() -> dict[str, Any]:
             "architecture": platform.machine(),
             "cores": len(jax.devices()) if _jax.platform() != "cpu" else _cores(),
         },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-        },
-        "commit": _commit(),
+        "versions": provenance_of.versions(),
+        "commit": provenance_of.commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
@@ -103,17 +98,3 @@ def _processor() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    """XSAKE_COMMIT where it is set; else the checkout's, with a + when files differ from it."""
-    if commit := os.environ.get("XSAKE_COMMIT"):
-        return commit
-    git = ["git", "-C", str(Path(__file__).parent)]
-    say = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
-    try:
-        head = say([*git, "rev-parse", "HEAD"]).stdout.strip()
-        changes = say([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+" if changes else "")

@@ -23,7 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from xsake.model import gguf_file, hf_config, weights
+from xsake.model import hf_config, weights
 from xsake.model.config import Config
 from xsake.model.tokenizer import Tokenizer, build_tokenizer, read_tokenizer
 from xsake.model.transformer import Transformer
@@ -113,6 +113,8 @@ def examine(path: str | os.PathLike[str]) -> Checkpoint:
         names = weights.GPT2 if config.positions == "learned" else weights.LLAMA
         source = folder_source(path, names)
     elif path.suffix == ".gguf":
+        from xsake.model import gguf_file  # folders do without its package
+
         file = gguf_file.File(path)
         config, names, source, metadata = file.config, file.names, file.source, file.metadata
     else:

@@ -1,0 +1,122 @@
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from xsake.evaluate import methods, table, text
+from xsake.evaluate.subject import Subject
+from xsake.hads import calibrate, make
+from xsake.model import Config, Transformer
+
+BLOCK, LENGTH = 16, 120
+
+
+@pytest.fixture(scope="module")
+def subject():
+    config = Config(
+        vocab_size=64,
+        context=256,
+        layers=2,
+        width=32,
+        heads=4,
+        kv_heads=2,
+        head_size=8,
+        mlp_width=48,
+    )
+    parameters = Transformer(config, rngs=nnx.Rngs(0)).parameters()
+    parameters["layers.query.kernel"] *= 1000  # heads that prefer some keys, as trained ones do
+    return Subject(Transformer.of(config, parameters))
+
+
+@pytest.fixture(scope="module")
+def documents():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 64, LENGTH).astype(np.int32) for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def profile(subject, documents):
+    return calibrate(
+        subject.observe,
+        subject.weights,
+        documents[:2],
+        layers=2,
+        heads=4,
+        block=BLOCK,
+        curves=("static", "gaussian", "oracle"),
+        model_hash=subject.hash,
+    )
+
+
+def test_every_method_has_the_density_asked_for(profile):
+    found = methods.at_density(profile, 0.6, LENGTH, {"from elsewhere": profile})
+    names = [method.name for method in found]
+    assert len(names) == len(set(names))
+    assert {"sliding_window", "seed_entropy", "static/kl", "gaussian/kl", "oracle/kl"} < set(names)
+    assert "gaussian/kl from elsewhere" in names
+    for method in found:
+        assert int(method.counts.sum()) == round(0.6 * 8 * 36), method.name
+
+
+@pytest.mark.slow
+def test_the_table_is_written_resumed_and_refused(subject, profile, documents, tmp_path):
+    """One density; nothing measured twice; another text asks for another file."""
+    out, said = tmp_path / "table.json", []
+    found = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
+    rows = {row["method"]: row for row in found["densities"]["0.6"]["rows"]}
+    assert len(said) == 2 * len(rows)
+    for row in rows.values():
+        assert abs(row["realised_density_ratio"] - 0.6) < 1e-2 / 8
+        assert row["kl"] > 0
+        np.testing.assert_allclose(row["kl"], np.mean(row["kl_by_document"]))
+        assert 0 < row["recall"] < 1
+    # the same blocks, so the same attention; the centroids change what is made of it
+    plain, corrected = rows["gaussian/kl"], rows["gaussian/kl + centroids"]
+    assert plain["kl"] == corrected["kl"]
+    assert plain["logit_kl"] != corrected["logit_kl"]
+    assert rows["oracle/kl"]["kl"] == min(row["kl"] for row in rows.values())
+    again = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
+    assert again == json.loads(out.read_text())
+    assert len(said) == 2 * len(rows)
+    assert "| gaussian/kl | run time | 0.6" in out.with_suffix(".md").read_text()
+    with pytest.raises(ValueError, match="differs in data_hash; name another file"):
+        table.run_table(subject, profile, documents[:2], [0.6], out)
+
+
+def test_a_plan_that_keeps_everything_changes_nothing(subject, profile, documents):
+    method = methods.of_plan(make(profile, 1.0, "kl", "gaussian"), LENGTH)
+    (row,) = table.measure_methods(subject, [method], documents[3:], BLOCK)
+    assert row["realised_density_ratio"] == 1
+    assert row["recall"] == pytest.approx(1, abs=1e-6)
+    for name in ("kl", "error", "logit_kl", "perplexity_gap"):
+        assert abs(row[name]) < 1e-5, name
+
+
+def test_documents_are_cut_from_texts_long_enough(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    texts = ["short", "abc def " * 200, "ghi jkl " * 200]
+    path.write_text("\n".join(json.dumps({"text": x}) for x in texts))
+
+    def encode(x):
+        return [ord(c) for c in x]
+
+    ready = text.load_documents([path], encode, 50, 5, seed=3)
+    cut = text.documents(texts, encode, 50, 5, seed=3)
+    assert [len(x) for x in cut] == [50] * 5
+    assert {chr(x[0]) for x in cut} <= set("adgj")  # each begins with a word
+    again = text.documents(texts, encode, 50, 5, seed=3)
+    assert all((a == b).all() for a, b in zip(cut, again, strict=True))
+    assert all((a == b).all() for a, b in zip(cut, ready, strict=True))
+    with pytest.raises(ValueError, match="only 0 of 2 documents of 5,000 tokens"):
+        text.documents(texts, encode, 5000, 2)
+    with pytest.raises(ValueError, match=r"neither \.txt nor \.jsonl"):
+        text.load_documents([path.rename(tmp_path / "texts.csv")], encode, 50, 5)
+
+
+def test_the_hash_names_the_weights(subject):
+    other = Subject(Transformer(nnx.merge(subject.graph, subject.weights).config, rngs=nnx.Rngs(1)))
+    assert other.hash != subject.hash
+    hidden = subject.hidden(subject.weights, jnp.zeros(8, jnp.int32))
+    assert hidden.shape == (8, 32)

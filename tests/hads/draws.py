@@ -1,0 +1,45 @@
+"""Small attention problems for the tests of HADS: q, k, v and an output projection."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def attention(T=100, N=4, K=2, H=8, width=24, seed=0, sharp=2.0):
+    """q [T, N, H], k and v [T, K, H], kernel [N, H, width]; `sharp` makes heads focused."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+
+    def drifting(key, heads):
+        """Neighbours are alike and blocks differ, as in a text."""
+        steps = jax.random.normal(key, (T, heads, H))
+        return 0.5 * steps + jnp.cumsum(0.2 * steps, 0)
+
+    q, k = sharp * drifting(keys[0], N), drifting(keys[1], K)
+    v = jax.random.normal(keys[2], (T, K, H))
+    kernel = jax.random.normal(keys[3], (N, H, width)) / np.sqrt(H)
+    return q, k, v, kernel
+
+
+def dense(q, k, v):
+    """p [N, T, T] and out [N, T, H] in float64: the definition, all in memory."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    T, N, H = q.shape
+    k, v = (np.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
+    s = np.einsum("tnh,snh->nts", q, k) / np.sqrt(H)
+    s = np.where(np.tri(T, dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return p, np.einsum("nts,snh->nth", p, v)
+
+
+def blocks_of(p, block):
+    """p [N, T, T] summed over blocks of keys: [N, T, n]."""
+    N, T, _ = p.shape
+    n = -(-T // block)
+    return np.pad(p, ((0, 0), (0, 0), (0, n * block - T))).reshape(N, T, n, block).sum(-1)
+
+
+def tokens_of(blocks, block, T):
+    """bool [N, n, n] -> [N, T, T], causal."""
+    wide = np.repeat(np.repeat(np.asarray(blocks), block, 1), block, 2)[:, :T, :T]
+    return wide & np.tri(T, dtype=bool)

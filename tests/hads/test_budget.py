@@ -1,0 +1,148 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xsake.hads import budget, rows
+
+SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 12))
+
+
+def draw_mass(layers, heads, n, seed, sharp=2.0):
+    """Block mass of random heads: rows over the allowed blocks that add up to 1."""
+    rng = np.random.default_rng(seed)
+    logits = (
+        rng.normal(size=(layers, heads, n, n)) * sharp * rng.uniform(0, 2, (layers, heads, 1, 1))
+    )
+    mass = np.where(rows.allowed(n), np.exp(logits), 0)
+    return mass / mass.sum(-1, keepdims=True)
+
+
+def every_policy(layers, heads, n, density, seed, band=0):
+    mass = draw_mass(layers, heads, n, seed)
+    entropies = np.random.default_rng(seed).uniform(0, 1, (layers, heads))
+    yield budget.uniform(density, layers, heads, n, band)
+    yield budget.level(density, layers, heads, n, band)
+    yield budget.entropy(entropies, density, n, band)
+    yield budget.by_cost(budget.surrogate(mass, band), density, band)
+    yield budget.by_cost(budget.additive(mass, band), density, band)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.floats(0, 1), st.integers(0, 3), st.integers(0, 2))
+def test_budgets_add_up_and_every_row_keeps_its_floor(size, share, seed, band):
+    """The total is the request to the block; no row below its forced blocks or above all."""
+    layers, heads, n = size
+    least = rows.floors(n, band).sum() / (n * (n + 1) / 2)
+    density = min(1.0, least + share * (1 - least) + 1e-9)
+    for found in every_policy(layers, heads, n, density, seed, band):
+        assert found.counts.sum() == round(density * layers * heads * n * (n + 1) / 2)
+        assert (found.counts >= rows.floors(n, band)).all()
+        assert (found.counts <= rows.ceilings(n)).all()
+        assert found.counts.dtype == np.int32
+        np.testing.assert_allclose(found.density, density, atol=0.51 / (heads * n * (n + 1) / 2))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kl_is_optimal_for_its_surrogate(seed):
+    """Against every way to deal the same number of blocks to two heads of four rows."""
+    heads, n, density = 2, 4, 0.85
+    cost = budget.surrogate(draw_mass(1, heads, n, seed))
+    found = budget.by_cost(cost, density)
+    total = found.counts.sum()
+    ranges = [range(a, b + 1) for a, b in zip(rows.floors(n), rows.ceilings(n), strict=True)]
+    best = min(
+        budget.cost_of(cost, np.array(counts).reshape(1, heads, n))
+        for counts in itertools.product(*ranges * heads)
+        if sum(counts) == total
+    )
+    np.testing.assert_allclose(budget.cost_of(cost, found.counts), best, rtol=1e-12)
+    assert total < heads * n * (n + 1) / 2  # there was something to choose
+
+
+def test_kl_beats_uniform_and_entropy_on_its_surrogate():
+    cost = budget.surrogate(draw_mass(3, 4, 12, 0))
+    found = [budget.cost_of(cost, x.counts) for x in every_policy(3, 4, 12, 0.4, 0)]
+    assert found[3] == min(found)
+    assert found[3] < 0.95 * found[0]
+
+
+def test_the_surrogate_is_convex_after_the_forced_blocks():
+    curve = budget.surrogate(draw_mass(2, 3, 10, 1))
+    for i in range(3, 10):
+        gains = -np.diff(curve[..., i, 1 : i + 1], axis=-1)
+        assert (np.diff(gains, axis=-1) <= 1e-12).all()
+
+
+def lower_hull(cost, i):
+    """The greatest convex function below the points (c, cost[c]) from the floor of row i on."""
+    first = rows.floors(5)[i] - 1
+    hull = cost.copy()
+    for c in range(first, i + 1):
+        chords = [
+            cost[a] + (cost[b] - cost[a]) * (c - a) / (b - a)
+            for a in range(first, c)
+            for b in range(c + 1, i + 1)
+        ]
+        hull[c] = min([cost[c], *chords])
+    return hull
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cost_that_is_not_convex_loses_one_row_at_most(seed):
+    """All rows but the one that was cut sit on their hulls: the loss is that row's distance."""
+    cost = -np.sort(-np.random.default_rng(seed).random((1, 2, 5, 5)), axis=-1)
+    found = budget.by_cost(cost, 0.8)
+    ranges = [range(a, b + 1) for a, b in zip(rows.floors(5), rows.ceilings(5), strict=True)]
+    best = min(
+        budget.cost_of(cost, np.array(counts).reshape(1, 2, 5))
+        for counts in itertools.product(*ranges * 2)
+        if sum(counts) == found.counts.sum()
+    )
+    distance = max(
+        (cost[0, h, i] - lower_hull(cost[0, h, i], i))[: i + 1].max()
+        for h in range(2)
+        for i in range(5)
+    )
+    assert best <= budget.cost_of(cost, found.counts) <= best + distance + 1e-9
+
+
+def test_a_budget_below_the_forced_blocks_names_the_smallest():
+    for n, least in ((64, "0.062"), (32, "0.120"), (16, "0.228")):  # DESIGN's 0.06, 0.12, 0.23
+        with pytest.raises(ValueError, match=rf"below {least}, which the first block and the diag"):
+            budget.uniform(0.05, 2, 3, n)
+    with pytest.raises(ValueError, match=r"density must be above 0 and at most 1, got 1\.2"):
+        budget.uniform(1.2, 2, 3, 8)
+
+
+def test_the_smallest_named_budget_is_possible():
+    for found in every_policy(2, 3, 64, 0.062, 0):
+        assert found.counts.sum() <= 1.02 * 6 * rows.floors(64).sum()
+
+
+def test_degenerate_heads_are_handled_and_reported():
+    n = 8
+    mass = draw_mass(1, 4, n, 0)
+    mass[0, 1] = np.where(rows.allowed(n), 1, 0) / rows.ceilings(n)[:, None]  # all blocks equal
+    cost = budget.surrogate(mass)
+    cost[0, 2] = 0  # dead: nothing it drops costs anything
+    cost[0, 3] = np.nan
+    found = budget.by_cost(cost, 0.6)
+    assert (found.counts[0, 2] == rows.floors(n)).all()
+    assert found.counts[0, 3].sum() == budget.uniform(0.6, 1, 1, n).counts.sum()
+    assert any("layer 0, head 2 gains nothing" in note for note in found.notes)
+    assert any("layer 0, head 3 has a cost that is not a number" in note for note in found.notes)
+    assert found.counts.sum() == round(0.6 * 4 * n * (n + 1) / 2)
+    found = budget.entropy(np.array([[0.5, np.nan, 0.1, 0.9]]), 0.6, n)
+    assert any("head 1 has no entropy" in note for note in found.notes)
+    same = budget.entropy(np.zeros((1, 4)), 0.6, n)
+    assert (same.counts.sum(-1).max() - same.counts.sum(-1).min()) <= 1
+    assert same.notes
+
+
+def test_broad_heads_keep_more_under_entropy():
+    found = budget.entropy(np.array([[0.2, 0.5, 0.9]]), 0.4, 16)
+    totals = found.counts[0].sum(-1)
+    assert totals[0] < totals[1] < totals[2]

@@ -1,0 +1,189 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.hads.draws import attention
+from tests.hads.test_budget import draw_mass
+from xsake import dot_product_attention
+from xsake.hads import Plan, Profile, budget, make, rows
+from xsake.hads.plan import stretched
+from xsake.hads.profile import DENSITIES, Facts, Statistics
+
+BLOCK, N_ROWS = 16, 8
+
+
+def profile_of(layers=2, heads=4, n=N_ROWS, seed=0):
+    """A profile whose cost curves are those of a drawn mass."""
+    mass = draw_mass(layers, heads, n, seed).astype(np.float32)
+    kl, output = budget.surrogate(mass), budget.additive(mass**2)
+    cost = {
+        policy: {name: x.astype(np.float32) for name in ("static", "gaussian", "pooled")}
+        for policy, x in (("kl", kl), ("output", output))
+    }
+    entropies = np.random.default_rng(seed).uniform(0.1, 1, (layers, heads))
+    retained = np.zeros((layers, heads, len(DENSITIES)))
+    statistics = Statistics(
+        mass, mass**2, entropies, entropies, retained, cost, np.ones(layers, np.float32)
+    )
+    facts = Facts(n * BLOCK, BLOCK, 0, 4, "a model", "a text")
+    return Profile(statistics, {}, np.stack([mass, mass]), facts)
+
+
+@pytest.mark.parametrize("selector", ["static", "gaussian"])
+@pytest.mark.parametrize("policy", budget.POLICIES)
+def test_plans_realise_the_density_asked_for(policy, selector):
+    plan = make(profile_of(), 0.5, policy, selector)
+    assert plan.counts.sum() == round(0.5 * 2 * 4 * 36)
+    np.testing.assert_allclose(plan.density, 0.5, atol=1e-9)
+    if selector == "static":
+        masks = [plan.mask(layer) for layer in range(2)]
+        visited = sum(int(mask.kv_count.sum()) for mask in masks)
+        assert visited == plan.counts.sum()
+
+
+@pytest.mark.parametrize("length", [16, 127, 300])
+@pytest.mark.parametrize("selector", ["static", "gaussian"])
+def test_masks_from_plans_obey_causality_at_any_length(selector, length):
+    """No token of the future, the first block and the diagonal kept, the density met."""
+    plan = make(profile_of(), 0.7, "kl", selector)
+    q, k, _, _ = attention(length)
+    mask = plan.mask(1, q[None], k[None])
+    tokens = np.asarray(mask.to_dense(heads=4))[0]
+    assert not tokens[:, ~np.tri(length, dtype=bool)].any()
+    assert tokens[:, np.arange(length), np.arange(length)].all()
+    assert tokens[:, :, 0].all()
+    assert not mask.overflow
+    n = rows.count_blocks(length, BLOCK)
+    at = plan.at(length)
+    least = rows.floors(n).sum() / (n * (n + 1) / 2)
+    assert abs(at.counts.sum() - max(0.7, least) * 8 * n * (n + 1) / 2) <= 0.5
+
+
+def test_a_short_text_keeps_the_rows_of_a_long_one():
+    """Row i sees the same prefix whatever follows: its order is the calibrated one."""
+    scores = np.random.default_rng(0).random((1, 2, 8, 8))
+    np.testing.assert_array_equal(stretched(scores, 5), scores[..., :5, :5])
+
+
+def test_a_long_text_keeps_distances_near_and_the_first_block():
+    scores = np.broadcast_to(np.arange(8.0), (8, 8))
+    wide = stretched(scores, 20)
+    np.testing.assert_array_equal(wide[:8, :8], np.where(np.tri(8), scores, 0))
+    assert wide[19, 19] == 7
+    assert wide[19, 17] == 5
+    assert wide[19, 0] == 0
+    assert (np.diff(wide[19]) >= 0).all()  # columns stay in order
+
+
+def test_a_plan_is_a_mask_of_the_model_under_jit_and_a_traced_layer():
+    """Other counts, the same compiled code."""
+    plan = make(profile_of(), 0.5, "kl", "gaussian")
+    other = dataclasses.replace(plan, counts=np.minimum(plan.counts + 1, rows.ceilings(N_ROWS)))
+    q, k, v, _ = attention(N_ROWS * BLOCK)
+    traced = []
+
+    @jax.jit
+    def run(plan, layer):
+        traced.append(layer)
+        mask = plan(layer, q[None], k[None])
+        return dot_product_attention(q[None], k[None], v[None], mask=mask), mask.kv_count
+
+    for given in (plan, other):
+        for layer in range(2):
+            out, counts = run(given, layer)
+            np.testing.assert_array_equal(counts[0], given.counts[layer])
+            assert np.isfinite(np.asarray(out)).all()
+    assert len(traced) == 1
+
+
+def test_batch_rows_choose_their_own_blocks():
+    plan = make(profile_of(), 0.5, "kl", "gaussian")
+    pairs = [attention(N_ROWS * BLOCK, seed=seed)[:2] for seed in (0, 1)]
+    q, k = (jnp.stack(x) for x in zip(*pairs, strict=True))
+    blocks = np.asarray(plan.blocks(0, q, k))
+    assert blocks.shape == (2, 4, N_ROWS, N_ROWS)
+    for b, (q_one, k_one) in enumerate(pairs):
+        np.testing.assert_array_equal(blocks[b], plan.blocks(0, q_one[None], k_one[None])[0])
+    assert (blocks[0] != blocks[1]).any()
+
+
+def test_top_p_visits_no_more_than_the_budget():
+    plan = make(profile_of(), 0.6, "kl", "gaussian", top_p=0.7)
+    q, k, _, _ = attention(N_ROWS * BLOCK)
+    kept = np.asarray(plan.blocks(0, q[None], k[None])).sum(-1)[0]
+    assert (kept <= plan.counts[0]).all()
+    assert (kept >= rows.floors(N_ROWS)).all()
+    assert kept.sum() < plan.counts[0].sum()
+
+
+def test_top_p_of_a_static_plan_stops_at_that_share_of_the_calibrated_mass():
+    profile = profile_of()
+    plan = make(profile, 1.0, "kl", "static", top_p=0.8)
+    kept = np.asarray(plan.blocks(0))[0]
+    mass = profile.statistics.mass[0]
+    share = (mass * kept).sum(-1)
+    assert (share >= 0.8 - 1e-6).all()
+    # and no block more: without the least of those that are not forced, the share is missed
+    loose = np.where(kept & ~rows.forced(N_ROWS), mass, np.inf).min(-1)
+    more = np.isfinite(loose)
+    assert more.any()
+    assert (share - loose)[more].max() < 0.8
+
+
+@pytest.mark.parametrize("selector", ["static", "gaussian"])
+def test_plans_survive_save_and_load_bit_for_bit(tmp_path, selector):
+    plan = make(profile_of(), 0.5, "kl", selector, top_p=0.9).validated({"kl": 0.05})
+    plan.save(tmp_path / "plan")
+    again = Plan.load(tmp_path / "plan", model_hash="a model")
+    assert again.terms == plan.terms
+    assert jax.tree.structure(again) == jax.tree.structure(plan)
+    for a, b in zip(jax.tree.leaves(plan), jax.tree.leaves(again), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_plan_for_another_model_is_refused(tmp_path):
+    make(profile_of(), 0.5).save(tmp_path / "plan")
+    with pytest.raises(ValueError, match="the plan is for model a model, this is another"):
+        Plan.load(tmp_path / "plan", model_hash="another")
+    with pytest.raises(ValueError, match="cannot be read as a plan"):
+        Plan.load(tmp_path / "none")
+
+
+def test_wrong_requests_say_what_to_do():
+    profile = profile_of()
+    with pytest.raises(ValueError, match="policy 'best' is not one of"):
+        make(profile, 0.5, "best")
+    with pytest.raises(ValueError, match="selector 'oracle' is not one of"):
+        make(profile, 0.5, "kl", "oracle")
+    with pytest.raises(ValueError, match="top_p must be above 0 and at most 1, got 0"):
+        make(profile, 0.5, top_p=0.0)
+    with pytest.raises(ValueError, match=r"density 0\.1 is below 0\.417"):
+        make(profile, 0.1)
+    plan = make(profile, 0.5)
+    with pytest.raises(ValueError, match=r"call plan.mask\(layer, q, k\)"):
+        plan.mask(0)
+    with pytest.raises(ValueError, match="layer 2 of a plan for 2 layers"):
+        make(profile, 0.5, "kl", "static").mask(2)
+    with pytest.raises(ValueError, match=r"make it plan.at\(300\) before it enters jit"):
+        jax.jit(lambda plan: plan.at(300).counts)(plan)
+
+
+def test_a_plan_draws_itself():
+    plan = make(profile_of(), 0.5).validated({"perplexity_gap": 0.01})
+    drawn = str(plan)
+    assert "realised density 0.5000" in drawn
+    assert "perplexity_gap: 0.01" in drawn
+    assert len([line for line in drawn.splitlines() if line.strip()[:1].isdigit()]) == 2
+    axes = plan.plot()
+    np.testing.assert_allclose(axes.images[0].get_array(), plan.shares)
+
+
+def test_stacked_masks_are_those_of_the_layers():
+    plan = make(profile_of(), 0.5, "kl", "static")
+    stacked = plan.stacked()
+    for layer in range(2):
+        np.testing.assert_array_equal(stacked.kv_count[layer], plan.mask(layer).kv_count)

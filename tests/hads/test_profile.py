@@ -1,0 +1,218 @@
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.hads.draws import attention, blocks_of, dense, tokens_of
+from xsake.hads import Profile, budget, calibrate, measure, rows, select
+from xsake.hads.profile import hash_of, retained_mass
+
+BLOCK = 16
+CURVES = ("static", "gaussian", "oracle")  # one choice everywhere, so that little is compiled
+
+
+def row_means(x, T):
+    """[N, T, ...] -> [N, n, ...]: mean over the queries of each row block."""
+    return np.stack([x[:, i : i + BLOCK].mean(1) for i in range(0, T, BLOCK)], 1)
+
+
+def some_order(n, seed):
+    return jax.random.uniform(jax.random.key(seed), (4, n, n))
+
+
+def measured(q, k, v, kernel):
+    n = rows.count_blocks(len(q), BLOCK)
+    before = some_order(n, 1), some_order(n, 2)
+    return measure(q, k, v, kernel, block=BLOCK, curves=CURVES, before=before)
+
+
+@pytest.mark.parametrize("T", [100, 9])
+def test_streamed_statistics_equal_the_direct_ones(T):
+    """Entropies, mass and sensitivity of a T x T softmax in float64, at even and odd lengths."""
+    q, k, v, kernel = attention(T)
+    got = measured(q, k, v, kernel)
+    p, out = dense(q, k, v)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.nansum(np.where(p > 0, p * np.log(p), 0), -1)
+        entropy = (entropy[:, 1:] / np.log(np.arange(2, T + 1))).mean(-1)
+    np.testing.assert_allclose(got.entropy, entropy, rtol=1e-5, atol=1e-5)
+    mass = blocks_of(p, BLOCK)
+    np.testing.assert_allclose(got.mass, row_means(mass, T), atol=1e-5)
+    if T > BLOCK:
+        late = mass[:, BLOCK:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            spread = -np.where(late > 0, late * np.log(late), 0).sum(-1)
+        seen = np.arange(BLOCK, T) // BLOCK + 1
+        np.testing.assert_allclose(got.block_entropy, (spread / np.log(seen)).mean(-1), atol=1e-5)
+    w, values = np.asarray(kernel, np.float64), np.repeat(np.asarray(v, np.float64), 2, axis=1)
+    norm = (np.einsum("nth,nhw->tw", out, w) ** 2).sum(-1).mean()
+    np.testing.assert_allclose(got.norm, norm, rtol=1e-4)
+    j = 0
+    u = np.einsum("nts,snh->nth", p[:, :, :BLOCK], values[:BLOCK])
+    change = np.einsum("nth,nhw->ntw", u - mass[:, :, j, None] * out, w)
+    want = row_means((change**2).sum(-1), T) / norm
+    np.testing.assert_allclose(got.sensitivity[:, :, j], want, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("selector", ["oracle", "static", "gaussian"])
+def test_cost_curves_are_what_dropping_blocks_costs(selector):
+    """For every count: KL and projected output error of the renormalised sparse softmax."""
+    T, n = 100, 7
+    q, k, v, kernel = attention(T)
+    p, out = dense(q, k, v)
+    mass = blocks_of(p, BLOCK)
+    got = measured(q, k, v, kernel)
+    orders = {
+        "oracle": (got.mass, got.sensitivity),
+        "static": (some_order(n, 1), some_order(n, 2)),
+        "gaussian": (select.gaussian(q, k, BLOCK),) * 2,
+    }[selector]
+    values = np.repeat(np.asarray(v, np.float64), 2, axis=1)
+    w = np.asarray(kernel, np.float64)
+    norm = (np.einsum("nth,nhw->tw", out, w) ** 2).sum(-1).mean()
+    for count in (2, 3, 5):
+        counts = np.minimum(np.maximum(count, rows.floors(n)), rows.ceilings(n))
+        for policy, scores in zip(("kl", "output"), orders, strict=True):
+            keep = np.asarray(select.keep_top(scores, counts))
+            kept = np.einsum("ntj,ntj->nt", mass, np.repeat(keep, BLOCK, 1)[:, :T])
+            if policy == "kl":
+                want = row_means(-np.log(kept), T)
+            else:
+                sparse = np.where(tokens_of(keep, BLOCK, T), p, 0) / kept[..., None]
+                change = np.einsum("nts,snh->nth", sparse, values) - out
+                want = row_means((np.einsum("nth,nhw->ntw", change, w) ** 2).sum(-1), T) / norm
+            curve = np.asarray(got.cost[policy][selector])
+            np.testing.assert_allclose(curve[:, 2:, count - 1], want[:, 2:], rtol=2e-3, atol=1e-5)
+
+
+def test_memory_is_linear_in_length():
+    """The compiler's temporary bytes; nothing of this size is run."""
+
+    def temporary(T):
+        shape = [jax.ShapeDtypeStruct((T, *rest), jnp.float32) for rest in ((2, 8), (1, 8), (1, 8))]
+        kernel = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
+        compiled = measure.lower(*shape, kernel, block=128).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporary(4096), temporary(16384)
+    assert large < 5 * small  # T² would be 16 times
+
+
+class Seen(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    kernel: Any
+
+
+def seen_by(layer, tokens, weights=1.0):
+    """Attention of a layer, drawn from the document's first token."""
+    seed = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), layer), tokens[0, 0])
+    draw, T = jax.random.split(seed, 3), tokens.shape[1]
+    q = 2 * jax.random.normal(draw[0], (1, T, 4, 8)) * weights
+    k, v = (jax.random.normal(key, (1, T, 2, 8)) for key in draw[1:])
+    return Seen(q, k, v, jnp.ones((4, 8, 12)) * jnp.arange(1, 13))
+
+
+def observe(weights, tokens, fold, carry):
+    """A model of two layers, scanned as a real one is."""
+
+    def step(carry, layer):
+        return fold(layer, seen_by(layer, tokens, weights), carry), None
+
+    return jax.lax.scan(step, carry, jnp.arange(2))[0]
+
+
+def documents(count, T=70):
+    return [np.full(T, i, np.int32) for i in range(count)]
+
+
+def calibrated(documents):
+    how = dict(layers=2, heads=4, block=BLOCK, seed=5, curves=CURVES)
+    return calibrate(observe, jnp.ones(()), documents, **how)
+
+
+def test_a_profile_is_the_mean_over_documents_with_its_standard_error():
+    profile = calibrated(documents(3))
+    single = [calibrated([x]) for x in documents(3)]
+    for name in ("mass", "entropy", "retained"):
+        each = np.stack([getattr(x.statistics, name) for x in single])
+        np.testing.assert_allclose(getattr(profile.statistics, name), each.mean(0), atol=1e-6)
+        error = each.std(0, ddof=1) / np.sqrt(3)
+        np.testing.assert_allclose(profile.errors[name], error, atol=1e-5)
+    halves = np.stack([x.statistics.mass for x in single])
+    np.testing.assert_allclose(profile.mass_halves[0], halves[[0, 2]].mean(0), atol=1e-6)
+    np.testing.assert_allclose(profile.mass_halves[1], halves[1], atol=1e-6)
+    said = profile.agreement(0.6)
+    assert 0 < said["mass_distance"] < 1
+    assert -1 <= said["budget_correlation"] <= 1
+
+
+def test_the_static_order_never_saw_the_document_it_is_measured_on():
+    """Two documents: the curve of `static` is that of the second in the order of the first."""
+    profile, first = calibrated(documents(2)), calibrated(documents(1))
+    seen = seen_by(1, documents(2)[1][None])
+    want = measure(
+        seen.q[0],
+        seen.k[0],
+        seen.v[0],
+        seen.kernel,
+        block=BLOCK,
+        curves=CURVES,
+        before=(first.statistics.mass[1], first.statistics.sensitivity[1]),
+    )
+    got = profile.cost("kl", "static")[1]
+    np.testing.assert_allclose(got, want.cost["kl"]["static"], atol=1e-6)
+
+
+def test_one_document_gives_static_curves_from_its_mass():
+    profile = calibrated(documents(1))
+    want = budget.surrogate(profile.statistics.mass)
+    np.testing.assert_allclose(profile.cost("kl", "static"), want, atol=1e-6)
+    assert profile.agreement() == {}
+
+
+def test_the_surrogate_is_a_lower_bound_on_the_measured_cost():
+    profile = calibrated(documents(1))
+    gap = profile.cost("kl", "oracle") - budget.surrogate(profile.statistics.mass)
+    assert gap.min() > -1e-5
+    assert gap.mean() > 1e-3  # and the two differ, so that the gap says something
+
+
+def test_a_profile_survives_save_and_load_bit_for_bit(tmp_path):
+    profile = calibrated(documents(2))
+    profile.save(tmp_path / "profile")
+    again = Profile.load(tmp_path / "profile")
+    assert again.facts == profile.facts
+    assert again.facts.data_hash == hash_of(documents(2))
+    for a, b in zip(jax.tree.leaves(profile), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert jax.tree.structure(profile) == jax.tree.structure(again)
+
+
+def test_files_that_are_no_profile_are_refused(tmp_path):
+    path = tmp_path / "profile"
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="cannot be read as a profile"):
+        Profile.load(path)
+    profile = calibrated(documents(1))
+    with pytest.raises(ValueError, match="no cost curves for 'pooled'"):
+        profile.cost("kl", "pooled")
+    with pytest.raises(ValueError, match=r"documents of one length, got lengths \[3, 4\]"):
+        calibrate(observe, 1.0, [np.zeros(3, int), np.zeros(4, int)], layers=2, heads=4)
+
+
+def test_retained_mass_is_that_of_the_best_blocks():
+    mass = jnp.array([[1.0, 0, 0, 0], [0.3, 0.7, 0, 0], [0.2, 0.2, 0.6, 0], [0.1, 0.2, 0.3, 0.4]])
+    curve = np.asarray(retained_mass(mass[None]))[0]
+    np.testing.assert_allclose(curve[-1], 1, atol=1e-6)
+    np.testing.assert_allclose(curve[9], np.mean([1, 0.7, 0.8, 0.7]), atol=1e-6)  # density 0.5
+
+
+def test_facts_are_static():
+    profile = calibrated(documents(1))
+    other = dataclasses.replace(profile, facts=dataclasses.replace(profile.facts, block=1))
+    assert jax.tree.structure(profile) != jax.tree.structure(other)

@@ -1,0 +1,1 @@
+collect_ignore = ["fixtures/make.py"]  # a program that needs torch

@@ -1,0 +1,227 @@
+"""Events survive their file, and every sink tells the same numbers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+
+import pytest
+
+from xsake.observe import registry, sinks
+from xsake.observe.events import (
+    Evaluated,
+    Event,
+    PlanSwapped,
+    Resumed,
+    RunStarted,
+    Stopped,
+    TrainStep,
+    parse,
+)
+
+STARTED = RunStarted(
+    step=0,
+    run="a",
+    config_hash="c0ffee",
+    data_hash="da7a",
+    commit="abc",
+    device="cpu",
+    versions={"jax": "0"},
+    parameters=10,
+    steps=20,
+    tokens_per_step=64,
+)
+
+
+def trained(step, loss=2.5):
+    return TrainStep(
+        step=step,
+        loss_nats=loss,
+        learning_rate=0.1,
+        gradient_norm=1.5,
+        skipped_steps=0,
+        density_ratio=0.43,
+        tokens_seen=64 * step,
+        step_seconds=0.5,
+        tokens_per_second=128.0,
+        mfu_ratio=0.25,
+    )
+
+
+def evaluated(step, perplexity=9.0):
+    return Evaluated(
+        step=step,
+        file="valid",
+        data_hash="da7b",
+        loss_nats=2.2,
+        perplexity=perplexity,
+        targets=100,
+        density_ratio=0.43,
+    )
+
+
+SWAPPED = PlanSwapped(
+    step=2,
+    path="plans/a",
+    plan_hash="b1a5",
+    requested_density_ratio=0.43,
+    density_ratio=0.43,
+    head_density_ratios=[[0.4, 0.46]],
+    calibration_seconds=0.1,
+)
+EVENTS = [STARTED, trained(1), trained(2), SWAPPED, evaluated(2), trained(3)]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda x: type(x).__name__)
+def test_a_line_gives_the_event_back(event):
+    assert parse(event.to_json()) == event
+
+
+def test_what_is_not_finite_is_null_and_the_line_is_still_json():
+    line = trained(1, float("nan")).to_json()
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    assert json.loads(line, parse_constant=refuse)["loss_nats"] is None
+
+
+def test_fields_of_a_later_version_are_left_out_and_unknown_events_refused():
+    line = json.dumps({**json.loads(trained(1).to_json()), "colour": "blue"})
+    assert parse(line).loss_nats == 2.5
+    with pytest.raises(ValueError, match="no such event"):
+        parse('{"event": "Sang", "step": 1}')
+
+
+def written(path, events, step=0):
+    file = sinks.EventFile(path, step)
+    for event in events:
+        file.write(event)
+    file.close()
+
+
+def test_a_file_opened_at_a_step_keeps_what_was_said_up_to_it(tmp_path):
+    path = tmp_path / "events.jsonl"
+    written(path, [*EVENTS, Stopped(step=3, reason="signal")])
+    with path.open("a") as file:
+        file.write('{"event": "TrainStep", "step": 4, "loss_na')  # cut off
+    again = [Resumed(step=2, commit="abc", device="cpu"), trained(3), trained(4)]
+    written(path, again, step=2)
+    assert sinks.read(path) == [*EVENTS[:-1], *again]
+
+
+def test_a_file_opened_before_the_first_step_is_empty(tmp_path):
+    path = tmp_path / "events.jsonl"
+    written(path, EVENTS)
+    written(path, [STARTED], step=-1)
+    assert sinks.read(path) == [STARTED]
+
+
+def test_a_reader_passes_over_a_line_that_is_being_written(tmp_path):
+    path = tmp_path / "events.jsonl"
+    written(path, EVENTS[:2])
+    with path.open("a") as file:
+        file.write(trained(2).to_json()[:30])
+    assert sinks.read(path) == EVENTS[:2]
+
+
+def test_damage_in_the_middle_is_told_and_not_repaired_in_silence(tmp_path):
+    path = tmp_path / "events.jsonl"
+    written(path, EVENTS)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]) + "\n")
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 2 is damaged"):
+        sinks.EventFile(path, 3)
+
+
+def test_scalars_have_places_and_no_clock():
+    assert sinks.scalars(evaluated(2))["evaluation/valid/perplexity"] == 9.0
+    found = sinks.scalars(trained(1))
+    assert found["train/loss_nats"] == 2.5
+    assert not any("time" in name or name.endswith("/step") for name in found)
+    assert sinks.scalars(STARTED) == {}
+    assert "train/loss_nats" not in sinks.scalars(parse(trained(1, float("nan")).to_json()))
+
+
+def test_prometheus_serves_the_newest_values_as_text():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sink = sinks.Prometheus(port, run="a")
+    for event in EVENTS:
+        sink.write(event)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    sink.close()
+    assert 'xsake_train_density_ratio{file="",run="a"} 0.43' in text
+    assert 'xsake_evaluation_perplexity{file="valid",run="a"} 9.0' in text
+    assert 'xsake_step{file="",run="a"} 3.0' in text
+
+
+def test_tensorboard_has_every_scalar(tmp_path):
+    """Read back as TFRecords: length, checksum, event, checksum."""
+    from tensorboardX.proto.event_pb2 import Event as Record
+
+    sink = sinks.TensorBoard(tmp_path)
+    for event in EVENTS:
+        sink.write(event)
+    sink.close()
+    (path,) = tmp_path.iterdir()
+    content, place, found = path.read_bytes(), 0, {}
+    while place < len(content):
+        size = int.from_bytes(content[place : place + 8], "little")
+        record = Record.FromString(content[place + 12 : place + 12 + size])
+        found |= {(x.tag, record.step): x.simple_value for x in record.summary.value}
+        place += 16 + size
+    expected = {(name, e.step): x for e in EVENTS for name, x in sinks.scalars(e).items()}
+    assert found == pytest.approx(expected)
+
+
+def test_wandb_writes_offline_and_nowhere_else(tmp_path):
+    pytest.importorskip("wandb")
+    sink = sinks.Wandb(tmp_path, "a", {"seed": 0})
+    for event in EVENTS:
+        sink.write(event)
+    sink.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_the_terminal_says_a_step_in_one_line(capsys):
+    sink = sinks.Terminal(steps=3)
+    for event in [Resumed(step=1, commit="", device="", note="look out"), *EVENTS[2:]]:
+        sink.write(event)
+    sink.close()
+    said = capsys.readouterr().out
+    assert "goes on from step 1. look out" in said
+    assert "step 3/3  loss 2.500  128 tokens/s  MFU 25.0%  density 0.43" in said
+    assert "step 2: perplexity 9.00 on valid" in said
+
+
+def test_runs_are_listed_with_their_hashes_and_results(tmp_path):
+    for name, events in (("b", EVENTS), ("a", [*EVENTS, Stopped(step=3, reason="finished")])):
+        (tmp_path / name / "checkpoints" / "3").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        written(tmp_path / name / "events.jsonl", events)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{}")
+    (tmp_path / "no run").mkdir()
+    a, b, c = registry.runs(tmp_path)
+    assert (a.state, b.state, c.state) == ("finished", "running", "not started")
+    assert (a.config_hash, a.data_hash, a.commit, a.plan) == ("c0ffee", "da7a", "abc", "b1a5")
+    assert (a.step, a.steps, a.checkpoints, a.perplexity) == (3, 20, (3,), {"valid": 9.0})
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        list(registry.runs(tmp_path / "none"))
+
+
+def test_a_damaged_run_is_listed_as_such(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
+    (tmp_path / "a" / "events.jsonl").write_text("nonsense\n")
+    (a,) = registry.runs(tmp_path)
+    assert "damaged" in a.state
+
+
+def test_every_kind_of_event_is_known_by_its_name():
+    assert all(kind.__name__ == name for name, kind in Event.kinds.items())
+    assert "TrainStep" in Event.kinds

@@ -1,0 +1,141 @@
+"""A checkpoint gives back every bit, and one that a disk has damaged is noticed and passed over."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train.corpus import changed, config
+from xsake.hads import Plan
+from xsake.hads.plan import Terms
+from xsake.train import step
+from xsake.train.checkpoint import Checkpoints
+
+
+def state_of(whole, seed, number):
+    """Random arrays in the shape of a state."""
+    draw = np.random.default_rng(seed)
+    like = jax.eval_shape(lambda: step.initial(whole))
+    state = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(x.dtype), like)
+    state = jax.tree.map(jax.numpy.asarray, state)
+    return like, state._replace(step=jax.numpy.int32(number))
+
+
+def plan_of(seed, selector="static"):
+    draw = np.random.default_rng(seed)
+    counts = draw.integers(1, 4, (2, 2, 3)).astype(np.int32)
+    scores = draw.random((2, 2, 3, 3)).astype(np.float32) if selector == "static" else None
+    return Plan(counts, scores, Terms(0.84, "kl", selector, 16, 48, notes=("a", "b")))
+
+
+@pytest.fixture
+def whole(tmp_path):
+    return config(tmp_path / "runs", checkpoint__best=0)
+
+
+@pytest.fixture
+def saved(whole):
+    """Checkpoints at 3 and 6; returns (folder, like, states)."""
+    checkpoints = Checkpoints(whole, "data")
+    states = {}
+    for number in (3, 6):
+        like, states[number] = state_of(whole, number, number)
+        checkpoints.save(states[number], plan_of(number))
+    checkpoints.close()
+    return checkpoints.folder, like, states
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("plan", [None, plan_of(1), plan_of(1, "gaussian")])
+def test_what_is_read_is_what_was_saved(whole, plan):
+    like, state = state_of(whole, 0, 9)
+    checkpoints = Checkpoints(whole, "data")
+    assert checkpoints.restore(like) is None
+    checkpoints.save(state, plan)
+    checkpoints.close()
+    found = Checkpoints(whole, "data").restore(like)
+    assert_same(found.state, state)
+    assert jax.tree.structure(found.state) == jax.tree.structure(state)
+    assert (found.plan is None) == (plan is None)
+    if plan is not None:
+        assert found.plan.terms == plan.terms
+        assert_same(found.plan, plan)
+    assert found.note == ""
+
+
+def largest(folder):
+    return max((x for x in folder.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size)
+
+
+def truncate(folder):
+    path = largest(folder / "state")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(folder):
+    """One bit in the middle of the largest file, which holds arrays."""
+    path = largest(folder / "state")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def lose_facts(folder):
+    for path in (folder / "facts").iterdir():
+        path.write_bytes(b"")
+
+
+def lose_plan(folder):
+    shutil.rmtree(folder / "plan")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, lose_facts, lose_plan])
+def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(whole, saved, damage):
+    folder, like, states = saved
+    damage(folder / "6")
+    checkpoints = Checkpoints(whole, "data")
+    found = checkpoints.restore(like)
+    assert_same(found.state, states[3])
+    assert "checkpoint 6 is damaged and set aside in damaged/6" in found.note
+    assert (folder.parent / "damaged" / "6").is_dir()
+    checkpoints.save(states[6], None)  # the run comes by step 6 again
+    checkpoints.close()
+    assert_same(Checkpoints(whole, "data").restore(like).state, states[6])
+
+
+def test_a_run_does_not_begin_anew_in_silence_when_all_are_damaged(whole, saved):
+    folder, like, _ = saved
+    truncate(folder / "3")
+    truncate(folder / "6")
+    with pytest.raises(ValueError, match=r"no checkpoint of .* can be read"):
+        Checkpoints(whole, "data").restore(like)
+
+
+def test_a_checkpoint_of_other_data_or_another_config_is_refused(whole, saved):
+    folder, like, _ = saved
+    with pytest.raises(ValueError, match="has data_hash data, this run other"):
+        Checkpoints(whole, "other").restore(like)
+    with pytest.raises(ValueError, match="has config_hash"):
+        Checkpoints(changed(whole, seed=5), "data").restore(like)
+    assert (folder / "6").is_dir()
+
+
+def test_the_newest_and_the_best_are_kept(whole):
+    checkpoints = Checkpoints(changed(whole, checkpoint__best=1, checkpoint__keep=2), "data")
+    for number, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5), (6, None)):
+        checkpoints.save(state_of(whole, number, number)[1], None, loss)
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 5, 6]
+    checkpoints.close()
+
+
+def test_what_was_cut_off_while_it_was_written_is_no_checkpoint(whole, saved):
+    folder, like, states = saved
+    (folder / "6").rename(folder / "9.orbax-checkpoint-tmp-0")
+    assert_same(Checkpoints(whole, "data").restore(like).state, states[3])

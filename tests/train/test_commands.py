@@ -1,0 +1,77 @@
+"""xsake tokenize, train and runs, as they are typed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+
+import pytest
+
+from tests.train.corpus import documents
+from xsake import cli
+from xsake.model import huggingface
+from xsake.train.command import train_from
+from xsake.train.config import PRESETS, Config
+
+
+@pytest.fixture
+def xsake(monkeypatch, capsys, tmp_path):
+    """Runs a command line in a folder of its own; returns what it said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.console, "width", 200)
+
+    def call(line, code=0):
+        monkeypatch.setattr(sys, "argv", ["xsake", *line.split()])
+        if code:
+            with pytest.raises(SystemExit) as stopped:
+                cli.main()
+            assert stopped.value.code == code
+        else:
+            cli.main()
+        return "".join(capsys.readouterr())
+
+    return call
+
+
+SMALL = (
+    "--model.vocab-size 300 --model.layers 1 --data.length 32 --data.rows 2 "
+    "--schedule.steps 6 --schedule.warmup-steps 2 --run.name a"
+)
+
+
+def test_from_text_to_a_model_that_can_be_loaded(xsake, tmp_path):
+    lines = [json.dumps({"text": text}) for text in documents()]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    said = xsake("tokenize a.jsonl -o text --vocabulary 300 --tokenizer tokenizer.json")
+    assert "40 documents, vocabulary 300, uint16, hash" in said
+    assert "goes on from here" in xsake(f"train --data.train text {SMALL} --run.stop-at 4")
+    config = Config.read("runs/a/config.json")
+    assert (config.model.layers, config.data.rows, config.model.heads) == (1, 2, 4)
+    assert "runs/a" in xsake("train --config runs/a/config.json --run.stop-at 0")
+    loaded = huggingface.load(tmp_path / "runs" / "a" / "model")
+    text = documents()[0]
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode(text)) == text
+    said = xsake("runs")
+    assert "finished" in said
+    assert "6/6" in said
+    assert config.hash[:8] in said
+    said = xsake(f"train --data.train text {SMALL} --seed 3", code=1)
+    assert "begun with other settings (seed: 0 → 3)" in said
+
+
+def test_mistakes_are_told_in_a_sentence(xsake, tmp_path):
+    assert "there is no folder runs" in xsake("runs", code=1)
+    assert "data.train names no token file" in xsake("train", code=1)
+    assert "is no token file" in xsake("train --data.train nowhere", code=1)
+    (tmp_path / "a.txt").write_text("words")
+    assert "name a tokenizer.json" in xsake("tokenize a.txt -o b", code=1)
+    (tmp_path / "c.json").write_text('{"hads": {"densty": 1}}')
+    assert "did you mean 'density'" in xsake("train --config c.json", code=1)
+
+
+def test_a_preset_sets_the_defaults_of_the_flags(xsake):
+    said = xsake("train --preset shipped --data.train nowhere --run.name b", code=1)
+    assert "nowhere is no token file" in said
+    command = inspect.signature(train_from(["--preset", "gpt-37m", "--seed", "3"]))
+    assert command.parameters["settings"].default == PRESETS["gpt-37m"]

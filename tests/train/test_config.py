@@ -1,0 +1,92 @@
+"""One tree: what is written is read back, what is unknown is refused, what counts is hashed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.train.corpus import changed
+from xsake.model import parameter_shapes
+from xsake.train.config import PRESETS, Config, Hads
+from xsake.train.flops import per_token
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_config_json_gives_the_config_back(name, tmp_path):
+    config = PRESETS[name]
+    config.write(tmp_path / "config.json")
+    found = Config.read(tmp_path / "config.json")
+    assert found == config
+    assert found.hash == config.hash
+
+
+def test_unknown_keys_are_refused_at_any_depth():
+    with pytest.raises(ValueError, match="Config has no 'optimiser'; did you mean 'optimizer'"):
+        Config.from_dict({"optimiser": {}})
+    with pytest.raises(ValueError, match="hads has no 'densty'; did you mean 'density'"):
+        Config.from_dict({"hads": {"densty": 0.4}})
+    with pytest.raises(ValueError, match="has no 'layer'"):
+        Config.from_dict({"model": {**PRESETS["tiny"].model.to_dict(), "layer": 1}})
+
+
+def test_the_hash_covers_what_changes_the_numbers_and_nothing_else():
+    config = PRESETS["tiny"]
+    same = changed(config, run__name="b", checkpoint__every=3, observe__every=9, data__train=("x",))
+    assert same.hash == config.hash
+    for change in (
+        {"seed": 1},
+        {"data__rows": 4},
+        {"optimizer__beta2": 0.9},
+        {"schedule__steps": 99},
+        {"hads__density": 0.9},
+        {"compute__dtype": "bfloat16"},
+    ):
+        assert changed(config, **change).hash != config.hash, change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"data__length": 300}, "data.length = 300 is more than model.context = 256"),
+        ({"optimizer__accumulate": 3}, "data.rows = 8 is not a multiple"),
+        ({"optimizer__ema_decay": 1.0}, "ema_decay must be at least 0 and below 1"),
+        ({"hads__density": 0.01}, "density 0.01 is below"),
+        ({"hads__policy": "best"}, "hads.policy 'best' is not one of"),
+        ({"compute__dtype": "int8"}, "compute.dtype 'int8' is not one of"),
+        ({"schedule__warmup_steps": 101}, "schedule.warmup_steps = 101 is more than"),
+        ({"schedule__steps": 0}, "schedule.steps must be at least 1, got 0"),
+        ({"optimizer__learning_rate": float("nan")}, "learning_rate must not be negative, got nan"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(change, told):
+    with pytest.raises(ValueError, match=told):
+        changed(PRESETS["tiny"], **change)
+
+
+def test_the_density_goes_down_in_a_line_after_the_dense_steps():
+    hads = Hads(density=0.4, warmup_steps=10, every=5, from_density=1.0, ramp_steps=20)
+    assert [hads.density_at(x) for x in (0, 9)] == [None, None]
+    found = [hads.density_at(x) for x in (10, 15, 20, 30, 99)]
+    assert found == pytest.approx([1.0, 0.85, 0.7, 0.4, 0.4])
+    assert [x for x in range(31) if hads.is_due(x)] == [10, 15, 20, 25, 30]
+    assert not any(Hads().is_due(x) for x in range(200))
+
+
+def test_the_presets_have_the_sizes_they_are_meant_to():
+    sizes = {}
+    for name, config in PRESETS.items():
+        shapes = parameter_shapes(config.model).values()
+        sizes[name] = sum(map(math.prod, shapes))
+    assert 2 * sizes["shipped"] < 12e6  # bytes in bfloat16
+    assert 30e6 < sizes["gpt-37m"] < 40e6
+
+
+def test_arithmetic_by_hand_for_a_model_without_frills():
+    """4 width² + 3 width · 1024 weights a layer, the head, and T / 2 keys a query."""
+    model = PRESETS["gpt-37m"].model
+    width, layers = 384, 10
+    matrices = layers * (4 * width**2 + 3 * width * 1024) + 50_304 * width
+    attention = 12 * layers * width * (2048 / 2)
+    assert per_token(model, 2048) == 6 * matrices + attention
+    assert per_token(model, 2048, 0.25) == 6 * matrices + attention / 4

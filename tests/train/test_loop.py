@@ -1,0 +1,204 @@
+"""A run that is stopped, by whatever, goes on as if it had not been."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train.corpus import changed, config, documents, token_file
+from xsake.hads import Plan
+from xsake.model import huggingface
+from xsake.observe import sinks
+from xsake.observe.events import (
+    CheckpointSaved,
+    Evaluated,
+    PlanSwapped,
+    Resumed,
+    RunStarted,
+    Stopped,
+    TrainStep,
+)
+from xsake.train import loop, planning, step
+from xsake.train.attention import Attention
+from xsake.train.config import Hads
+from xsake.train.data import Stream
+
+PROGRAMS: list[int] = []  # that a whole run compiled its update to
+TIMES = ("time_unix_seconds", "step_seconds", "tokens_per_second", "calibration_seconds")
+
+
+def said(folder):
+    """All events but for the clock's part in them, and for where the run was taken up."""
+    found = []
+    for event in sinks.read(folder / "events.jsonl"):
+        if not isinstance(event, Resumed | Stopped | CheckpointSaved):
+            values = {k: v for k, v in dataclasses.asdict(event).items() if k not in TIMES}
+            found.append((type(event).__name__, values))
+    return found
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return token_file(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, tmp_path_factory):
+    whole = config(tmp_path_factory.mktemp("runs"), text, checkpoint__export=True)
+    before = step.compiled_update._cache_size()
+    assert loop.train(whole).reason == "finished"
+    PROGRAMS.append(step.compiled_update._cache_size() - before)
+    return whole.place
+
+
+@pytest.fixture
+def whole(text, tmp_path):
+    return config(tmp_path / "runs", text)
+
+
+class At:
+    """A sink that does something when a step is told of."""
+
+    def __init__(self, number, do):
+        self.number, self.do = number, do
+
+    def write(self, event):
+        if isinstance(event, TrainStep) and event.step == self.number:
+            self.do()
+
+    def close(self):
+        pass
+
+
+def test_the_events_of_a_run_tell_its_whole_story(undisturbed):
+    events = sinks.read(undisturbed / "events.jsonl")
+    steps = [x for x in events if isinstance(x, TrainStep)]
+    assert [x.step for x in steps] == list(range(1, 17))
+    assert [x.step for x in events if isinstance(x, PlanSwapped)] == [4, 8, 12]
+    assert [x.step for x in events if isinstance(x, Evaluated)] == [8, 16]
+    saved = [x.step for x in events if isinstance(x, CheckpointSaved)]
+    assert saved == [3, 6, 9, 12, 15, 16]
+    assert isinstance(events[0], RunStarted)
+    assert [x.density_ratio for x in steps[:4]] == [1.0] * 4
+    # 48 tokens in blocks of 16 allow 6 blocks a head, of which 5 are forced: 0.84 · 24 is 20
+    assert [x.density_ratio for x in steps[4:]] == [pytest.approx(20 / 24)] * 12
+    assert steps[-1].loss_nats < steps[0].loss_nats
+    assert steps[-1].tokens_seen == 16 * 2 * 48
+    assert isinstance(events[-1], Stopped)
+
+
+def test_plans_are_swapped_without_another_program(undisturbed):
+    """Three plans, each with hashes and notes of its own: one dense program and one sparse."""
+    assert len(list((undisturbed / "plans").iterdir())) == 3
+    assert max(PROGRAMS) <= 2
+
+
+def test_sigterm_loses_nothing(whole, undisturbed):
+    """The signal comes while a step is told of; that step is kept."""
+    for number, sign in ((5, signal.SIGTERM), (10, signal.SIGINT)):
+        outcome = loop.train(whole, At(number, lambda sign=sign: os.kill(os.getpid(), sign)))
+        assert (outcome.reason, outcome.step) == ("signal", number)
+        assert (whole.place / "checkpoints" / str(number)).is_dir()
+    assert loop.train(whole).reason == "finished"
+    assert said(whole.place) == said(undisturbed)
+    resumed = [x.step for x in sinks.read(whole.place / "events.jsonl") if isinstance(x, Resumed)]
+    assert resumed == [5, 10]
+
+
+def test_a_run_stops_and_goes_on_with_time_or_step_limits(whole, undisturbed):
+    assert loop.train(changed(whole, run__seconds=1e-9)).reason == "seconds"
+    assert loop.train(changed(whole, run__stop_at=7)).step == 7
+    assert loop.train(whole).step == 16
+    assert said(whole.place) == said(undisturbed)
+
+
+def test_a_torn_newest_checkpoint_costs_only_time(whole, undisturbed):
+    """Steps since the checkpoint before are done again, the same, and told once."""
+    loop.train(changed(whole, run__stop_at=8))
+    state = whole.place / "checkpoints" / "8" / "state"
+    path = max((x for x in state.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    loop.train(whole)
+    assert said(whole.place) == said(undisturbed)
+    (resumed,) = (x for x in sinks.read(whole.place / "events.jsonl") if isinstance(x, Resumed))
+    assert resumed.step == 6
+    assert "checkpoint 8 is damaged" in resumed.note
+
+
+def test_the_plan_in_use_is_the_plan_in_the_folder(undisturbed, text):
+    """And calibration is a function of weights, text, seed and step: it can be done again."""
+    found = [Plan.load(x) for x in sorted((undisturbed / "plans").iterdir())]
+    told = [x for x in sinks.read(undisturbed / "events.jsonl") if isinstance(x, PlanSwapped)]
+    assert [planning.plan_hash(plan) for plan in found] == [x.plan_hash for x in told]
+    whole = config(undisturbed.parent, text)
+    stream = Stream([text], 48, whole.seed)
+    weights = step.initial(whole).parameters
+    one, other = (planning.new_plan(whole, weights, stream, 4) for _ in range(2))
+    assert planning.plan_hash(one) == planning.plan_hash(other)
+
+
+def test_evaluation_is_the_mean_over_targets_of_the_exported_model(undisturbed, text):
+    """Recomputed from model/ with the last plan, window by window."""
+    loaded = huggingface.load(undisturbed / "model")
+    plan = Plan.load(undisturbed / "plans" / "step-000012.safetensors")
+    stream = Stream([text], 48)
+    total = count = 0.0
+    for begin in (0, 48, 96):
+        batch = stream.at([begin])
+        mask = Attention(plan, batch.segment_ids)
+        logits = loaded.model(batch.tokens, mask=mask, segment_ids=batch.segment_ids)
+        log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+        chosen = np.take_along_axis(log_p, batch.targets[..., None], -1)[..., 0]
+        total, count = total - (chosen * batch.weights).sum(), count + batch.weights.sum()
+    told = [x for x in sinks.read(undisturbed / "events.jsonl") if isinstance(x, Evaluated)][-1]
+    assert told.targets == count
+    assert told.loss_nats == pytest.approx(total / count, rel=1e-6)
+    assert told.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+    begin = text.tokens[: int(text.starts[1]) - 1]
+    assert loaded.tokenizer.decode(begin.tolist()) == documents()[0]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_by_name(whole):
+    """Only after so many in a row; the checkpoint before is left as it is."""
+    broken = changed(whole, optimizer__learning_rate=1e30, run__bad_steps=3, hads=Hads())
+    with pytest.raises(loop.NotFiniteError, match=r"3 steps in a row at step \d+; .*last good"):
+        loop.train(broken)
+    events = sinks.read(broken.place / "events.jsonl")
+    assert events[-1].reason == "not finite"
+    steps = [x for x in events if isinstance(x, TrainStep)]
+    assert [x.skipped_steps for x in steps[-3:]] == [1, 2, 3]
+    assert steps[-1].gradient_norm is None
+
+
+def test_other_settings_in_a_begun_folder_are_refused_by_name(whole):
+    loop.train(changed(whole, run__seconds=1e-9))
+    with pytest.raises(ValueError, match=r"other settings \(optimizer.beta1: 0.9 → 0.8\)"):
+        loop.train(changed(whole, optimizer__beta1=0.8))
+    values = json.loads((whole.place / "config.json").read_text())
+    assert values["optimizer"]["beta1"] == 0.9
+
+
+def test_a_folder_in_use_is_refused(whole):
+    def second():
+        with pytest.raises(ValueError, match="in use by another process"):
+            loop.train(whole)
+        seen.append(True)
+
+    seen = []
+    loop.train(changed(whole, run__stop_at=2), At(1, second))
+    assert seen
+
+
+def test_a_vocabulary_that_is_too_small_and_missing_text_are_refused(whole):
+    small = dataclasses.replace(whole.model, vocab_size=64)
+    with pytest.raises(ValueError, match=r"a vocabulary of \d+, the model one of 64"):
+        loop.train(changed(whole, model=small))
+    with pytest.raises(ValueError, match=r"data.train names no token file"):
+        loop.train(changed(whole, data__train=()))

@@ -1,0 +1,5 @@
+"""python -m xsake.cli."""
+
+from xsake.cli import main
+
+main()

@@ -1,0 +1,66 @@
+"""A model under examination: its weights apart from its code, so that code is compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+
+from xsake.hads import Profile, calibrate, corrected_attention
+from xsake.hads.profile import hash_of
+from xsake.model import Transformer
+from xsake.model.transformer import document_positions
+
+
+class Subject:
+    """What calibration and evaluation ask of a model.
+
+    `weights` is a pytree that every method takes, so that it is an argument of compiled code.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self.graph, self.weights = nnx.split(model)
+        self.layers, self.heads = model.config.layers, model.config.heads
+        self.implementation = model.implementation
+        parameters = model.parameters()
+        self.hash = hash_of(jax.device_get(parameters[name]) for name in sorted(parameters))
+
+    def observe(
+        self, weights: Any, tokens: Any, fold: Callable[[Any, Any, Any], Any], carry: Any
+    ) -> Any:
+        """carry = fold(layer, attention, carry) over the layers of a dense pass."""
+        return nnx.merge(self.graph, weights).observe(tokens, fold, carry)
+
+    def profile(self, documents: Any, **how: Any) -> Profile:
+        """`hads.calibrate` of this model; `how` is what that takes beyond the model."""
+        return calibrate(
+            self.observe,
+            self.weights,
+            documents,
+            layers=self.layers,
+            heads=self.heads,
+            model_hash=self.hash,
+            **how,
+        )
+
+    def hidden(self, weights: Any, tokens: Array, mask: Any = None) -> Array:
+        """What the head is applied to, [T, width] for tokens [T]; `mask` as the model takes it."""
+        return nnx.merge(self.graph, weights).hidden(tokens[None], mask=mask)[0]
+
+    def corrected_hidden(self, weights: Any, tokens: Array, mask: Any) -> Array:
+        """The same with centroids for dropped blocks; `mask` is (layer, q, k) -> BlockMask."""
+
+        def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
+            chosen = mask(layer, q, k)
+            out = corrected_attention(q, k, v, chosen, implementation=self.implementation)
+            return out, state
+
+        model = nnx.merge(self.graph, weights)
+        return model.run(tokens[None], document_positions(1, len(tokens)), attend)[0][0]
+
+    def logits(self, weights: Any, hidden: Array) -> Array:
+        """float32 [R, vocab] of hidden [R, width]."""
+        return nnx.merge(self.graph, weights).logits(hidden)

@@ -1,0 +1,12 @@
+"""HADS: which blocks does each head deserve? profile → budget → select → plan.
+
+calibration text ─ calibrate ─ Profile ─ make ─ Plan ─ mask(layer, q, k) ─ BlockMask
+                                            ↑
+                      one density for the whole model, and a policy that splits it
+"""
+
+from xsake.hads.correction import corrected_attention
+from xsake.hads.plan import Plan, make
+from xsake.hads.profile import Profile, calibrate, measure
+
+__all__ = ["Plan", "Profile", "calibrate", "corrected_attention", "make", "measure"]

@@ -1,0 +1,94 @@
+"""Dropped blocks as one key and one value each: their centroids, weighted by their size.
+
+    visited blocks ─ dot_product_attention ─ out, L ─┐
+    dropped blocks ─ mean key, mean value,           ├─ merged by logsumexp ─ out
+                     logit + ln(tokens) ── out', L' ─┘
+
+The softmax then runs over the visited tokens and one stand-in for every dropped block before the
+diagonal. Costs T · n products more, n = T / block, and gradients flow through both parts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.attention import dot_product_attention
+from xsake.block_mask import BlockMask
+
+
+def corrected_attention(
+    query: Any, key: Any, value: Any, mask: BlockMask, *, implementation: str | None = None
+) -> Array:
+    """Block-sparse causal attention that still hears the blocks it drops, [B, T, N, Hv].
+
+    Args:
+      query: [B, T, N, H].
+      key: [B, T, K, H].
+      value: [B, T, K, Hv].
+      mask: causal, square blocks. A dropped block that a row sees in whole (it lies before the
+        diagonal) stands in as its centroid; others stay dropped.
+      implementation: of `dot_product_attention`.
+    """
+    block = mask.block[1]
+    if mask.block[0] != block or mask.shape[0] != mask.shape[1]:
+        raise ValueError(
+            f"a corrected mask needs square blocks and T = S, got {mask.block} and {mask.shape}"
+        )
+    out, logsumexp = dot_product_attention(
+        query, key, value, mask=mask, return_residual=True, implementation=implementation
+    )
+    dropped = dropped_blocks(mask)
+    more, more_logsumexp = attend_centroids(query, key, value, dropped, block)
+    # the share of the stand-ins: 0 for a query that has none
+    some = more_logsumexp > -jnp.inf
+    share = jax.nn.sigmoid(jnp.where(some, more_logsumexp, 0) - logsumexp)
+    share = jnp.where(some, share, 0)[..., None]
+    wide = out.astype(jnp.float32)
+    return (wide + share * (more - wide)).astype(out.dtype)
+
+
+def dropped_blocks(mask: BlockMask) -> Array:
+    """Blocks before the diagonal that the mask does not visit, bool [B|1, N|K|1, n, n]."""
+    classes = mask.blocks()
+    n = classes.shape[-1]
+    return (classes == 0) & jnp.tri(n, k=-1, dtype=bool)
+
+
+def attend_centroids(
+    query: Array, key: Array, value: Array, dropped: Array, block: int
+) -> tuple[Array, Array]:
+    """(out [B, T, N, Hv], logsumexp [B, T, N]) over the centroids of dropped blocks, float32.
+
+    dropped is bool [B|1, N|K|1, n, n]; a row with none has out 0 and logsumexp -inf.
+    """
+    B, T, N, H = query.shape
+    K, Hv = value.shape[2:]
+    n = dropped.shape[-1]
+    padding = ((0, 0), (0, n * block - T), (0, 0), (0, 0))
+    # a block that a later row drops is whole: only the last one can be short, and no row follows it
+    keys, values = (
+        jnp.pad(x.astype(jnp.float32), padding).reshape(B, n, block, K, -1).mean(2)
+        for x in (key, value)
+    )
+    q = jnp.pad(query.astype(jnp.float32), padding).reshape(B, n, block, K, N // K, H)
+    logits = jnp.einsum("bitkgh,bjkh->bkgitj", q, keys) / math.sqrt(H) + math.log(block)
+    heads = dropped.shape[1]
+    wide = jnp.repeat(dropped, N // heads if heads > 1 else N, axis=1)
+    live = wide.reshape(-1, K, N // K, n, 1, n)
+    logits = jnp.where(live, logits, -jnp.inf)
+    top = jnp.max(logits, -1, keepdims=True)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+    weight = jnp.exp(logits - top)
+    total = weight.sum(-1)
+    seen = total > 0
+    out = jnp.einsum("bkgitj,bjkh->bitkgh", weight, values)
+    safe = jnp.where(seen, total, 1)
+    out = out / jnp.moveaxis(safe, (1, 2), (3, 4))[..., None]
+    logsumexp = jnp.where(seen, top[..., 0] + jnp.log(safe), -jnp.inf)
+    logsumexp = jnp.moveaxis(logsumexp, (1, 2), (3, 4)).reshape(B, n * block, N)
+    return out.reshape(B, n * block, N, Hv)[:, :T], logsumexp[:, :T]

@@ -1,0 +1,1 @@
+"""What runs say, where it goes, and where to find it again."""

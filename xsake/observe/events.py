@@ -1,0 +1,133 @@
+"""Event: what a run says. One JSON object a line in events.jsonl, {"event": "TrainStep", …}.
+
+Units are in the names, ratios run from 0 to 1, losses are in nats; null is "not known" or "not
+finite". `step` counts updates done when the event is written, so that a run which goes on from
+step s keeps the events up to s and writes the later ones again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from typing import Any, ClassVar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """What every event has."""
+
+    step: int
+    time_unix_seconds: float = dataclasses.field(default_factory=time.time)
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[cls.__name__] = cls
+
+    def to_json(self) -> str:
+        """One line, without its end."""
+        values = {"event": type(self).__name__, **dataclasses.asdict(self)}
+        return json.dumps(_finite(values), allow_nan=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A run begins, at step 0."""
+
+    run: str
+    config_hash: str
+    data_hash: str
+    commit: str
+    device: str
+    versions: dict[str, str]
+    parameters: int
+    steps: int
+    tokens_per_step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """A run goes on from a checkpoint; `note` says what was passed over."""
+
+    commit: str
+    device: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainStep(Event):
+    """The last of the steps since the event before; the speed is the mean over them."""
+
+    loss_nats: float | None
+    learning_rate: float
+    gradient_norm: float | None
+    skipped_steps: int  # so far, of all: their loss or gradient was not finite
+    density_ratio: float
+    tokens_seen: int
+    step_seconds: float
+    tokens_per_second: float
+    mfu_ratio: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """Loss on other text; perplexity is e to the loss."""
+
+    file: str
+    data_hash: str
+    loss_nats: float | None
+    perplexity: float | None
+    targets: int
+    density_ratio: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSwapped(Event):
+    """The steps that follow attend by another plan."""
+
+    path: str
+    plan_hash: str
+    requested_density_ratio: float
+    density_ratio: float
+    head_density_ratios: list[list[float]]  # by layer and head
+    calibration_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is being written; one that was cut off is not counted on resume."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stopped(Event):
+    """The run ends for now: "finished", "signal", "seconds", "stop_at" or "not finite"."""
+
+    reason: str
+
+
+def parse(line: str) -> Event:
+    """The event of a line; fields that this version does not know are left out.
+
+    >>> parse(Stopped(step=3, reason="finished").to_json()).reason
+    'finished'
+    """
+    values: dict[str, Any] = json.loads(line)
+    kind = Event.kinds.get(values.pop("event", ""))
+    if kind is None:
+        raise ValueError(f"no such event: {line[:60]!r}")
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in known})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return value

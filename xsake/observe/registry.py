@@ -1,0 +1,79 @@
+"""Which runs there are: a run is a folder with config.json, and events.jsonl says the rest.
+
+    runs/NAME/config.json, events.jsonl, checkpoints/STEP/, plans/*.safetensors, model/
+
+Runs, checkpoints, plans and measurements find each other by content: the config's hash, the data's
+hash, the plan's hash and the commit are in the events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from xsake.observe import sinks
+from xsake.observe.events import Evaluated, PlanSwapped, Resumed, RunStarted, Stopped, TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What one line of `xsake runs` says."""
+
+    name: str
+    config_hash: str = ""
+    data_hash: str = ""
+    commit: str = ""
+    device: str = ""
+    state: str = "not started"  # or running | the reason it stopped for
+    step: int = 0
+    steps: int = 0
+    loss_nats: float | None = None
+    density_ratio: float = 1.0
+    checkpoints: tuple[int, ...] = ()
+    plan: str = ""  # its hash
+    plans: int = 0
+    perplexity: dict[str, float] = dataclasses.field(default_factory=dict)  # by file
+
+
+def runs(folder: str | Path) -> Iterator[Summary]:
+    """Every run in a folder, by name."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; `xsake train` makes it")
+    for config in sorted(folder.glob("*/config.json")):
+        yield summary(config.parent)
+
+
+def summary(folder: Path) -> Summary:
+    """What the folder of a run holds; a damaged run is told as such, not passed over."""
+    path = folder / "events.jsonl"
+    try:
+        events = sinks.read(path) if path.is_file() else []
+    except ValueError as error:
+        return Summary(folder.name, state=f"events.jsonl is damaged: {error}")
+    values: dict[str, object] = {"state": "running"} if events else {}
+    perplexity: dict[str, float] = {}
+    for event in events:
+        values["step"] = event.step
+        if isinstance(event, RunStarted):
+            for name in ("config_hash", "data_hash", "commit", "device", "steps"):
+                values[name] = getattr(event, name)
+        elif isinstance(event, Resumed):
+            values |= {"commit": event.commit, "device": event.device}
+        elif isinstance(event, TrainStep):
+            values |= {"loss_nats": event.loss_nats, "density_ratio": event.density_ratio}
+        elif isinstance(event, Evaluated) and event.perplexity is not None:
+            perplexity[event.file] = event.perplexity
+        elif isinstance(event, PlanSwapped):
+            values["plan"] = event.plan_hash
+        elif isinstance(event, Stopped):
+            values["state"] = event.reason
+    saved = (folder / "checkpoints").glob("*")
+    return Summary(
+        folder.name,
+        checkpoints=tuple(sorted(int(x.name) for x in saved if x.name.isdigit())),
+        plans=len(list((folder / "plans").glob("*.safetensors"))),
+        perplexity=perplexity,
+        **values,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,224 @@
+"""Where events go: a sink is an object with write(event) and close().
+
+Event ─┬─ EventFile     events.jsonl, always: the truth
+       ├─ Terminal      a line that moves, or lines where there is no terminal
+       ├─ Prometheus    /metrics on a port
+       ├─ Wandb         offline, beside the events
+       └─ TensorBoard   scalars
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from xsake.observe.events import Evaluated, Event, PlanSwapped, Resumed, Stopped, TrainStep, parse
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """What an event is handed to."""
+
+    def write(self, event: Event) -> None:
+        """Takes one event."""
+
+    def close(self) -> None:
+        """No more come."""
+
+
+class EventFile:
+    """events.jsonl: one line an event, flushed at once.
+
+    Opened at step s, it keeps what was said up to s and drops the rest, which will be said again; a
+    last line that was cut off is dropped too.
+    """
+
+    def __init__(self, path: Path, step: int = 0) -> None:
+        if path.exists():
+            _keep(path, step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        self._file.write(event.to_json() + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Puts what was written on the disk; before a checkpoint, which counts on it."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _keep(path: Path, step: int) -> None:
+    """Rewrites the file with the whole lines up to `step`, by way of a new one.
+
+    Where the run ended before does not stay: `Stopped` is said of the end of the file.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                continue
+            raise ValueError(
+                f"{path}, line {number} is damaged: {error}; remove it to go on"
+            ) from error
+        if event["step"] <= step and event["event"] != Stopped.__name__:
+            kept.append(line)
+    part = path.with_suffix(".part")
+    part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    part.replace(path)
+
+
+def read(path: str | Path) -> list[Event]:
+    """The events of a file that may still be written to: a cut-off last line is passed over."""
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    return [parse(line) for line in lines[:-1] if line]
+
+
+# -------------------------------------------------------------------------------------- on request
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of an event by name: "train/loss_nats", "evaluation/enwiki-test/loss_nats" …."""
+    places = {"TrainStep": "train", "PlanSwapped": "plan"}
+    if isinstance(event, Evaluated):
+        place = f"evaluation/{event.file}"
+    elif type(event).__name__ in places:
+        place = places[type(event).__name__]
+    else:
+        return {}
+    left_out = ("step", "time_unix_seconds")
+    return {
+        f"{place}/{name}": float(value)
+        for name, value in vars(event).items()
+        if isinstance(value, int | float) and name not in left_out
+    }
+
+
+class Prometheus:
+    """Gauges xsake_train_loss_nats, xsake_evaluation_loss_nats{file="…"} …, served on a port."""
+
+    def __init__(self, port: int = 0, run: str = "") -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self.registry = CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._run = run
+        self._server = start_http_server(port, registry=self.registry)[0] if port else None
+
+    def write(self, event: Event) -> None:
+        for name, value in scalars(event).items():
+            place, *file, last = name.split("/")
+            self._gauge(f"xsake_{place}_{last}", file[0] if file else "").set(value)
+        self._gauge("xsake_step", "").set(event.step)
+
+    def _gauge(self, name: str, file: str) -> Any:
+        from prometheus_client import Gauge
+
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, name, ["run", "file"], registry=self.registry)
+        return self._gauges[name].labels(run=self._run, file=file)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+class Wandb:
+    """A W&B run that stays on this machine; `wandb sync` sends it if anyone wants to."""
+
+    def __init__(self, folder: Path, run: str, config: dict[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            mode="offline", project="xsake", name=run, id=run, dir=str(folder), config=config
+        )
+
+    def write(self, event: Event) -> None:
+        if found := scalars(event):
+            self._run.log(found, step=event.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; what a resumed run says again is purged."""
+
+    def __init__(self, folder: Path, step: int = 0) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, event: Event) -> None:
+        for name, value in scalars(event).items():
+            self._writer.add_scalar(name, value, event.step, walltime=event.time_unix_seconds)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Terminal:
+    """Progress on a terminal; elsewhere a line every ten seconds."""
+
+    def __init__(self, steps: int, step: int = 0) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console(highlight=False)
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        moves = self._console.is_terminal
+        self._progress = Progress(*columns, console=self._console) if moves else None
+        self._steps, self._told = steps, 0.0
+        if self._progress is not None:
+            self._task = self._progress.add_task("", total=steps, completed=step)
+            self._progress.start()
+
+    def write(self, event: Event) -> None:
+        if isinstance(event, TrainStep):
+            self._step(event)
+        elif isinstance(event, Evaluated) and event.perplexity is not None:
+            self._say(f"step {event.step}: perplexity {event.perplexity:.2f} on {event.file}")
+        elif isinstance(event, PlanSwapped):
+            self._say(f"step {event.step}: a plan of density {event.density_ratio:.3f}")
+        elif isinstance(event, Resumed):
+            self._say(". ".join(filter(None, [f"goes on from step {event.step}", event.note])))
+        elif isinstance(event, Stopped):
+            self._say(f"step {event.step}: {event.reason}")
+
+    def _step(self, event: TrainStep) -> None:
+        what = one_line(event)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=event.step, description=what)
+        elif time.monotonic() - self._told > 10 or event.step == self._steps:
+            self._told = time.monotonic()
+            self._say(f"step {event.step}/{self._steps}  {what}")
+
+    def _say(self, what: str) -> None:
+        self._console.print(what, markup=False)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def one_line(event: TrainStep) -> str:
+    """Loss, speed, MFU and density of a step, for a reader."""
+    loss = "skipped" if event.loss_nats is None else f"loss {event.loss_nats:.3f}"
+    parts = [loss, f"{event.tokens_per_second:,.0f} tokens/s"]
+    if event.mfu_ratio is not None:
+        parts.append(f"MFU {event.mfu_ratio:.1%}")
+    return "  ".join([*parts, f"density {event.density_ratio:.2f}"])

@@ -1,0 +1,63 @@
+"""A plan on rows of several documents: blocks that share no document do not compete.
+
+    j →   0 1 2 3 4        documents a a|a b b|b …: row i may use block j if some document
+row i     a a ab b b       has tokens in both; of those, the plan's best counts[i] are kept
+  4       . . o o o
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.block_mask import BlockMask
+from xsake.hads import Plan, rows, select
+
+
+class Attention:
+    """plan(layer, q, k) -> BlockMask for rows with these segment ids; what a model takes as mask.
+
+    Without it a row would spend its budget on blocks that the documents then forbid.
+    """
+
+    def __init__(self, plan: Plan, segment_ids: Any) -> None:
+        self.plan = plan
+        self.shared = shared_blocks(jnp.asarray(segment_ids), plan.terms.block)
+
+    def __call__(self, layer: Any, q: Array, k: Array) -> BlockMask:
+        """The mask of one layer, [B, N] lists."""
+        blocks = self.blocks(layer, q, k)
+        return select.to_mask(blocks, q.shape[1], self.plan.terms.block)
+
+    def blocks(self, layer: Any, q: Array, k: Array) -> Array:
+        """The blocks of `__call__`, bool [B, N, n, n]."""
+        terms, n = self.plan.terms, self.shared.shape[-1]
+        if self.plan.counts.shape[-1] != n:
+            raise ValueError(
+                f"the plan has {self.plan.counts.shape[-1]} rows of blocks and the input {n}: "
+                f"make it plan.at({q.shape[1]})"
+            )
+        counts = jnp.asarray(self.plan.counts)[layer]
+        scores = self.plan.scored(layer, q, k)
+        shared = self.shared[:, None]
+        # what is forced takes no place of a row's own blocks where it is another document's
+        counts = counts + (rows.forced(n, terms.band) & ~shared).sum(-1, dtype=jnp.int32)
+        kept = select.keep_top(jnp.where(shared, scores, -jnp.inf), counts, terms.band)
+        return kept & shared
+
+
+def shared_blocks(segment_ids: Array, block: int) -> Array:
+    """Which blocks hold tokens of a common document: int [B, T], rising in a row -> bool [B, n, n].
+
+    >>> shared_blocks(jnp.array([[0, 0, 0, 1, 1, 1]]), 2).astype(int)[0]
+    Array([[1, 1, 0],
+           [1, 1, 1],
+           [0, 1, 1]], dtype=int32)
+    """
+    rest = -segment_ids.shape[1] % block
+    ids = jnp.pad(segment_ids, ((0, 0), (0, rest)), mode="edge")
+    ids = ids.reshape(ids.shape[0], -1, block)
+    first, last = ids[..., 0], ids[..., -1]
+    return (first[:, :, None] <= last[:, None, :]) & (first[:, None, :] <= last[:, :, None])

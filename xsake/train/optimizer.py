@@ -1,0 +1,52 @@
+"""AdamW as optax has it: clipped, decayed where it should be, its rate a function of the step.
+
+gradient ─ clip to clip_norm ─ Adam ─ + weight_decay · kernel ─ × -rate(step) ─ update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from xsake.train.config import Optimizer, Schedule
+
+
+def decayed(names: Iterable[str]) -> dict[str, bool]:
+    """Which parameters weight decay shrinks: the matrices of linear maps, and nothing else.
+
+    By name, since stacked biases and norms have as many axes as matrices.
+
+    >>> decayed(["embed.tokens", "layers.up.kernel", "layers.up.bias", "norm.scale"])
+    {'embed.tokens': False, 'layers.up.kernel': True, 'layers.up.bias': False, 'norm.scale': False}
+    """
+    return {name: name.endswith(".kernel") for name in names}
+
+
+def make(config: Optimizer) -> optax.GradientTransformation:
+    """The chain above but for its last part, the rate, which `step` multiplies with.
+
+    A step that is skipped so leaves no trace in the optimizer, and the rate keeps to the step.
+    """
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    decay = optax.add_decayed_weights(config.weight_decay, decayed)
+    clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+    return optax.chain(*clip, adam, decay)
+
+
+def rate(config: Optimizer, schedule: Schedule, step: Any) -> Array:
+    """The learning rate of the update that follows `step` others, float32 [].
+
+    peak · (step + 1) / warmup while that is below the peak, then half a cosine down to
+    final_ratio · peak at the last step.
+    """
+    warm = (step + 1) / max(schedule.warmup_steps, 1)
+    left = max(schedule.steps - schedule.warmup_steps, 1)
+    done = jnp.clip((step + 1 - schedule.warmup_steps) / left, 0, 1)
+    low = schedule.final_ratio
+    cosine = low + (1 - low) * 0.5 * (1 + jnp.cos(jnp.pi * done))
+    ratio = jnp.where(step < schedule.warmup_steps, warm, cosine)
+    return (config.learning_rate * ratio).astype(jnp.float32)

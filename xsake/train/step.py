@@ -1,0 +1,170 @@
+"""One update, compiled: loss and gradient over micro-batches, clipped AdamW, or nothing at all.
+
+    state, batch [rows, T], plan ─ Σ over micro-batches ─ ÷ tokens ─ update ─ finite? ─┬─ new state
+                                                                                       └─ the old
+
+The plan is an argument: another one of the same form does not recompile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from xsake.model import Transformer
+from xsake.train import optimizer
+from xsake.train.attention import Attention
+from xsake.train.config import Compute, Config
+from xsake.train.data import Batch
+
+
+class State(NamedTuple):
+    """What a run carries from step to step. A pytree; the plan and the text are apart."""
+
+    step: Any  # int32 []: updates tried, which is the position in the data
+    skipped_steps: Any  # int32 []: how many of them changed nothing
+    bad_steps: Any  # int32 []: how many of the last changed nothing, in a row
+    parameters: Any  # {name: float32}
+    optimizer: Any  # optax's state
+    average: Any  # {name: float32}, or {} where none is kept
+
+
+class Metrics(NamedTuple):
+    """What one update says of itself; arrays without axes."""
+
+    loss: Any  # nats per target, before the update
+    targets: Any  # that counted
+    gradient_norm: Any  # before clipping
+    learning_rate: Any
+    skipped_steps: Any  # so far: loss or gradient was not finite, and nothing was changed
+    bad_steps: Any  # of them in a row, up to this one
+
+
+def initial(config: Config) -> State:
+    """The state before the first step: a pure function of the config's seed."""
+    model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
+    parameters = model.parameters()
+    average = jax.tree.map(jnp.array, parameters) if config.optimizer.ema_decay else {}
+    return State(
+        # each its own buffer, to be given away
+        step=jnp.zeros((), jnp.int32),
+        skipped_steps=jnp.zeros((), jnp.int32),
+        bad_steps=jnp.zeros((), jnp.int32),
+        parameters=parameters,
+        optimizer=optimizer.make(config.optimizer).init(parameters),
+        average=average,
+    )
+
+
+def transformer(config: Config, parameters: Any) -> Transformer:
+    """The model of some parameters, computing as the config says."""
+    how = config.compute
+    return Transformer.of(
+        config.model,
+        parameters,
+        dtype=how.dtype,
+        scan=how.scan,
+        remat=how.remat,
+        implementation=how.implementation,
+    )
+
+
+def summed_loss(
+    parameters: Any, batch: Batch, plan: Any, config: Config
+) -> tuple[Array, tuple[Array, Array]]:
+    """Σ weight · -log p(target), and the sum again beside the sum of weights, all float32."""
+    model = transformer(config, parameters)
+    segments = batch.segment_ids if config.data.separate else None
+    mask = plan if plan is None or segments is None else Attention(plan, segments)
+    hidden = model.hidden(batch.tokens, mask=mask, segment_ids=segments)
+    total = _head_loss(model, hidden, batch.targets, batch.weights, config.compute)
+    return total, (total, batch.weights.sum())
+
+
+def _head_loss(
+    model: Transformer, hidden: Array, targets: Array, weights: Array, how: Compute
+) -> Array:
+    """Σ weight · -log p(target) of hidden [B, T, width], a part of the logits at a time."""
+
+    def part(hidden: Array, targets: Array, weights: Array) -> Array:
+        logits = model.logits(hidden)
+        said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return ((jax.nn.logsumexp(logits, axis=-1) - said) * weights).sum()
+
+    if not how.loss_tokens or how.loss_tokens >= targets.size:
+        return part(hidden, targets, weights)
+    count = -(-targets.size // how.loss_tokens)
+    room = count * how.loss_tokens - targets.size
+
+    def split(x: Array, *tail: int) -> Array:
+        x = x.reshape(-1, *tail)
+        return jnp.pad(x, [(0, room), *[(0, 0)] * len(tail)]).reshape(count, -1, *tail)
+
+    parts = split(hidden, hidden.shape[-1]), split(targets), split(weights)
+    # the logits of a part are computed again in the backward, and never all kept
+    sums = lax.map(jax.checkpoint(lambda x: part(*x)), parts)
+    return sums.sum()
+
+
+def update(state: State, batch: Batch, plan: Any, config: Config) -> tuple[State, Metrics]:
+    """One step; batch has all rows of the update."""
+    pieces = config.optimizer.accumulate
+    slope = jax.value_and_grad(summed_loss, has_aux=True)
+
+    def one(part: Batch) -> Any:
+        (_, sums), gradient = slope(state.parameters, part, plan, config)
+        return sums, gradient
+
+    if pieces == 1:
+        (loss, targets), gradient = one(batch)
+    else:
+        parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
+        shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        ((loss, targets), gradient), _ = lax.scan(
+            lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None), zero, parts
+        )
+    count = jnp.maximum(targets, 1)
+    gradient = jax.tree.map(lambda x: x / count, gradient)
+    loss, norm = loss / count, jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient)))
+    speed = optimizer.rate(config.optimizer, config.schedule, state.step)
+    good = jnp.isfinite(loss) & jnp.isfinite(norm)
+    new = _moved(state, gradient, speed, config)
+    kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
+    after = kept._replace(
+        step=state.step + 1,
+        skipped_steps=state.skipped_steps + ~good,
+        bad_steps=jnp.where(good, 0, state.bad_steps + 1),
+    )
+    said = Metrics(loss, targets, norm, speed, after.skipped_steps, after.bad_steps)
+    # results of their own: the state's buffers are given away to the next step
+    return after, jax.tree.map(lambda x: x + 0, said)
+
+
+def _moved(state: State, gradient: Any, speed: Array, config: Config) -> State:
+    """The state after an update by a gradient that is taken to be finite."""
+    chain = optimizer.make(config.optimizer)
+    change, moments = chain.update(gradient, state.optimizer, state.parameters)
+    parameters = jax.tree.map(lambda x, d: x - speed * d, state.parameters, change)
+    decay = config.optimizer.ema_decay
+    average = state.average
+    if decay:
+        average = jax.tree.map(lambda a, x: decay * a + (1 - decay) * x, average, parameters)
+    return state._replace(parameters=parameters, optimizer=moments, average=average)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnums=0)
+def compiled_update(state: State, batch: Batch, plan: Any, *, config: Config) -> Any:
+    """`update`, compiled once for a dense plan (None) and once for sparse ones."""
+    return update(state, batch, plan, config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def compiled_loss(parameters: Any, batch: Batch, plan: Any, *, config: Config) -> Any:
+    """(Σ loss, Σ weights) of a batch, for evaluation."""
+    return summed_loss(parameters, batch, plan, config)[1]
