@@ -267,7 +267,7 @@ def make(
     elif policy == "entropy":
         found = budget.entropy(profile.statistics.entropy, density, n, facts.band)
     else:
-        found = budget.by_gains(_gains(profile, policy, selector), density, facts.band)
+        found = budget.by_gains(gains(profile, policy, selector), density, facts.band)
     scores = np.asarray(profile.scores(policy), np.float32) if selector == "static" else None
     terms = Terms(
         density=density,
@@ -284,9 +284,9 @@ def make(
     return Plan(found.counts, scores, terms)
 
 
-@functools.lru_cache(maxsize=16)
-def _gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
-    """Kept, because they serve every density."""
+@functools.lru_cache(maxsize=32)
+def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
+    """`budget.falling_gains` of a profile's cost curve; kept, because they serve every density."""
     return budget.falling_gains(profile.cost(policy, selector), profile.facts.band)
 
 
