@@ -144,11 +144,10 @@ def _planned(profile: Profile, density: float, length: int, label: str) -> Itera
             continue
         name = _name(selector, policy, label)
         if selector == "oracle":
-            found = budget.by_gains(gains(profile, policy, "oracle"), density, profile.facts.band)
-            counts = _at(found.counts, density, length, profile)
+            counts = _oracle(profile, density, policy, length)
             yield _looking(name, "oracle", counts, ORACLES[policy])
             continue
-        plan = make(profile, density, policy, selector).at(length)
+        plan = make(profile, density, policy, selector, length=length)
         if selector == "static":
             yield _given(
                 name, "static", select.keep_top(plan.scores, plan.counts, profile.facts.band)
@@ -170,8 +169,12 @@ def of_plan(plan: Plan, length: int) -> Method:
     return _looking(name, "run time", plan.counts, terms.selector)
 
 
-def _at(counts: np.ndarray, density: float, length: int, profile: Profile) -> np.ndarray:
-    terms = make(profile, density, "uniform", "static").terms
+def _oracle(profile: Profile, density: float, policy: str, length: int) -> np.ndarray:
+    """The budgets of `policy` by the cost curves of the oracle, [layers, N, n]."""
+    band, n = profile.facts.band, rows.count_blocks(length, profile.facts.block)
+    here = rows.density_at(density, n, profile.size[2], band)
+    counts = budget.by_gains(gains(profile, policy, "oracle"), here, band).counts
+    terms = make(profile, density, "uniform", "static", length=length).terms
     return np.asarray(Plan(counts, None, terms).at(length).counts)
 
 
