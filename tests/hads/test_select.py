@@ -75,7 +75,9 @@ def test_gaussian_with_parts_of_one_key_is_the_mean_query_against_every_key():
     keys = np.repeat(np.asarray(k, np.float64), 2, axis=1)
     logits = np.einsum("inh,snh->nis", mean, keys) / np.sqrt(8)
     want = np.log(np.exp(logits).reshape(4, 4, 4, 16).sum(-1))
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    may = rows.allowed(4)
+    np.testing.assert_allclose(got[:, may], want[:, may], rtol=1e-4, atol=1e-4)
+    assert (got[:, ~may] == -np.inf).all()
 
 
 def test_the_second_moment_of_keys_finds_a_block_that_the_mean_misses():
