@@ -183,7 +183,7 @@ def speed(
                 of the plan, scaled to its density
     activations all layers of the model on held-out documents under the plan: time and attention KL
                 of the same masks on the same q, k, v
-    decode      the model after a long prompt, whose heads read the plan's share of the cache
+    decode      the model after a long prompt, whose heads read shares of the cache as in the plan
     """
     made = Plan.load(plan)
     found: list[dict[str, Any]] = []
@@ -201,9 +201,13 @@ def speed(
     held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
     tell(_on_activations(subject, made, np.stack(held_out), implementation))
     narrow = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
-    for budget_ in (None, budget_of(made), budget_of(made) * 0.5):
+    for name, wanted in (
+        ("dense", None),
+        *((made.terms.policy, budget_of(made, share)) for share in (0.43, 0.25, 0.125)),
+        ("uniform", np.full((subject.layers, subject.heads), 0.25, np.float32)),
+    ):
         for batch in (1, 8):
-            tell(_decoding(narrow, held_out, new, batch, budget_))
+            tell({"budget": name, **_decoding(narrow, held_out, new, batch, wanted)})
 
 
 def _dense(q: Array, k: Array, v: Array) -> Array:
@@ -328,7 +332,9 @@ def _activations(subject: Subject, tokens: np.ndarray) -> tuple[Array, ...]:
     def watch(weights: Any, tokens: Array) -> Any:
         def fold(layer: Any, seen: Any, carry: Any) -> Any:
             new = (seen.q, seen.k, seen.v, seen.kernel)
-            return jax.tree.map(lambda every, x: every.at[layer].set(x), carry, new)
+            return jax.tree.map(
+                lambda every, x: every.at[layer].set(x.astype(every.dtype)), carry, new
+            )
 
         start = tuple(
             jnp.zeros((*lead, heads, size), jnp.bfloat16)

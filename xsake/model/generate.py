@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.backends import decode
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.rule import Rule
 from xsake.model.attend import Reading, by_cache, by_chunk, by_mask, is_made
@@ -77,7 +76,6 @@ def stream(
     stop: Sequence[int] | None = None,
     mask: Any = None,
     budget: Any = None,
-    score: str = "mean",
     chunk: int = CHUNK,
     burst: int = BURST,
 ) -> Iterator[list[Completion]]:
@@ -98,8 +96,8 @@ def stream(
       budget: what a head reads of the cache for one token; None: all. Whole numbers are blocks,
         fractions a share of the blocks so far, rounded up; one for all, [heads] or [layers, heads];
         with one for each kv head, the query heads of a group choose and read together. The first
-        block and the current one are always among them.
-      score: what blocks are chosen by: "mean" or "bound" (`backends.decode.block_scores`).
+        block and the current one are always among them. A burst's first token chooses, by its
+        exact attention to all keys so far; the others of the burst read the same blocks.
       chunk: prompt tokens of one pass.
       burst: tokens between two yields.
     """
@@ -107,8 +105,6 @@ def stream(
     lengths = _check_prompts(config, prompts, max_tokens)
     if chunk < 1 or burst < 1:
         raise ValueError(f"chunk and burst must be at least 1, got {chunk} and {burst}")
-    if score not in decode.SCORES:
-        raise ValueError(f"score {score!r} is not one of {list(decode.SCORES)}")
     budget = None if budget is None else check_budget(config, budget)
     _check_mask(mask, int(lengths.max()) > chunk, chunk)
     return _stream(
@@ -120,7 +116,6 @@ def stream(
         _ended_by(config.eos if stop is None else stop),
         mask,
         budget,
-        score,
         chunk,
         burst,
     )
@@ -135,7 +130,6 @@ def _stream(
     stop: np.ndarray,
     mask: Any,
     budget: np.ndarray | None,
-    score: str,
     chunk: int,
     burst: int,
 ) -> Iterator[list[Completion]]:
@@ -172,9 +166,8 @@ def _stream(
             np.int32(steps),
             budget,
             sampling=draw,
-            score=score,
             span=span,
-            entries=entries_of(budget, span // cache.block),
+            entries=entries_of(budget, span, cache.block, burst),
             burst=burst,
         )
 
@@ -268,7 +261,7 @@ def _first(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sampling", "score", "span", "entries", "burst"),
+    static_argnames=("sampling", "span", "entries", "burst"),
     donate_argnames="cache",
 )
 def _burst(
@@ -282,33 +275,52 @@ def _burst(
     budget: Any,
     *,
     sampling: Sampling,
-    score: str,
     span: int,
     entries: int,
     burst: int,
 ) -> tuple[KVCache, Array, Array, Array]:
     """Up to `steps` tokens for every row that is not done, int32 [B, burst]; -1 where none."""
-    reading = None if budget is None else Reading(jnp.asarray(budget), entries, score)
+    reading = None if budget is None else Reading(jnp.asarray(budget), entries, burst)
 
     def goes_on(state: Any) -> Array:
-        i, _, _, done, _ = state
+        i, *_, done, _ = state
         return (i < steps) & ~done.all()
 
-    def step(state: Any) -> Any:
-        i, cache, token, done, made = state
+    def step(state: Any, anew: bool = False) -> Any:
+        i, cache, lists, token, done, made = state
         count = (~done).astype(jnp.int32)
-        positions = cache.length[:, None]
-        attend = by_cache(model.config, positions, count, span, reading)
-        hidden, cache = model.run(token[:, None], positions, attend, cache)
-        cache = cache.advance(count)
-        token = sample(model.logits(hidden[:, 0]), sampling, seed, cache.length)
+        hidden, cache, lists = advance(model, cache, lists, token, count, span, reading, anew=anew)
+        token = sample(model.logits(hidden), sampling, seed, cache.length)
         done = done | (token[:, None] == stop).any(-1)
-        return i + 1, cache, token, done, made.at[:, i].set(jnp.where(done, -1, token))
+        return i + 1, cache, lists, token, done, made.at[:, i].set(jnp.where(done, -1, token))
 
     made = jnp.full((token.shape[0], burst), -1, jnp.int32)
-    state = (jnp.int32(0), cache, token, done, made)
-    _, cache, token, done, made = lax.while_loop(goes_on, step, state)
+    lists = None if reading is None else reading.nothing(token.shape[0])
+    state = (jnp.int32(0), cache, lists, token, done, made)
+    if reading is not None:
+        state = step(state, anew=True)
+    _, cache, _, token, done, made = lax.while_loop(goes_on, step, state)
     return cache, token, done, made
+
+
+def advance(
+    model: Transformer,
+    cache: KVCache,
+    lists: Any,
+    token: Array,
+    count: Array,
+    span: int,
+    reading: Reading | None,
+    *,
+    anew: bool,
+) -> tuple[Array, KVCache, Any]:
+    """One token a row through the model: (hidden [B, width], the cache with it, the lists)."""
+    positions = cache.length[:, None]
+    attend = by_cache(model.config, positions, count, span, reading, anew=anew)
+    state = cache if reading is None else (cache, lists)
+    hidden, state = model.run(token[:, None], positions, attend, state)
+    cache, lists = (state, None) if reading is None else state
+    return hidden[:, 0], cache.advance(count), lists
 
 
 # ------------------------------------------------------------------------------------------- checks
@@ -395,12 +407,14 @@ def _span(needed: int, cache: KVCache) -> int:
     return min(span, cache.capacity)
 
 
-def entries_of(budget: np.ndarray | None, blocks: int) -> int:
+def entries_of(budget: np.ndarray | None, span: int, block: int, reach: int) -> int:
     """Blocks that all lists of a row can have together, in the layer that has most."""
     if budget is None:
         return 0
+    blocks = span // block
+    forced = FORCED - (1 - reach) // block  # a choice for many tokens reaches into more blocks
     wanted = np.ceil(budget * blocks) if budget.dtype == np.float32 else budget
-    return int(np.clip(wanted, FORCED, max(FORCED, blocks)).sum(1).max())
+    return int(np.clip(wanted, forced, max(forced, blocks)).sum(1).max())
 
 
 def _ended_by(tokens: Sequence[int]) -> np.ndarray:
