@@ -7,10 +7,13 @@ import pytest
 
 from tests.hads.draws import attention
 from tests.hads.test_budget import draw_mass
+from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
-from xsake.hads import Plan, Profile, budget, make, rows
+from xsake.hads import Plan, Profile, budget, make, rows, select
 from xsake.hads.plan import stretched
 from xsake.hads.profile import DENSITIES, Facts, Statistics
+from xsake.model import KVCache
+from xsake.model.generate import prefill
 
 BLOCK, N_ROWS = 16, 8
 
@@ -108,6 +111,55 @@ def test_batch_rows_choose_their_own_blocks():
     for b, (q_one, k_one) in enumerate(pairs):
         np.testing.assert_array_equal(blocks[b], plan.blocks(0, q_one[None], k_one[None])[0])
     assert (blocks[0] != blocks[1]).any()
+
+
+@pytest.mark.parametrize("top_p", [None, 0.6])
+@pytest.mark.parametrize("selector", select.SELECTORS)
+def test_a_part_of_a_text_has_the_rows_of_the_whole(selector, top_p):
+    """Chunks from three places, under jit; what follows a chunk is not yet written."""
+    plan = make(profile_of(), 0.5, "entropy", selector, top_p=top_p)
+    S = N_ROWS * BLOCK
+    q, k, _, _ = (x[None] for x in attention(S))
+    whole = plan.mask(1, q, k).to_dense(heads=4)
+
+    @jax.jit
+    def part(q, k, first):
+        mask = plan(1, q, k, first=first)
+        return mask.to_dense(heads=4), mask.overflow
+
+    for first in (0, 2 * BLOCK, 5 * BLOCK):
+        last = first + 3 * BLOCK
+        written = jnp.where((jnp.arange(S) < last)[:, None, None], k, 0)
+        found, overflow = part(q[:, first:last], written, first)
+        np.testing.assert_array_equal(found, whole[:, :, first:last])
+        assert not overflow
+
+
+def test_a_part_that_reaches_past_the_text_or_splits_a_block():
+    plan = make(profile_of(), 0.5, "kl", "gaussian")
+    S = N_ROWS * BLOCK
+    q, k, _, _ = (x[None] for x in attention(S))
+    whole = np.asarray(plan.blocks(0, q, k))
+    padded = jnp.concatenate([q[:, -BLOCK:], q[:, : 2 * BLOCK]], axis=1)
+    found = np.asarray(plan.blocks(0, padded, k, first=S - BLOCK))
+    np.testing.assert_array_equal(found[:, :, 0], whole[:, :, -1])
+    with pytest.raises(ValueError, match="a part of 40 tokens is not whole blocks of 16"):
+        plan(0, q[:, :40], k, first=0)
+
+
+def test_a_prompt_read_in_chunks_under_a_plan_is_the_prompt_read_at_once():
+    """The same last hidden state, and another one than that of dense attention."""
+    model = random_model(LLAMA)
+    plan = make(profile_of(heads=LLAMA.heads), 0.5, "kl", "gaussian")
+    S = N_ROWS * BLOCK
+    prompt = [random_tokens(LLAMA, S).tolist()]
+
+    def read(mask, chunk):
+        return prefill(model, KVCache.empty(LLAMA, 1, S), prompt, mask=mask, chunk=chunk)[1]
+
+    whole, dense = read(plan, S), read(None, S)
+    np.testing.assert_allclose(read(plan, 4 * BLOCK), whole, atol=1e-5)
+    assert np.abs(whole - dense).max() > 1e-3
 
 
 def test_top_p_visits_no_more_than_the_budget():

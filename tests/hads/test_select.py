@@ -37,12 +37,12 @@ def test_the_highest_scores_are_kept():
 def test_top_p_takes_the_fewest_blocks_that_reach_the_share():
     p = np.array([0.05, 0.5, 0.25, 0.15, 0.05])
     scores = jnp.log(jnp.asarray(np.tile(p, (5, 1))))
-    floor, cap = rows.floors(5), rows.ceilings(5)
+    cap = rows.ceilings(5)
     # in the last row 0 and 4 are forced (0.10), then 0.5, 0.25, 0.15
     for share, want in ((0.05, 2), (0.55, 3), (0.61, 4), (0.99, 5)):
-        counts = select.counts_for_mass(scores, share, floor, cap)
+        counts = select.counts_for_mass(scores, share, cap)
         assert counts[4] == want
-    capped = select.counts_for_mass(scores, 0.99, floor, jnp.full(5, 3))
+    capped = select.counts_for_mass(scores, 0.99, jnp.full(5, 3))
     assert capped[4] == 3
     assert (np.asarray(capped) <= 3).all()
 

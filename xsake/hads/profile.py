@@ -128,10 +128,9 @@ def measure(
             "block_entropy": entropy_of(mass) / jnp.log(seen),
             "cost": {"kl": {}, "output": {}},
         }
-        number = begins + jnp.arange(at_once)
         own = {
-            "kl": _ranks_of(mean_mass, number, band),
-            "output": _ranks_of(sensitivity, number, band),
+            "kl": select.ranks(mean_mass, band, begins),
+            "output": select.ranks(sensitivity, band, begins),
         }
         for name in curves:
             for kind in ("kl", "output"):
@@ -237,14 +236,6 @@ def entropy_of(p: Array) -> Array:
 
 def _pad_rows(x: Array, count: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, count - x.shape[1]), (0, 0)))
-
-
-def _ranks_of(scores: Array, number: Array, band: int) -> Array:
-    """`select.ranks` of some rows [N, R, n] whose numbers are given."""
-    column, row = jnp.arange(scores.shape[-1]), number[:, None]
-    always = (column == 0) | ((column <= row) & (column >= row - band))
-    s = jnp.where(always, jnp.inf, jnp.where(column <= row, scores, -jnp.inf))
-    return select.places(s)
 
 
 # ------------------------------------------------------------------------------------------ profile

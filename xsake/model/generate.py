@@ -92,7 +92,7 @@ def stream(
       mask: narrows attention while prompts are read: a Rule, or a callable (layer, q, k) ->
         BlockMask. For prompts longer than `chunk` the callable takes `first` too: the position of
         the first query; k then holds all keys from position 0 on, and what lies after the queries
-        is not yet written.
+        is not yet written. A mask that has `at`, as a plan has, is made mask.at(tokens) before.
       budget: what a head reads of the cache for one token; None: all. Whole numbers are blocks,
         fractions a share of the blocks so far, rounded up; one for all, [heads] or [layers, heads];
         with one for each kv head, the query heads of a group choose and read together. The first
@@ -193,11 +193,13 @@ def prefill(
         step = min(256, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
         step = BLOCK if is_made(mask) else step
         tokens = _padded(prompts, -(-int(lengths.max()) // step) * step)
+        mask = mask.at(tokens.shape[1]) if hasattr(mask, "at") else mask
         return _prefill_whole(model, cache, tokens, jnp.asarray(lengths), mask)
     hidden = jnp.zeros((len(prompts), model.config.width), model.dtype)
     count = -(-int(lengths.max()) // chunk)
     tokens = _padded(prompts, count * chunk)
     span = _span(int(lengths.max()), cache)
+    mask = mask.at(span) if hasattr(mask, "at") else mask
     for first in range(0, count * chunk, chunk):
         cache, hidden = _prefill_chunk(
             model,
