@@ -11,7 +11,8 @@ from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
 from xsake.hads import Plan, Profile, budget, make, rows, select
 from xsake.hads.plan import stretched
-from xsake.hads.profile import DENSITIES, Facts, Statistics
+from xsake.hads.profile import Facts
+from xsake.hads.statistics import DENSITIES, Statistics
 from xsake.model import KVCache
 from xsake.model.generate import prefill
 

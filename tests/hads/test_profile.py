@@ -8,7 +8,8 @@ import pytest
 
 from tests.hads.draws import attention, blocks_of, dense, tokens_of
 from xsake.hads import Profile, budget, calibrate, measure, rows, select
-from xsake.hads.profile import hash_of, retained_mass
+from xsake.hads.profile import hash_of
+from xsake.hads.statistics import retained_mass
 
 BLOCK = 16
 CURVES = ("static", "gaussian", "oracle")  # one choice everywhere, so that little is compiled

@@ -35,7 +35,7 @@ jit = functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
 def compiled_fast():
     """The module's own programs, compiled as tests compile."""
     static = {
-        "_burst": ("sampling", "span", "entries", "burst"),
+        "_burst": ("sampling", "span", "entries", "refresh", "burst"),
         "_first": ("sampling",),
         "_prefill_chunk": ("span",),
         "_prefill_whole": (),
@@ -145,7 +145,14 @@ def tokens_of(rows):
 def test_greedy_tokens_are_those_of_full_passes():
     expected = [greedy(model(), prompt, 12) for prompt in PROMPTS]
     assert len({token for row in expected for token in row}) > 6  # a text that says something
-    for options in ({}, {"chunk": 4}, {"burst": 5}, {"budget": 1.0}, {"budget": 1.0, "burst": 5}):
+    for options in (
+        {},
+        {"chunk": 4},
+        {"burst": 5},
+        {"budget": 1.0},
+        {"budget": 1.0, "burst": 5},
+        {"budget": 1.0, "refresh": 3},
+    ):
         found = generate(model(), PROMPTS, max_tokens=12, **options)
         assert tokens_of(found) == expected, options
         assert {row.reason for row in found} == {"length"}
@@ -182,9 +189,14 @@ def test_a_budget_reads_less_and_says_other_things():
     )
     assert dense[0][0] == quarter[0][0]  # the prompt is read in full
     assert dense != quarter
+    # the size of the pieces does not matter where each begins with a choice
+    again = generate(
+        model(), prompt, max_tokens=8, budget=np.full((2, SHORT.kv_heads), 0.25), burst=4
+    )
+    assert tokens_of(again) == quarter
 
 
-def test_the_rest_of_a_burst_reads_only_what_its_first_token_chose():
+def test_a_token_that_does_not_choose_reads_only_what_was_chosen():
     """NaN in every block that the first token did not list: the second does not notice."""
     made, span, one = model(), 256, jnp.ones(1, jnp.int32)
     cache = KVCache.empty(SHORT, 1, span, block=16)
@@ -294,7 +306,8 @@ def test_another_seed_length_or_stop_does_not_compile_again():
         ({"prompts": [[1] * 512]}, "has 512 tokens, which fills the model's context of 512"),
         ({"prompts": [[1] * 500]}, "exceeds the model's context of 512; .* at most 12"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"chunk": 0}, "chunk and burst must be at least 1, got 0 and 16"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"refresh": 0}, "refresh must be at least 1, got 0"),
         ({"budget": 1}, "a budget of 1 blocks is below 2: the first and the current block"),
         ({"budget": 1.5}, "a budget of fractions must be above 0 and at most 1, got 1.5"),
         ({"budget": [0.5] * 3}, r"heads = 4 or 2, got shape \[3\]"),

@@ -20,7 +20,7 @@ from xsake.evaluate.quality import Predictions, compare_predictions
 from xsake.hads.plan import Plan
 from xsake.model import Transformer
 from xsake.model.attend import Reading
-from xsake.model.generate import BURST, advance, check_budget, entries_of, prefill
+from xsake.model.generate import REFRESH, advance, check_budget, entries_of, prefill
 from xsake.model.kv_cache import KVCache
 
 
@@ -39,40 +39,41 @@ def budget_of(plan: Plan, density: float) -> np.ndarray:
 
 
 def compare_decoding(
-    model: Transformer, tokens: Any, new: int, budget: Any, burst: int = BURST
+    model: Transformer, tokens: Any, new: int, budget: Any, refresh: int = REFRESH
 ) -> Predictions:
     """The last `new` tokens of tokens [T] fed one by one, with a budget and with the whole cache.
 
-    `budget` and `burst` as `model.generate` takes them; the prompt before is read dense.
+    `budget` and `refresh` as `model.generate` takes them; the prompt before is read dense.
     """
     tokens = np.asarray(tokens)
     prompt, rest = tokens[:-new], jnp.asarray(tokens[-new:])
     wanted = check_budget(model.config, budget)
     cache = KVCache.empty(model.config, 1, len(tokens), dtype=model.dtype)
     cache, _ = prefill(model, cache, [prompt.tolist()])
-    dense = _follow(model, cache, rest, None, burst)
-    sparse = _follow(model, cache, rest, wanted, burst)
+    dense = _follow(model, cache, rest, None, refresh)
+    sparse = _follow(model, cache, rest, wanted, refresh)
     return compare_predictions(dense, sparse, rest, model.logits, at_once=64)
 
 
 def _follow(
-    model: Transformer, cache: KVCache, tokens: Array, budget: np.ndarray | None, burst: int
+    model: Transformer, cache: KVCache, tokens: Array, budget: np.ndarray | None, refresh: int
 ) -> Array:
-    """Hidden states [new, width] of tokens read one a step, burst after burst."""
-    entries = entries_of(budget, cache.capacity, cache.block, burst)
+    """Hidden states [new, width] of tokens read one a step."""
+    entries = entries_of(budget, cache.capacity, cache.block, refresh)
     found = []
-    for first in range(0, len(tokens), burst):
-        part = tokens[first : first + burst]
-        cache, hidden = _follow_burst(model, cache, part, budget, entries=entries, burst=burst)
+    for first in range(0, len(tokens), refresh):
+        part = tokens[first : first + refresh]
+        cache, hidden = _follow_choice(model, cache, part, budget, entries=entries)
         found.append(hidden)
     return jnp.concatenate(found)
 
 
-@functools.partial(jax.jit, static_argnames=("entries", "burst"))
-def _follow_burst(
-    model: Transformer, cache: KVCache, tokens: Array, budget: Any, *, entries: int, burst: int
+@functools.partial(jax.jit, static_argnames="entries")
+def _follow_choice(
+    model: Transformer, cache: KVCache, tokens: Array, budget: Any, *, entries: int
 ) -> tuple[KVCache, Array]:
-    reading = None if budget is None else Reading(jnp.asarray(budget), entries, burst)
+    """Tokens that read the blocks which the first of them chooses."""
+    reading = None if budget is None else Reading(jnp.asarray(budget), entries, len(tokens))
     one = jnp.ones(1, jnp.int32)
 
     def step(state: Any, token: Array, anew: bool = False) -> tuple[Any, Array]:

@@ -26,7 +26,7 @@ from jax import Array, lax
 
 from xsake.hads import Profile, baselines, budget, make, rows, select
 from xsake.hads.plan import Plan, gains
-from xsake.hads.profile import measure
+from xsake.hads.statistics import measure
 
 # Where scores come from; the number of a source is an index into this.
 SOURCES = ("given", *select.ESTIMATES, "vertical_slash", "mass", "sensitivity")

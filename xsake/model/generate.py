@@ -33,6 +33,7 @@ __all__ = ["Completion", "Sampling", "generate", "stream"]
 
 CHUNK = 2048  # prompt tokens of one pass
 BURST = 16  # decode steps between two looks of the host
+REFRESH = 4  # decode steps that a choice of blocks serves
 FORCED = 2  # blocks that a token always reads: the first and its own
 SPAN = 256  # the shortest stretch of the cache that a step is compiled for; doubled as it fills
 
@@ -76,6 +77,7 @@ def stream(
     stop: Sequence[int] | None = None,
     mask: Any = None,
     budget: Any = None,
+    refresh: int = REFRESH,
     chunk: int = CHUNK,
     burst: int = BURST,
 ) -> Iterator[list[Completion]]:
@@ -96,15 +98,17 @@ def stream(
       budget: what a head reads of the cache for one token; None: all. Whole numbers are blocks,
         fractions a share of the blocks so far, rounded up; one for all, [heads] or [layers, heads];
         with one for each kv head, the query heads of a group choose and read together. The first
-        block and the current one are always among them. A burst's first token chooses, by its
-        exact attention to all keys so far; the others of the burst read the same blocks.
+        block and the current one are always among them.
+      refresh: one token in so many chooses blocks, by its exact attention to all keys so far; those
+        that follow read the same. 1 is the most faithful, more is faster.
       chunk: prompt tokens of one pass.
       burst: tokens between two yields.
     """
     config = model.config
     lengths = _check_prompts(config, prompts, max_tokens)
-    if chunk < 1 or burst < 1:
-        raise ValueError(f"chunk and burst must be at least 1, got {chunk} and {burst}")
+    for name, value in (("chunk", chunk), ("burst", burst), ("refresh", refresh)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     budget = None if budget is None else check_budget(config, budget)
     _check_mask(mask, int(lengths.max()) > chunk, chunk)
     return _stream(
@@ -116,6 +120,7 @@ def stream(
         _ended_by(config.eos if stop is None else stop),
         mask,
         budget,
+        refresh,
         chunk,
         burst,
     )
@@ -130,6 +135,7 @@ def _stream(
     stop: np.ndarray,
     mask: Any,
     budget: np.ndarray | None,
+    refresh: int,
     chunk: int,
     burst: int,
 ) -> Iterator[list[Completion]]:
@@ -167,7 +173,8 @@ def _stream(
             budget,
             sampling=draw,
             span=span,
-            entries=entries_of(budget, span, cache.block, burst),
+            entries=entries_of(budget, span, cache.block, refresh),
+            refresh=refresh,
             burst=burst,
         )
 
@@ -263,7 +270,7 @@ def _first(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sampling", "span", "entries", "burst"),
+    static_argnames=("sampling", "span", "entries", "refresh", "burst"),
     donate_argnames="cache",
 )
 def _burst(
@@ -279,10 +286,11 @@ def _burst(
     sampling: Sampling,
     span: int,
     entries: int,
+    refresh: int,
     burst: int,
 ) -> tuple[KVCache, Array, Array, Array]:
     """Up to `steps` tokens for every row that is not done, int32 [B, burst]; -1 where none."""
-    reading = None if budget is None else Reading(jnp.asarray(budget), entries, burst)
+    reading = None if budget is None else Reading(jnp.asarray(budget), entries, refresh)
 
     def goes_on(state: Any) -> Array:
         i, *_, done, _ = state
@@ -299,9 +307,14 @@ def _burst(
     made = jnp.full((token.shape[0], burst), -1, jnp.int32)
     lists = None if reading is None else reading.nothing(token.shape[0])
     state = (jnp.int32(0), cache, lists, token, done, made)
-    if reading is not None:
+
+    def refreshed(state: Any) -> Any:
+        """One step that chooses, and those that read what it chose."""
         state = step(state, anew=True)
-    _, cache, _, token, done, made = lax.while_loop(goes_on, step, state)
+        return lax.while_loop(lambda state: goes_on(state) & (state[0] % refresh > 0), step, state)
+
+    state = lax.while_loop(goes_on, step if reading is None else refreshed, state)
+    _, cache, _, token, done, made = state
     return cache, token, done, made
 
 
