@@ -34,7 +34,7 @@ def test_calibrate_plan_evaluate(tmp_path, monkeypatch, capsys):
     words = ["--text", documents, "--length", 64, "--documents", 2]
     run(
         monkeypatch, "calibrate", tmp_path / "model", *words, "--block", 16, "-o", profile,
-        "--selectors", "static", "gaussian",
+        "--selectors", "static", "mean_query",
     )  # fmt: skip
     run(monkeypatch, "plan", profile, "--density", 0.8, "--policy", "kl", "-o", plan)
     run(monkeypatch, "evaluate", tmp_path / "model", "--plan", plan, *words)

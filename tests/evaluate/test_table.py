@@ -45,7 +45,7 @@ def profile(subject, documents):
         layers=2,
         heads=4,
         block=BLOCK,
-        curves=("static", "gaussian", "oracle"),
+        curves=("static", "mean_query", "oracle"),
         model_hash=subject.hash,
     )
 
@@ -73,7 +73,7 @@ def test_a_method_without_a_cost_curve_is_named(profile):
 
 def test_a_short_profile_serves_a_density_below_its_own_forced_blocks(subject, documents):
     """4 rows force 0.7 of their blocks, 8 rows 0.42: at 0.5 only the longer text has a choice."""
-    short = subject.profile([x[:64] for x in documents[:2]], block=BLOCK, curves=("gaussian",))
+    short = subject.profile([x[:64] for x in documents[:2]], block=BLOCK, curves=("mean_query",))
     with pytest.raises(ValueError, match=r"below 0\.700"):
         make(short, 0.5, "kl")
     plan = make(short, 0.5, "kl", length=LENGTH)
@@ -116,7 +116,7 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
 
 
 def test_a_plan_that_keeps_everything_changes_nothing(subject, profile, documents):
-    method = methods.of_plan(make(profile, 1.0, "kl", "gaussian"), LENGTH)
+    method = methods.of_plan(make(profile, 1.0, "kl", "mean_query"), LENGTH)
     (row,) = table.measure_methods(subject, [method], documents[3:], BLOCK)
     assert row["realised_density_ratio"] == 1
     assert row["recall"] == pytest.approx(1, abs=1e-6)
