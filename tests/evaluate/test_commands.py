@@ -41,7 +41,7 @@ def test_calibrate_plan_evaluate(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "budget correlation" in said
     assert "realised density 0.8000" in said
-    assert "gaussian/kl" in said
+    assert "mean_query/kl" in said
     measured = Plan.load(plan).terms.validation
     assert '"perplexity_gap"' in measured
     assert '"documents": 2' in measured

@@ -54,9 +54,9 @@ def test_every_method_has_the_density_asked_for(profile):
     found = methods.at_density(profile, 0.6, LENGTH, {"from elsewhere": profile})
     names = [method.name for method in found]
     assert len(names) == len(set(names))
-    assert {"sliding_window", "seed_entropy", "static/kl", "gaussian/kl", "oracle/kl"} < set(names)
-    assert {"oracle/output", "gaussian/output + centroids"} < set(names)
-    assert {"gaussian/kl from elsewhere", "static/output from elsewhere"} < set(names)
+    assert {"sliding_window", "seed_entropy", "static/kl", "mean_query/kl", "oracle/kl"} < set(names)
+    assert {"oracle/output", "mean_query/output + centroids"} < set(names)
+    assert {"mean_query/kl from elsewhere", "static/output from elsewhere"} < set(names)
     for method in found:
         assert int(method.counts.sum()) == round(0.6 * 8 * 36), method.name
 
@@ -102,7 +102,7 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
         np.testing.assert_allclose(row["kl"], np.mean(row["kl_by_document"]))
         assert 0 < row["recall"] < 1
     # the same blocks, so the same attention; the centroids change what is made of it
-    plain, corrected = rows["gaussian/kl"], rows["gaussian/kl + centroids"]
+    plain, corrected = rows["mean_query/kl"], rows["mean_query/kl + centroids"]
     assert plain["kl"] == corrected["kl"]
     assert plain["logit_kl"] != corrected["logit_kl"]
     assert rows["oracle/kl"]["kl"] == min(row["kl"] for row in rows.values())
