@@ -110,7 +110,7 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
     again = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
     assert again == json.loads(out.read_text())
     assert len(said) == 2 * len(rows)
-    assert "| gaussian/kl | run time | 0.6" in out.with_suffix(".md").read_text()
+    assert "| mean_query/kl | run time | 0.6" in out.with_suffix(".md").read_text()
     with pytest.raises(ValueError, match="differs in data_hash; name another file"):
         table.run_table(subject, profile, documents[:2], [0.6], out)
 

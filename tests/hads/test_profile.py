@@ -69,7 +69,7 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
     orders = {
         "oracle": (got.mass, got.sensitivity),
         "static": (some_order(n, 1), some_order(n, 2)),
-        "mean_query": (select.gaussian(q, k, BLOCK),) * 2,
+        "mean_query": (select.mean_query(q, k, BLOCK),) * 2,
     }[selector]
     values = np.repeat(np.asarray(v, np.float64), 2, axis=1)
     w = np.asarray(kernel, np.float64)
