@@ -99,7 +99,7 @@ def table(
     known = profiled("novels", length, curves)
     others = {
         "from wikipedia": profiled("wikipedia", length, curves),
-        f"from {short:,} tokens": profiled("novels", short, ("static", "gaussian")),
+        f"from {short:,} tokens": profiled("novels", short, ("static", "mean_query")),
     }
     held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
     sources = documents / "sources.json"
@@ -168,7 +168,7 @@ def speed(
     documents: Path,
     plan: Path,
     out: Path,
-    selectors: tuple[str, ...] = ("gaussian", "pooled", "antidiagonal"),
+    selectors: tuple[str, ...] = ("mean_query", "gaussian", "pooled", "antidiagonal"),
     shapes: tuple[tuple[int, int], ...] = ((4, 8192), (1, 32768)),
     heads: int = 16,
     head_size: int = 128,

@@ -38,7 +38,7 @@ def test_dense_decoding_is_the_full_pass(model):
 def test_shares_follow_the_last_row_and_meet_the_density(density):
     counts = np.ones((2, 4, 8), np.int32)
     counts[..., -1] = [[2, 2, 4, 8], [2, 3, 4, 5]]
-    terms = Terms(density=0.8, policy="kl", selector="gaussian", block=16, length=128)
+    terms = Terms(density=0.8, policy="kl", selector="mean_query", block=16, length=128)
     shares = budget_of(Plan(counts, None, terms), density)
     assert shares.mean() == pytest.approx(density, abs=1e-6)
     assert shares.max() <= 1

@@ -24,7 +24,7 @@ def profile_of(layers=2, heads=4, n=N_ROWS, seed=0):
     mass = draw_mass(layers, heads, n, seed).astype(np.float32)
     kl, output = budget.surrogate(mass), budget.additive(mass**2)
     cost = {
-        policy: {name: x.astype(np.float32) for name in ("static", "gaussian", "pooled")}
+        policy: {name: x.astype(np.float32) for name in ("static", "mean_query", "pooled")}
         for policy, x in (("kl", kl), ("output", output))
     }
     entropies = np.random.default_rng(seed).uniform(0.1, 1, (layers, heads))
@@ -36,7 +36,7 @@ def profile_of(layers=2, heads=4, n=N_ROWS, seed=0):
     return Profile(statistics, {}, np.stack([mass, mass]), facts)
 
 
-@pytest.mark.parametrize("selector", ["static", "gaussian"])
+@pytest.mark.parametrize("selector", ["static", "mean_query"])
 @pytest.mark.parametrize("policy", budget.POLICIES)
 def test_plans_realise_the_density_asked_for(policy, selector):
     plan = make(profile_of(), 0.5, policy, selector)
@@ -49,7 +49,7 @@ def test_plans_realise_the_density_asked_for(policy, selector):
 
 
 @pytest.mark.parametrize("length", [16, 127, 300])
-@pytest.mark.parametrize("selector", ["static", "gaussian"])
+@pytest.mark.parametrize("selector", ["static", "mean_query"])
 def test_masks_from_plans_obey_causality_at_any_length(selector, length):
     """No token of the future, the first block and the diagonal kept, the density met."""
     plan = make(profile_of(), 0.7, "kl", selector)
@@ -84,7 +84,7 @@ def test_a_long_text_keeps_distances_near_and_the_first_block():
 
 def test_a_plan_is_a_mask_of_the_model_under_jit_and_a_traced_layer():
     """Other counts, the same compiled code."""
-    plan = make(profile_of(), 0.5, "kl", "gaussian")
+    plan = make(profile_of(), 0.5, "kl", "mean_query")
     other = dataclasses.replace(plan, counts=np.minimum(plan.counts + 1, rows.ceilings(N_ROWS)))
     q, k, v, _ = attention(N_ROWS * BLOCK)
     traced = []
@@ -104,7 +104,7 @@ def test_a_plan_is_a_mask_of_the_model_under_jit_and_a_traced_layer():
 
 
 def test_batch_rows_choose_their_own_blocks():
-    plan = make(profile_of(), 0.5, "kl", "gaussian")
+    plan = make(profile_of(), 0.5, "kl", "mean_query")
     pairs = [attention(N_ROWS * BLOCK, seed=seed)[:2] for seed in (0, 1)]
     q, k = (jnp.stack(x) for x in zip(*pairs, strict=True))
     blocks = np.asarray(plan.blocks(0, q, k))
@@ -137,7 +137,7 @@ def test_a_part_of_a_text_has_the_rows_of_the_whole(selector, top_p):
 
 
 def test_a_part_that_reaches_past_the_text_or_splits_a_block():
-    plan = make(profile_of(), 0.5, "kl", "gaussian")
+    plan = make(profile_of(), 0.5, "kl", "mean_query")
     S = N_ROWS * BLOCK
     q, k, _, _ = (x[None] for x in attention(S))
     whole = np.asarray(plan.blocks(0, q, k))
@@ -151,7 +151,7 @@ def test_a_part_that_reaches_past_the_text_or_splits_a_block():
 def test_a_prompt_read_in_chunks_under_a_plan_is_the_prompt_read_at_once():
     """The same last hidden state, and another one than that of dense attention."""
     model = random_model(LLAMA)
-    plan = make(profile_of(heads=LLAMA.heads), 0.5, "kl", "gaussian")
+    plan = make(profile_of(heads=LLAMA.heads), 0.5, "kl", "mean_query")
     S = N_ROWS * BLOCK
     prompt = [random_tokens(LLAMA, S).tolist()]
 
@@ -164,7 +164,7 @@ def test_a_prompt_read_in_chunks_under_a_plan_is_the_prompt_read_at_once():
 
 
 def test_top_p_visits_no_more_than_the_budget():
-    plan = make(profile_of(), 0.6, "kl", "gaussian", top_p=0.7)
+    plan = make(profile_of(), 0.6, "kl", "mean_query", top_p=0.7)
     q, k, _, _ = attention(N_ROWS * BLOCK)
     kept = np.asarray(plan.blocks(0, q[None], k[None])).sum(-1)[0]
     assert (kept <= plan.counts[0]).all()
@@ -186,7 +186,7 @@ def test_top_p_of_a_static_plan_stops_at_that_share_of_the_calibrated_mass():
     assert (share - loose)[more].max() < 0.8
 
 
-@pytest.mark.parametrize("selector", ["static", "gaussian"])
+@pytest.mark.parametrize("selector", ["static", "mean_query"])
 def test_plans_survive_save_and_load_bit_for_bit(tmp_path, selector):
     plan = make(profile_of(), 0.5, "kl", selector, top_p=0.9).validated({"kl": 0.05})
     plan.save(tmp_path / "plan")

@@ -279,7 +279,7 @@ def make(
     profile: Profile,
     density: float,
     policy: str = "kl",
-    selector: str = "gaussian",
+    selector: str = "mean_query",
     *,
     top_p: float | None = None,
     length: int | None = None,

@@ -1,6 +1,6 @@
 """Which blocks: from calibration or from this input, as many as the budget of each row says.
 
-    q [T, N, H] ─┐ pooled | antidiagonal | gaussian
+    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query
     k [T, K, H] ─┴─ estimate ─┐
     calibrated mass ─ static ─┴─ scores [N, n, n] ─┐
                                    counts [N, n] ──┴─ keep_top ─ bool [N, n, n] ─ BlockMask
@@ -12,6 +12,7 @@ q [R · block, N, H] from row `first` on, against the k of the whole text; score
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -24,6 +25,7 @@ from xsake import masks
 from xsake.block_mask import BlockMask
 from xsake.hads import rows
 
+STRIPS = 4  # of rows, in which sums over keys are computed
 LARGE = 3e38  # finite in float32: scores that are not stay below the forced blocks
 
 
@@ -135,6 +137,18 @@ def pooled(q: Array, k: Array, block: int, first: Any = 0) -> Array:
     return _by_group(_means(q, block, block), _means(k, block, block)) / math.sqrt(q.shape[-1])
 
 
+def mean_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
+    """Mean query against every key: score[i, j] = log Σ_{k of j} exp(q̄_i · k / √H).
+
+    Exact but for the mean over a block's queries. The cost is that of q·kᵀ ÷ block.
+    """
+    queries = _means(q, block, block) / math.sqrt(q.shape[-1])
+    rest = -k.shape[0] % block
+    keys = jnp.pad(k, ((0, rest), (0, 0), (0, 0)))
+    past = jnp.pad(jnp.zeros(k.shape[0]), (0, rest), constant_values=-jnp.inf) if rest else None
+    return _summed_by_block(queries.astype(k.dtype), keys, past, block)
+
+
 def gaussian(q: Array, k: Array, block: int, first: Any = 0, part: int = 4) -> Array:
     """Mean query against the mean and variance of every `part` keys, summed over the block.
 
@@ -142,7 +156,7 @@ def gaussian(q: Array, k: Array, block: int, first: Any = 0, part: int = 4) -> A
 
     with s = 1/√H: the exact sum over keys if those of a part were normal with independent
     dimensions. Means alone miss blocks in which a few keys stand out, and those carry the mass.
-    `part` = 1 takes every key as it is; the cost is that of q·kᵀ ÷ (block · part / 2).
+    The cost is that of q·kᵀ ÷ (block · part / 2).
     """
     part = math.gcd(part, block)
     S, scale = k.shape[0], 1 / math.sqrt(q.shape[-1])
@@ -151,10 +165,31 @@ def gaussian(q: Array, k: Array, block: int, first: Any = 0, part: int = 4) -> A
     q = _means(q, block, block) * scale
     # one product of twice the depth instead of two, in the type that tensor cores were given
     queries = jnp.concatenate([q, q**2], -1).astype(k.dtype)
-    logits = _by_group(queries, jnp.concatenate([means, spread / 2], -1).astype(k.dtype))
-    logits = logits + jnp.log(_sizes(S, part, block).astype(jnp.float32))
-    N, R, _ = logits.shape
-    return jax.nn.logsumexp(logits.reshape(N, R, -1, block // part), axis=-1)
+    keys = jnp.concatenate([means, spread / 2], -1).astype(k.dtype)
+    size = jnp.log(_sizes(S, part, block).astype(jnp.float32))
+    return _summed_by_block(queries, keys, size, block // part)
+
+
+def _summed_by_block(q: Array, k: Array, shift: Array | None, per_block: int) -> Array:
+    """log Σ exp(q · k + shift) over the keys of each block, float32 [N, R, n]; logits as k's type.
+
+    q [R, N, H], k [n · per_block, K, H], shift [n · per_block]. Where q is of the whole text, rows
+    are taken in strips, and of what causality forbids little is computed: the rest is -inf.
+    """
+    R, n = q.shape[0], k.shape[0] // per_block
+
+    def strip(begin: int, end: int, blocks: int) -> Array:
+        """Rows begin … end - 1 against the first `blocks` blocks."""
+        seen = slice(blocks * per_block)
+        logits = _by_group(q[begin:end], k[seen], k.dtype).astype(jnp.float32)
+        logits = logits if shift is None else logits + shift[seen]
+        found = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], blocks, per_block), axis=-1)
+        return jnp.pad(found, ((0, 0), (0, 0), (0, n - blocks)), constant_values=-jnp.inf)
+
+    if n != R:
+        return strip(0, R, n)
+    edges = sorted({n * i // STRIPS for i in range(STRIPS + 1)})
+    return jnp.concatenate([strip(a, b, b) for a, b in itertools.pairwise(edges)], axis=1)
 
 
 def antidiagonal(q: Array, k: Array, block: int, first: Any = 0, stride: int = 16) -> Array:
@@ -183,7 +218,12 @@ def antidiagonal(q: Array, k: Array, block: int, first: Any = 0, stride: int = 1
     return jnp.log(jnp.maximum(mass, 1e-30))
 
 
-ESTIMATES = {"pooled": pooled, "antidiagonal": antidiagonal, "gaussian": gaussian}
+ESTIMATES = {
+    "pooled": pooled,
+    "antidiagonal": antidiagonal,
+    "gaussian": gaussian,
+    "mean_query": mean_query,
+}
 SELECTORS = ("static", *ESTIMATES)
 
 
@@ -201,12 +241,12 @@ def _means(x: Array, part: int, block: int) -> Array:
     return sums / jnp.maximum(sizes, 1)[:, None, None]
 
 
-def _by_group(q: Array, k: Array) -> Array:
-    """q [A, N, H] · k [B, K, H] -> float32 [N, A, B], each query head with its own kv head."""
+def _by_group(q: Array, k: Array, dtype: Any = jnp.float32) -> Array:
+    """q [A, N, H] · k [B, K, H] -> `dtype` [N, A, B], each query head with its own kv head."""
     A, N, H = q.shape
     B, K, _ = k.shape
     grouped = q.reshape(A, K, N // K, H)
-    logits = jnp.einsum("akgh,bkh->kgab", grouped, k, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("akgh,bkh->kgab", grouped, k, preferred_element_type=dtype)
     return logits.reshape(N, A, B)
 
 
