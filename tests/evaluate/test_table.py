@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from xsake.bench import report, timing
 from xsake.evaluate import methods, table, text
 from xsake.evaluate.subject import Subject
 from xsake.hads import calibrate, make
@@ -72,6 +73,22 @@ def test_a_method_without_a_cost_curve_is_named(profile):
         methods.at_density(profile, 0.1, LENGTH)
 
 
+def test_one_oracle_goes_by_mass_the_other_by_what_a_block_does_to_the_output():
+    """Even attention, all values equal but those of one block: only that block changes anything."""
+    T, odd = 4 * BLOCK, 2
+    v = np.ones((T, 1, 4), np.float32)
+    v[odd * BLOCK : (odd + 1) * BLOCK] = 5
+    seen = methods.Activations(
+        jnp.zeros((T, 2, 4)), jnp.zeros((T, 1, 4)), jnp.asarray(v), jnp.ones((2, 4, 8))
+    )
+    mass, sensitivity = (
+        np.asarray(methods.scores_of(name, seen, BLOCK))[:, -1] for name in ("mass", "sensitivity")
+    )
+    np.testing.assert_allclose(np.exp(mass[:, :3]), 16 / 56.5, rtol=0.05)
+    assert (sensitivity.argmax(-1) == odd).all()
+    assert methods.ORACLES == {"kl": "mass", "output": "sensitivity"}
+
+
 def test_a_short_profile_serves_a_density_below_its_own_forced_blocks(subject, documents):
     """4 rows force 0.7 of their blocks, 8 rows 0.42: at 0.5 only the longer text has a choice."""
     short = subject.profile([x[:64] for x in documents[:2]], block=BLOCK, curves=("mean_query",))
@@ -107,13 +124,36 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
     assert plain["kl"] == corrected["kl"]
     assert plain["logit_kl"] != corrected["logit_kl"]
     assert rows["oracle/kl"]["kl"] == min(row["kl"] for row in rows.values())
-    assert rows["oracle/output"]["error"] < rows["oracle/kl"]["error"]
     again = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
     assert again == json.loads(out.read_text())
     assert len(said) == 2 * len(rows)
     assert "| mean_query/kl | run time | 0.6" in out.with_suffix(".md").read_text()
     with pytest.raises(ValueError, match="differs in data_hash; name another file"):
         table.run_table(subject, profile, documents[:2], [0.6], out)
+
+
+def drawn_table(path, methods=("good", "bad")):
+    """A table file of two methods at two densities; `bad` was measured at one of them."""
+    row = {"kind": "run time", "kl_standard_error": 0.01, "recall_standard_error": None}
+    rows = [
+        {"method": methods[0], "kl": 0.1, "recall": 0.9, **row},
+        {"method": methods[1], "kl": 0.2, "recall": 0.8, **row},
+    ]
+    densities = {"0.43": {"rows": rows}, "0.1": {"rows": rows[:1]}}
+    path.write_text(json.dumps({"provenance": timing.provenance(), "densities": densities}))
+
+
+def test_a_page_gets_its_tables_from_the_file(tmp_path):
+    """Densities in order, the best method first, an empty cell where nothing was measured."""
+    drawn_table(tmp_path / "table.json")
+    page = "<!-- table hads-{} table.json -->\n<!-- end -->"
+    lines = report.filled(page.format("kl"), tmp_path).splitlines()
+    assert lines[2] == "| method | knows | kl at density 0.1 | kl at density 0.43 |"
+    assert lines[4] == "| good | run time | 0.1000 ± 0.0100 | 0.1000 ± 0.0100 |"
+    assert lines[5] == "| bad | run time |  | 0.2000 ± 0.0100 |"
+    assert "`benchmarks/results/table.json`: " in lines[7]
+    lines = report.filled(page.format("recall"), tmp_path).splitlines()
+    assert lines[4].startswith("| good | run time | 0.9000 |")
 
 
 def test_a_plan_that_keeps_everything_changes_nothing(subject, profile, documents):

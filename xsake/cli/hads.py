@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
+from rich import box
 from rich.progress import Progress, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from xsake.bench import timing
 from xsake.cli.terminal import Out, console
@@ -188,15 +189,15 @@ def _subject(
 
 
 def _quality_table(density: str, found: list[dict[str, Any]]) -> Table:
+    # as narrow as a terminal of 80 columns: the methods' names must not be cut
     table = Table(
-        "method",
-        "density",
-        "attention KL",
-        "mass recall",
-        "output error",
-        "logit KL",
-        "perplexity gap",
-        title=f"density {density}; the first three on dense activations, the last two end to end",
+        Column("method", no_wrap=True),
+        *(Column(x, justify="right") for x in ("density", "KL", "recall", "error", "logit KL")),
+        Column("perplexity", justify="right"),
+        title=f"density {density}: attention KL, mass recall and output error on dense "
+        "activations; logit KL and perplexity gap end to end",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     for row in sorted(found, key=lambda row: row["kl"]):
         table.add_row(
