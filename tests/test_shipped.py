@@ -1,0 +1,58 @@
+"""What comes with the package is whole, small, and what its card says."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from xsake import shipped, text
+from xsake.evaluate.text import load_documents
+from xsake.model import huggingface
+from xsake.observe import sinks
+from xsake.observe.events import RunStarted, Stopped
+from xsake.train.config import PRESETS, Config
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return huggingface.load(shipped.FOLDER)
+
+
+def test_the_model_is_small_and_has_heads_enough(loaded):
+    config = loaded.config
+    assert (shipped.FOLDER / "model.safetensors").stat().st_size <= 12_000_000
+    assert config.context >= 2048
+    assert config.heads >= 8
+    assert config.layers >= 4
+    assert config.vocab_size <= 8192
+
+
+@pytest.mark.parametrize("path", [shipped.CALIBRATION_TEXT, shipped.HELD_OUT_TEXT])
+def test_a_text_is_one_document_and_survives_the_tokenizer(loaded, path):
+    (document,) = text.documents([path])
+    assert len(document) > 100_000
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode(document[:5000])) == document[:5000]
+
+
+def test_it_predicts_a_novel_that_it_never_saw(loaded):
+    """Perplexity on 512 tokens: above 1,000 for a model that learned only how often words occur."""
+    tokens = load_documents([shipped.HELD_OUT_TEXT], loaded.tokenizer.encode, 512, 1)[0]
+    logits = jax.nn.log_softmax(loaded.model(tokens[None])[0, :-1])
+    loss = -logits[jnp.arange(511), tokens[1:]].mean()
+    assert math.exp(loss) < 300
+
+
+def test_its_run_is_the_preset_and_finished():
+    config = Config.read(shipped.FOLDER / "training.json")
+    assert config.hash == PRESETS["shipped"].hash
+    events = sinks.read(shipped.FOLDER / "events.jsonl")
+    (began,) = (event for event in events if isinstance(event, RunStarted))
+    assert began.config_hash == config.hash
+    assert isinstance(events[-1], Stopped)
+    assert events[-1].reason == "finished"
+    exported = json.loads((shipped.FOLDER / "config.json").read_text())
+    assert exported["num_hidden_layers"] == config.model.layers
