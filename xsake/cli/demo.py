@@ -129,16 +129,11 @@ def _compared(subject: Any, profile: Any, density: float, documents: list[Any]) 
         times = time_attention(subject, documents[0], methods, BLOCK)
     table = Table(
         Column("method", no_wrap=True),
-        "density",
-        "attention KL",
-        "output error",
-        "perplexity gap",
-        "attention ms",
-        "÷ dense",
+        *"density|KL|error|perplexity|ms|÷ dense".split("|"),
         box=SIMPLE_HEAD,
-        pad_edge=False,
-        caption=f"attention of all layers, choosing blocks included, on {_jax.device_kind()}; "
-        "KL and error on the dense model's activations, the gap end to end",
+        caption="KL of attention and error of its output: on the dense model's activations; "
+        "perplexity: against dense, end to end; ms: attention of all layers, choosing blocks "
+        f"included, {_jax.device_kind()}",
     )
     dense = times["dense"].median_seconds
     table.add_row("dense", "1.000", "0", "0", "+0.00%", f"{1e3 * dense:.0f}", "1.00")

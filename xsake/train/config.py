@@ -327,7 +327,7 @@ _SHIPPED = Config(
     ),
     data=Data(length=2048, rows=32),
     optimizer=Optimizer(learning_rate=3e-3, ema_decay=0.999),
-    schedule=Schedule(steps=12_000, warmup_steps=500, final_ratio=0.02),
+    schedule=Schedule(steps=8000, warmup_steps=500, final_ratio=0.02),
     compute=Compute(dtype="bfloat16"),
     evaluation=Evaluation(every=1000, windows=128, rows=32),
     checkpoint=Checkpoint(every=1000, export_dtype="bfloat16"),
