@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,9 @@ def mask_of(rule, length=500, block=(128, 128)):
 
 def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False):
     """How many kernels a call and its gradients lower to for CUDA, on a machine without a card."""
+    from xsake.backends.hopper_backward import BackwardTiling
+    from xsake.backends.hopper_forward import ForwardTiling
+
     length = mask.shape[0]
     q, k, v = (
         jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
@@ -47,7 +51,11 @@ def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False):
     )
 
     def attend(q, k, v):
-        options = Options(deterministic=deterministic)
+        options = Options(
+            deterministic=deterministic,
+            hopper_forward=ForwardTiling(),
+            hopper_backward=BackwardTiling(),
+        )
         return hopper.forward(q, k, v, None, mask, scale=0.1, soft_cap=None, options=options)
 
     def gradients(q, k, v):
@@ -58,11 +66,13 @@ def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False):
     return text.count("@mosaic_gpu")
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("names", [["none"], ["causal"], ["function"], list(RULES)], ids=len)
 @needs_newer_jax
-def test_every_rule_lowers_for_cuda(name):
-    """Layout inference and verification of the forward and the fused backward."""
-    assert kernels_lowered(mask_of(RULES[name]), 128) == 2
+def test_every_rule_lowers_for_cuda(names):
+    """Layout inference and verification of the forward and the fused backward; all rules as one."""
+    rules = [RULES[name] for name in names if RULES[name] is not None]
+    rule = functools.reduce(lambda a, b: a & b, rules) if rules else None
+    assert kernels_lowered(mask_of(rule), 128) == 2
 
 
 @pytest.mark.parametrize(
@@ -96,12 +106,15 @@ def test_deterministic_gradients_come_from_two_kernels(block):
     assert kernels_lowered(mask, 128, deterministic=True) == 3
 
 
+needs_interpreter = pytest.mark.skipif(
+    _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"
+)
+
+
 @pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=str)
-@needs_newer_jax
+@needs_interpreter
 def test_a_small_forward_agrees_when_interpreted(block):
-    """A few row blocks with full and partial blocks, interpreted by JAX 0.11.2 and newer."""
-    if _jax.version() < (0, 11, 2):
-        pytest.skip("the interpreter came with JAX 0.11.2")
+    """A few row blocks with full and partial blocks."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends import hopper_forward
@@ -128,6 +141,43 @@ def test_a_small_forward_agrees_when_interpreted(block):
     )
     assert oracle.relative_error(out, want) <= 1e-2
     assert oracle.relative_error(jnp.moveaxis(lse, 1, 2), want_lse) <= 1e-4
+
+
+@needs_interpreter
+def test_a_small_backward_agrees_when_interpreted():
+    """Seven products over blocks of 64, whose sums one warpgroup hands to the other."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends import hopper_backward
+
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((1, 136, 1, 64)), jnp.bfloat16) for _ in range(4)
+    )
+    mask = mask_of(masks.causal(), 136, (64, 64))
+    exact = [np.asarray(x, np.float64) for x in (q, k, v)]
+    seen = {"allowed": oracle.allowed(("causal",), 1, 1, 136, 136), "scale": 0.125}
+    out, lse = oracle.attention(*exact, **seen)
+    d_lse = rng.standard_normal(lse.shape)
+    want = oracle.attention_grads(*exact, **seen, d_out=np.asarray(d_out, np.float64), d_lse=d_lse)
+    got = hopper_backward.backward(
+        q,
+        k,
+        v,
+        jnp.asarray(out, jnp.bfloat16),
+        jnp.asarray(np.moveaxis(lse, 2, 1), jnp.float32),
+        d_out,
+        jnp.asarray(np.moveaxis(d_lse, 2, 1), jnp.float32),
+        mask.lists,
+        mask.transpose().lists,
+        block=mask.block,
+        rule=hopper._kernel_rule(mask),
+        scale=0.125,
+        tiling=hopper_backward.BackwardTiling(fused=False, sms=2),
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
+        assert oracle.relative_error(gradient, want[name]) <= 1e-2, name
 
 
 def test_where_there_is_no_gpu_it_says_so():

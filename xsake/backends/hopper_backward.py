@@ -43,6 +43,7 @@ from xsake.backends.hopper_items import (
     TILE,
     BlockKernel,
     Handover,
+    Ring,
     TokenRule,
     check_sizes,
     tiles,
@@ -279,41 +280,16 @@ class _Kernel(BlockKernel):
         """
         return self.shape.size + self.shape.value_size > 384 and not self.alternate
 
-    def launch(self, name, operands, out_type, scratch, interpret):
-        return plgpu.kernel(
-            self.body,
-            out_type=out_type,
-            scratch_types=scratch,
-            grid=(self.ctas,),
-            grid_names=("cta",),
-            num_threads=COMPUTE + 1,
-            thread_name="wg",
-            kernel_name=name,
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,
-                reduction_scratch_bytes=0,
-                unsafe_no_auto_barriers=not interpret,  # no thread reads what it wrote
-                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            ),
-            **({"interpret": interpret} if interpret else {}),
-        )(*operands)
-
     def body(self, *refs, **scratch):
         inputs, rest = refs[:8], list(refs[8:])
         rows, rest = rest[: self.num_rows], rest[self.num_rows :]
         columns, outs = rest[: self.num_columns], rest[self.num_columns :]
         q, k, v, d_out, lse, delta, work, index = inputs
-        wg = lax.axis_index("wg")
-
-        @pl.when(wg < COMPUTE)
-        def _():
-            plgpu.set_max_registers(self.tiling.compute_registers, action="increase")
-            self.compute(wg, lse, delta, work, index, rows, columns, outs, **scratch)
-
-        @pl.when(wg == COMPUTE)
-        def _():
-            plgpu.set_max_registers(self.tiling.memory_registers, action="decrease")
-            self.memory(q, k, v, d_out, lse, delta, work, index, **scratch)
+        self.run_roles(
+            self.tiling,
+            lambda wg: self.compute(wg, lse, delta, work, index, rows, columns, outs, **scratch),
+            lambda: self.memory(q, k, v, d_out, lse, delta, work, index, **scratch),
+        )
 
     def run_steps(self, wg, item, done, front, back):
         """front and back of every step t of an item that is this warpgroup's.
@@ -506,10 +482,10 @@ class _Columns(_Kernel):
         scratch = self.scratch(q.dtype)
         name = "xsake_backward_d" + "".join(x[1] for x in self.sizes)
         if not self.fused:
-            results = self.launch(name, operands, out_type, scratch, interpret)
+            results = self.launch(name, self.body, operands, out_type, scratch, interpret)
             return dict(zip(self.sizes, results, strict=True))
         sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-        dk, dv = self.launch(name + "q", (*operands, sums), out_type, scratch, interpret)
+        dk, dv = self.launch(name + "q", self.body, (*operands, sums), out_type, scratch, interpret)
         return {"dk": dk, "dv": dv, "dq": (jax.freeze(sums) * self.scale).astype(q.dtype)}
 
     def scratch(self, dtype) -> dict[str, Any]:
@@ -551,60 +527,29 @@ class _Columns(_Kernel):
         v_smem=None, v_ready=None, delta_smem=None, **_,
     ):  # fmt: skip
         """Copies K, V once per item and Q, d_out once per step, as soon as there is room."""
-        shape, stages, d_out_stages = self.shape, self.stages, self.d_out_stages
-        group = shape.heads // shape.kv_heads
         copy = plgpu.copy_gmem_to_smem
 
-        def load_item(item, carry):
-            done, items_before = carry  # steps and K, V tiles loaded so far
-            head = lax.div(item.n, jnp.int32(group))
-            steps = item.count * self.splits
+        def load_q(item, queries, slot):
+            copy(q_gmem.at[item.b, queries, item.n], q_smem.at[slot], q_ready.at[slot])
+            copy(lse_gmem.at[item.b, item.n, queries], lse_smem.at[slot], q_ready.at[slot])
 
-            @pl.loop(0, steps)
-            def _(t):
-                slot, d_out_slot = self.slot(done + t, stages), self.slot(done + t, d_out_stages)
-                queries = pl.ds(self.first_token(index, item, t), self.step)
-                keys = pl.ds(item.i * shape.block[1], shape.block[1])
+        def load_d_out(item, queries, slot):
+            ready = d_out_ready.at[slot]
+            copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem.at[slot], ready)
+            if self.makes_dk:
+                copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[slot], ready)
 
-                @pl.when(done + t >= stages)
-                def _():
-                    plgpu.barrier_wait(q_free.at[slot])
+        def load_kv(item):
+            keys = pl.ds(item.i * self.item_block, self.item_block)
+            copy(k_gmem.at[item.b, keys, self.kv_head(item)], k_smem, k_ready)
+            if self.makes_dk:
+                copy(v_gmem.at[item.b, keys, self.kv_head(item)], v_smem, v_ready)
 
-                copy(q_gmem.at[item.b, queries, item.n], q_smem.at[slot], q_ready.at[slot])
-                copy(lse_gmem.at[item.b, item.n, queries], lse_smem.at[slot], q_ready.at[slot])
-
-                @pl.when(t == 0)
-                def _():
-                    @pl.when(items_before > 0)
-                    def _():
-                        plgpu.barrier_wait(kv_free)
-
-                    copy(k_gmem.at[item.b, keys, head], k_smem, k_ready)
-                    if self.makes_dk:
-                        copy(v_gmem.at[item.b, keys, head], v_smem, v_ready)
-
-                @pl.when(done + t >= d_out_stages)
-                def _():
-                    plgpu.barrier_wait(d_out_free.at[d_out_slot])
-
-                ready = d_out_ready.at[d_out_slot]
-                copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem.at[d_out_slot], ready)
-                if self.makes_dk:
-                    copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[d_out_slot], ready)
-
-            return done + steps, items_before + (steps > 0).astype(jnp.int32)
-
-        done, items = self.for_each_item(work, load_item, (0, 0))
-        if self.interpret:  # it wants every completed phase observed
-            for free, its_stages in ((q_free, stages), (d_out_free, d_out_stages)):
-
-                @pl.loop(jnp.maximum(done - its_stages, 0), done)
-                def _(t, free=free, its_stages=its_stages):
-                    plgpu.barrier_wait(free.at[self.slot(t, its_stages)])
-
-            @pl.when(items > 0)
-            def _():
-                plgpu.barrier_wait(kv_free)
+        q_ring = Ring(self.stages, lambda x: plgpu.barrier_wait(q_free.at[x]), load_q)
+        d_out_ring = Ring(
+            self.d_out_stages, lambda x: plgpu.barrier_wait(d_out_free.at[x]), load_d_out
+        )
+        self.stream(work, index, q_ring, d_out_ring, load_kv, kv_free)
 
     def compute(
         self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,
@@ -660,9 +605,7 @@ class _Columns(_Kernel):
                 plgpu.barrier_wait(d_out_ready.at[d_out_slot(t)])
                 early = self.makes_dk and masked is False
                 dp = d_p() if early else None
-                lse = plgpu.load(lse_smem.at[q_slot(t)], layout=COLUMN, optimized=False)
-                s = self.settled(s, wait_n=1 if early else 0)
-                lse = lax.broadcast_in_dim(lse, s.shape, [1])
+                s, lse = self.settled_beside(s, 1 if early else 0, lse_smem.at[q_slot(t)], masked)
                 p, slope = self.probabilities(s, lse, masked, allowed)
                 if not self.makes_dk:
                     return p.astype(d_out_smem.dtype), None
@@ -670,8 +613,8 @@ class _Columns(_Kernel):
                     p, slope = lax.optimization_barrier((p, slope))
                     dp = d_p()
                 p = p.astype(d_out_smem.dtype) if self.makes_dv else None
-                delta = plgpu.load(delta_smem.at[d_out_slot(t)], layout=COLUMN, optimized=False)
-                ds = slope * (self.settled(dp, 0) - lax.broadcast_in_dim(delta, s.shape, [1]))
+                dp, delta = self.settled_beside(dp, 0, delta_smem.at[d_out_slot(t)], masked)
+                ds = slope * (dp - delta)
                 if not self.makes_dv:
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
                 return p, ds.astype(d_out_smem.dtype)
@@ -749,20 +692,31 @@ class _Columns(_Kernel):
         """dsT of both warpgroups to shared memory."""
         if self.alternate:  # each for itself
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results left through here
-            ds_smem[0, pl.ds(wg * ROWS, ROWS)] = ds
+            ds_smem[0, self.half(wg)] = ds
             plgpu.commit_smem()
             return
         if self.tiling.ds_stages == 1:
             _meet()  # the other warpgroup has read the ds before this one
-        ds_smem[self.ds_slot(t), pl.ds(wg * ROWS, ROWS)] = ds
+        ds_smem[self.ds_slot(t), self.half(wg)] = ds
         _meet(publish=True)
+
+    def settled_beside(self, tile, wait_n, values, masked):
+        """A tile that was issued, and values per query from shared memory over its columns.
+
+        They are read while the product runs, or after it where the rule leaves no registers.
+        """
+        if masked is not False:
+            tile = self.settled(tile, wait_n)
+        values = plgpu.load(values, layout=COLUMN, optimized=False)
+        if masked is False:
+            tile = self.settled(tile, wait_n)
+        return tile, lax.broadcast_in_dim(values, tile.shape, [1])
 
     def dq_operands(self, wg, t, ds_smem, k_smem, column=0):
         """The operands of this warpgroup's part of ds k; alternating, of 64 columns from there."""
         if self.alternate:
-            return ds_smem.at[0, self.half(wg)].transpose((1, 0)), k_smem.at[
-                :, pl.ds(column, PIECE)
-            ]
+            columns = pl.ds(column, PIECE)
+            return ds_smem.at[0, self.half(wg)].transpose((1, 0)), k_smem.at[:, columns]
         ds_smem = ds_smem.at[self.ds_slot(t)]
         match self.dq_by:
             case "rows":
@@ -775,7 +729,7 @@ class _Columns(_Kernel):
         """sums += dq by the copy engine."""
         # The copy before this one must have read the buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dq_smem[wg] = dq
+        dq_smem[self.again(wg)] = dq
         plgpu.commit_smem()
         first, columns = pl.ds(first_query, ROWS), pl.ds(column, PIECE)
         if self.dq_by == "rows":
@@ -799,7 +753,7 @@ class _Rows(_Kernel):
         q = operands[0]
         out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
         name = "xsake_backward_dq"
-        return self.launch(name, operands, out_type, self.scratch(q.dtype), interpret)[0]
+        return self.launch(name, self.body, operands, out_type, self.scratch(q.dtype), interpret)[0]
 
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a CTA."""
@@ -829,55 +783,22 @@ class _Rows(_Kernel):
         q_ready, k_ready, v_ready, d_out_ready, q_free, k_free, v_free, **_,
     ):  # fmt: skip
         """Copies Q, d_out once per item and K, V once per step, as soon as there is room."""
-        shape, stages, v_stages = self.shape, self.stages, self.v_stages
-        group = shape.heads // shape.kv_heads
         copy = plgpu.copy_gmem_to_smem
 
-        def load_item(item, carry):
-            done, items_before = carry  # steps and Q, d_out tiles loaded so far
-            head = lax.div(item.n, jnp.int32(group))
-            steps = item.count * self.splits
+        def load_k(item, keys, slot):
+            copy(k_gmem.at[item.b, keys, self.kv_head(item)], k_smem.at[slot], k_ready.at[slot])
 
-            @pl.loop(0, steps)
-            def _(t):
-                slot, v_slot = self.slot(done + t, stages), self.slot(done + t, v_stages)
-                keys = pl.ds(self.first_token(index, item, t), self.step)
-                queries = pl.ds(item.i * shape.block[0], shape.block[0])
+        def load_v(item, keys, slot):
+            copy(v_gmem.at[item.b, keys, self.kv_head(item)], v_smem.at[slot], v_ready.at[slot])
 
-                @pl.when(done + t >= stages)
-                def _():
-                    plgpu.barrier_wait(k_free.at[slot])
+        def load_q_d_out(item):
+            queries = pl.ds(item.i * self.item_block, self.item_block)
+            copy(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
+            copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem, d_out_ready)
 
-                copy(k_gmem.at[item.b, keys, head], k_smem.at[slot], k_ready.at[slot])
-
-                @pl.when(t == 0)
-                def _():
-                    @pl.when(items_before > 0)
-                    def _():
-                        plgpu.barrier_wait(q_free)
-
-                    copy(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
-                    copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem, d_out_ready)
-
-                @pl.when(done + t >= v_stages)
-                def _():
-                    plgpu.barrier_wait(v_free.at[v_slot])
-
-                copy(v_gmem.at[item.b, keys, head], v_smem.at[v_slot], v_ready.at[v_slot])
-
-            return done + steps, items_before + (steps > 0).astype(jnp.int32)
-
-        done, items = self.for_each_item(work, load_item, (0, 0))
-        if self.interpret:  # it wants every completed phase observed
-            for free, its_stages in ((k_free, stages), (v_free, v_stages)):
-
-                @pl.loop(jnp.maximum(done - its_stages, 0), done)
-                def _(t, free=free, its_stages=its_stages):
-                    plgpu.barrier_wait(free.at[self.slot(t, its_stages)])
-
-            @pl.when(items > 0)
-            def _():
-                plgpu.barrier_wait(q_free)
+        k_ring = Ring(self.stages, lambda x: plgpu.barrier_wait(k_free.at[x]), load_k)
+        v_ring = Ring(self.v_stages, lambda x: plgpu.barrier_wait(v_free.at[x]), load_v)
+        self.stream(work, index, k_ring, v_ring, load_q_d_out, q_free)
 
     def compute(
         self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,

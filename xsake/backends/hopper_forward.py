@@ -16,6 +16,7 @@ This file is one kernel body, its roles and the table of work it reads.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -39,6 +40,7 @@ from xsake.backends.hopper_items import (
     TILE,
     BlockKernel,
     Handover,
+    Ring,
     TokenRule,
     check_sizes,
     tiles,
@@ -121,37 +123,20 @@ def forward(
         has_sinks=sinks is not None,
         interpret=interpret,
     )
-    out, lse = plgpu.kernel(
+    operands = (q, k, v, work, lists.kv_index.reshape(-1))
+    out, lse = kernel.launch(
+        "xsake_forward",
         kernel.body,
-        out_type=(
+        (*operands, *(() if sinks is None else (sinks,)), *rows, *columns),
+        (
             jax.ShapeDtypeStruct((shape.batch, q.shape[1], shape.heads, shape.value_size), q.dtype),
             # Whole row blocks, so that the copy of a block's logsumexp needs no guard.
             jax.ShapeDtypeStruct(
                 (shape.batch, shape.heads, shape.row_blocks * block[0]), jnp.float32
             ),
         ),
-        scratch_types=kernel.scratch(q.dtype),
-        grid=(kernel.ctas,),
-        grid_names=("cta",),
-        num_threads=COMPUTE + 1,
-        thread_name="wg",
-        kernel_name="xsake_forward",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # rows are reduced inside a warp
-            unsafe_no_auto_barriers=not interpret,  # no thread reads shared memory that it wrote
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        ),
-        **({"interpret": interpret} if interpret else {}),
-    )(
-        q,
-        k,
-        v,
-        work,
-        lists.kv_index.reshape(-1),
-        *(() if sinks is None else (sinks,)),
-        *rows,
-        *columns,
+        kernel.scratch(q.dtype),
+        interpret,
     )
     return out[:, : shape.queries], lse[..., : shape.queries]
 
@@ -328,17 +313,13 @@ class _Kernel(BlockKernel):
         sinks, refs = (refs[0], refs[1:]) if self.has_sinks else (None, refs)
         rows, refs = refs[: self.num_rows], refs[self.num_rows :]
         columns, (out_gmem, lse_gmem) = refs[: self.num_columns], refs[self.num_columns :]
-        wg = lax.axis_index("wg")
-
-        @pl.when(wg < COMPUTE)
-        def _():
-            plgpu.set_max_registers(self.tiling.compute_registers, action="increase")
-            self.compute(wg, work, index, sinks, rows, columns, out_gmem, lse_gmem, **scratch)
-
-        @pl.when(wg == COMPUTE)
-        def _():
-            plgpu.set_max_registers(self.tiling.memory_registers, action="decrease")
-            self.memory(q_gmem, k_gmem, v_gmem, work, index, **scratch)
+        self.run_roles(
+            self.tiling,
+            lambda wg: self.compute(
+                wg, work, index, sinks, rows, columns, out_gmem, lse_gmem, **scratch
+            ),
+            lambda: self.memory(q_gmem, k_gmem, v_gmem, work, index, **scratch),
+        )
 
     # Barriers. The interpreter cannot run inline code: it takes mbarriers, and needs no turns.
 
@@ -389,58 +370,23 @@ class _Kernel(BlockKernel):
         self, q_gmem, k_gmem, v_gmem, work, index,
         *, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free, **_,
     ):  # fmt: skip
-        """Copies Q once per item and K, V once per visit, as soon as there is room."""
-        shape, stages, step = self.shape, self.stages, self.step
-        group = shape.heads // shape.kv_heads
+        """Copies Q once per item and K, V once per step, as soon as there is room."""
 
-        def load_item(item, carry):
-            done, items_before = carry  # steps and Q tiles loaded so far
-            head = lax.div(item.n, jnp.int32(group))
-            steps = item.count * self.splits
+        def load_k(item, keys, slot):
+            gmem = k_gmem.at[item.b, keys, self.kv_head(item)]
+            plgpu.copy_gmem_to_smem(gmem, k_smem.at[slot], k_ready.at[slot])
 
-            @pl.loop(0, steps)
-            def _(t):
-                slot = self.slot(done + t, stages)
-                keys = pl.ds(self.first_token(index, item, t), step)
+        def load_v(item, keys, slot):
+            gmem = v_gmem.at[item.b, keys, self.kv_head(item)]
+            plgpu.copy_gmem_to_smem(gmem, v_smem.at[slot], v_ready.at[slot])
 
-                @pl.when(done + t >= stages)
-                def _():
-                    self.await_free_k(k_free, slot)
+        def load_q(item):
+            queries = pl.ds(item.i * self.item_block, self.item_block)
+            plgpu.copy_gmem_to_smem(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
 
-                plgpu.copy_gmem_to_smem(
-                    k_gmem.at[item.b, keys, head], k_smem.at[slot], k_ready.at[slot]
-                )
-
-                @pl.when(t == 0)
-                def _():
-                    @pl.when(items_before > 0)
-                    def _():
-                        plgpu.barrier_wait(q_free)
-
-                    queries = pl.ds(item.i * shape.block[0], shape.block[0])
-                    plgpu.copy_gmem_to_smem(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
-
-                @pl.when(done + t >= stages)
-                def _():
-                    self.await_free_v(v_free, slot)
-
-                plgpu.copy_gmem_to_smem(
-                    v_gmem.at[item.b, keys, head], v_smem.at[slot], v_ready.at[slot]
-                )
-
-            return done + steps, items_before + (steps > 0).astype(jnp.int32)
-
-        done, items = self.for_each_item(work, load_item, (0, 0))
-        if self.interpret:  # it wants every completed phase observed
-
-            @pl.loop(jnp.maximum(done - stages, 0), done)
-            def _(t):
-                self.await_free_k(k_free, self.slot(t, stages))
-                self.await_free_v(v_free, self.slot(t, stages))
-
-            @pl.when(items > 0)
-            def _():
-                plgpu.barrier_wait(q_free)
+        k_ring = Ring(self.stages, functools.partial(self.await_free_k, k_free), load_k)
+        v_ring = Ring(self.stages, functools.partial(self.await_free_v, v_free), load_v)
+        self.stream(work, index, k_ring, v_ring, load_q, q_free)
 
     # Compute warpgroups
 

@@ -59,6 +59,14 @@ class Item(NamedTuple):
     full: Any  # the first so many need no rule
 
 
+class Ring(NamedTuple):
+    """Tiles that are copied once per step, as many in flight as there are stages."""
+
+    stages: int
+    await_free: Callable[[Any], None]  # (place): returns when what is there was read
+    load: Callable[[Item, Any, Any], None]  # (item, the step's tokens, place): starts the copy
+
+
 def check_sizes(block, *sizes):
     """The block sizes and head sizes that the kernels have."""
     for tokens in block:
@@ -101,6 +109,40 @@ class BlockKernel:
         # Without a rule the only partial blocks are those that reach past the last key.
         self.has_partial = rule.allows is not None or shape.keys % shape.block[1] != 0
 
+    def launch(self, name, body, operands, out_type, scratch, interpret):
+        """The results of body(*operands, *results, **scratch), run by every CTA."""
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            scratch_types=scratch,
+            grid=(self.ctas,),
+            grid_names=("cta",),
+            num_threads=COMPUTE + 1,
+            thread_name="wg",
+            kernel_name=name,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                reduction_scratch_bytes=0,  # rows are reduced inside a warp
+                unsafe_no_auto_barriers=not interpret,  # no thread reads what it wrote
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            ),
+            **({"interpret": interpret} if interpret else {}),
+        )(*operands)
+
+    def run_roles(self, tiling, compute, memory):
+        """compute(wg) on the first two warpgroups, memory() on the third."""
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg < COMPUTE)
+        def _():
+            plgpu.set_max_registers(tiling.compute_registers, action="increase")
+            compute(wg)
+
+        @pl.when(wg == COMPUTE)
+        def _():
+            plgpu.set_max_registers(tiling.memory_registers, action="decrease")
+            memory()
+
     # Work items
 
     def for_each_item(self, work, visit, init):
@@ -135,6 +177,51 @@ class BlockKernel:
         """Token index of this warpgroup's first row of an item."""
         first = item.i * self.item_block
         return first if self.alternate else first + wg * ROWS
+
+    def kv_head(self, item):
+        return lax.div(item.n, jnp.int32(self.shape.heads // self.shape.kv_heads))
+
+    def stream(self, work, index, first, second, load_once, item_free):
+        """The memory role: both rings' tiles of every step, as soon as there is room for them.
+
+        load_once(item) starts the copies of what stays for a whole item; they are asked for behind
+        the first tile of the first ring, for which there may be room earlier. `item_free` completes
+        when an item was read.
+        """
+
+        def load_item(item, carry):
+            done, items_before = carry  # steps and items loaded so far
+            steps = item.count * self.splits
+
+            @pl.loop(0, steps)
+            def _(t):
+                tokens = pl.ds(self.first_token(index, item, t), self.step)
+
+                def fill(ring):
+                    place = self.slot(done + t, ring.stages)
+                    pl.when(done + t >= ring.stages)(lambda: ring.await_free(place))
+                    ring.load(item, tokens, place)
+
+                fill(first)
+
+                @pl.when(t == 0)
+                def _():
+                    pl.when(items_before > 0)(lambda: plgpu.barrier_wait(item_free))
+                    load_once(item)
+
+                fill(second)
+
+            return done + steps, items_before + (steps > 0).astype(jnp.int32)
+
+        done, items = self.for_each_item(work, load_item, (0, 0))
+        if self.interpret:  # it wants every completed phase observed
+            for ring in (first, second):
+
+                @pl.loop(jnp.maximum(done - ring.stages, 0), done)
+                def _(t, ring=ring):
+                    ring.await_free(self.slot(t, ring.stages))
+
+            pl.when(items > 0)(lambda: plgpu.barrier_wait(item_free))
 
     # Steps
 

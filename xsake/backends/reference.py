@@ -38,9 +38,24 @@ def forward(
     options: Options,
 ) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N]), differentiable to any order."""
+    B, _, _, N, *_ = Sizes.of(q, k, v)
+    return attention(q, k, v, bias, mask.to_dense(B, N), scale=scale, soft_cap=soft_cap)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    allowed: Array,
+    *,
+    scale: float | Array,
+    soft_cap: float | None,
+) -> tuple[Array, Array]:
+    """The same with every token pair in an array, bool [B|1, N|1, T, S]."""
     B, T, S, N, K, H, Hv = Sizes.of(q, k, v)
     dtype, given, group = accumulator(q.dtype), q.dtype, N // K
-    allowed = jnp.broadcast_to(mask.to_dense(B, N), (B, N, T, S)).reshape(B, K, group, T, S)
+    allowed = jnp.broadcast_to(allowed, (B, N, T, S)).reshape(B, K, group, T, S)
     # A key that nobody sees is never read: it may be NaN, so it must not meet a zero in a product.
     seen = jnp.moveaxis(allowed.any((2, 3)), 1, 2)[..., None]
     k, v = (jnp.where(seen, x, 0).astype(dtype) for x in (k, v))

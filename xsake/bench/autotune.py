@@ -123,7 +123,7 @@ def _one_line_a_class(report: dict[str, Any]) -> str:
 
 
 def _inputs(case: Case) -> tuple[Any, Any, Any, BlockMask]:
-    given = case.arguments()
+    given = case.arguments(on_device=True)
     mask = given["mask"]
     if not isinstance(mask, BlockMask):
         mask = BlockMask.from_rule(mask, (case.T, case.T))

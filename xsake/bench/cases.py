@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake import masks
 from xsake.block_mask import BlockMask
@@ -54,22 +57,24 @@ class Case:
             self.Hv or self.H,
         )
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Every array of the case as NumPy, in float32 (rounded to `dtype` by `arguments`)."""
+    def arrays(self, normal: Callable[..., Any] | None = None) -> dict[str, Any]:
+        """Every array of the case as NumPy, in float32 (rounded to `dtype` by `arguments`).
+
+        `normal(shape)` draws normal numbers instead of NumPy's generator.
+        """
         rng = np.random.default_rng(self.seed)
+        normal = normal or rng.standard_normal
         B, T, S, N, K, H, Hv = self.sizes
         full = (B, N, T, S)
-        out: dict[str, np.ndarray] = {
-            "query": rng.standard_normal((B, T, N, H)),
-            "key": rng.standard_normal((B, S, K, H)),
-            "value": rng.standard_normal((B, S, K, Hv)),
+        out: dict[str, Any] = {
+            "query": normal((B, T, N, H)),
+            "key": normal((B, S, K, H)),
+            "value": normal((B, S, K, Hv)),
         }
         if self.bias is not None:
-            out["bias"] = rng.standard_normal(
-                [d or f for d, f in zip(self.bias, full, strict=True)]
-            )
+            out["bias"] = normal(tuple(d or f for d, f in zip(self.bias, full, strict=True)))
         if self.sinks is not None:
-            out["sinks"] = rng.standard_normal((N, self.sinks) if self.sinks else (N,))
+            out["sinks"] = normal((N, self.sinks) if self.sinks else (N,))
         out = {name: x.astype(np.float32) for name, x in out.items()}
         if self.token_mask is not None:
             size = [d or f for d, f in zip(self.token_mask, full, strict=True)]
@@ -102,12 +107,21 @@ class Case:
         blocks[..., rows, rows] = True
         return blocks
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `dot_product_attention`."""
+    def arguments(self, on_device: bool = False) -> dict[str, Any]:
+        """Keyword arguments for `dot_product_attention`.
+
+        With `on_device`, the device draws the normal numbers (others than without): a host takes
+        seconds for a call of a benchmark's size, and for its way to the card.
+        """
         inputs = {"query", "key", "value", "bias", "sinks"}
+        keys = iter(jax.random.split(jax.random.key(self.seed), len(inputs)))
+
+        def normal(shape: tuple[int, ...]) -> Array:
+            return jax.random.normal(next(keys), shape, self.dtype)
+
         out: dict[str, Any] = {
             name: jnp.asarray(x, dtype=self.dtype if name in inputs else None)
-            for name, x in self.arrays().items()
+            for name, x in self.arrays(normal if on_device else None).items()
         }
         blocks = self.blocks()
         if blocks is not None:

@@ -1,16 +1,26 @@
-"""No time without a right result: a case's error against float32, in the run that times it."""
+"""No time without a right result: the error of what was timed against float32, in the same run.
+
+    out, dq, dk, dv of a whole call ─ first batch row, one kv head and its query heads ─┐
+    q, k, v, d_out, who sees whom ─── the same, in float32 ── backends/reference.py ────┴─ error
+
+The reference is compiled once per shape, whatever the mask is: it takes token pairs as an array.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array, lax
 
 from xsake.attention import dot_product_attention
+from xsake.backends import reference
 from xsake.bench.cases import Case
 from xsake.block_mask import BlockMask
+from xsake.masks import Rule
 
 # As the conformance tests have it: float32 sums; bfloat16 rounds the output, p and ds.
 ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
@@ -20,49 +30,118 @@ class WrongResultError(RuntimeError):
     """A timed function disagreed with the reference: its time is worth nothing."""
 
 
-def error_of(case: Case, backend: str = "xla", heads: tuple[int, ...] = (0, 5)) -> dict[str, float]:
-    """max|error| ÷ max|reference| of some heads, output and gradients, against float32."""
-    given = case.arguments()
-    static = {name: given.pop(name) for name in ("scale", "logits_soft_cap")}
+def error_of(case: Case, backend: str = "xla") -> dict[str, float]:
+    """Runs a case on a backend, forward and backward, and checks it."""
+    given = {name: x for name, x in case.arguments().items() if x is not None}
+    inputs = [given[name] for name in ("query", "key", "value")]
+    d_out = jnp.cos(jnp.arange(case.B * case.T * case.N * case.sizes[-1]))
+    d_out = d_out.reshape(case.B, case.T, case.N, -1).astype(case.dtype)
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def results(name: str, dtype: str, inputs: Any, d_out: Any, more: Any) -> Any:
+    @jax.jit
+    def results(inputs: Any, d_out: Any) -> Any:
         def attend(q: Any, k: Any, v: Any) -> Any:
-            return dot_product_attention(q, k, v, implementation=name, **more, **static)
+            call = given | {"query": q, "key": k, "value": v}
+            return dot_product_attention(**call, implementation=backend)
 
-        out, pull_back = jax.vjp(attend, *(x.astype(dtype) for x in inputs))
-        return {"output": [out], "gradients": pull_back(d_out.astype(dtype))}
+        out, pull_back = jax.vjp(attend, *inputs)
+        return out, pull_back(d_out)
 
+    return checked(case, given, d_out, *results(inputs, d_out))
+
+
+def checked(
+    case: Case, given: dict[str, Any], d_out: Array, out: Array, gradients: Any
+) -> dict[str, float]:
+    """max|error| ÷ max|reference| of a call's output and of its gradients, or it raises.
+
+    Args:
+      case: what was called.
+      given: its arguments; who sees whom must be in `mask`.
+      d_out: the cotangent of out.
+      out: [B, T, N, Hv].
+      gradients: dq, dk, dv.
+    """
+    known = {"query", "key", "value", "mask", "bias", "sinks", "scale", "logits_soft_cap"}
+    if foreign := sorted(given.keys() - known):
+        raise ValueError(f"checked() knows nothing of {foreign}; say it in `mask`")
+    K = case.sizes[4]
+    whole: dict[str, Any] = {
+        name: given[name] for name in ("query", "key", "value", "bias") if name in given
+    }
+    whole |= {"d_out": d_out, "output": (out,), "gradients": tuple(gradients)}
+    mask = given.get("mask")
+    if isinstance(mask, Rule):
+        mask = BlockMask.from_rule(mask, case.sizes[1:3])
+    scale = given.get("scale") or 1 / math.sqrt(case.H)
     worst = {"output": 0.0, "gradients": 0.0}
-    for n in heads:
-        one = _one_head(case, given, n % case.N)
-        inputs = [one.pop(name) for name in ("query", "key", "value")]
-        d_out = jnp.cos(jnp.arange(case.T * inputs[2].shape[-1]))
-        d_out = d_out.reshape(1, case.T, 1, -1)
-        got = results(backend, case.dtype, inputs, d_out, one)
-        want = results("reference", "float32", inputs, d_out, one)
-        for kind, error in worst.items():
-            for x, y in zip(got[kind], want[kind], strict=True):
-                error = max(error, float(jnp.abs(x - y).max() / jnp.abs(y).max()))
-            worst[kind] = error
+    for j in sorted({0, 5 % K}):
+        part = _of_kv_head(whole, j, K)
+        if "sinks" in given:
+            part["sinks"] = given["sinks"].reshape(K, case.N // K, -1)[j]
+        seen = _seen(mask, j, K, case.N)
+        errors = _errors(part, seen, jnp.float32(scale), given.get("logits_soft_cap"))
+        worst = {kind: max(error, float(errors[kind])) for kind, error in worst.items()}
+        if any(math.isnan(float(x)) for x in errors.values()):
+            worst = dict.fromkeys(worst, math.nan)
+            break
     limit = ERROR_LIMIT[case.dtype]
     if not all(error <= limit for error in worst.values()):
         raise WrongResultError(f"{case.name}: errors {worst} exceed {limit}; no time is reported")
     return worst
 
 
-def _one_head(case: Case, given: dict[str, Any], n: int) -> dict[str, Any]:
-    """The arguments of query head n alone, first batch row."""
-    K, N = case.sizes[4], case.N
-    out = {name: x for name, x in given.items() if x is not None}
-    out["query"] = given["query"][:1, :, n : n + 1]
-    for name in ("key", "value"):
-        out[name] = given[name][:1, :, n * K // N : n * K // N + 1]
-    if "sinks" in out:
-        out["sinks"] = out["sinks"][n : n + 1]
-    if isinstance(out.get("mask"), BlockMask):
-        out["mask"] = out["mask"][0, n * out["mask"].kv_count.shape[1] // N]
-    for name in ("bias", "mask"):  # arrays [B|1, N|1, T|1, S|1]
-        if isinstance(out.get(name), jax.Array):
-            out[name] = out[name][:1, min(n, out[name].shape[1] - 1)][:, None]
-    return out
+@functools.partial(jax.jit, static_argnums=2)
+def _of_kv_head(whole: Any, j: Any, K: int) -> Any:
+    """First batch row; kv head j, or its query heads. A bias has its heads on axis 1."""
+
+    def part(x: Array, axis: int) -> Array:
+        heads = x.shape[axis]
+        return (
+            x[:1]
+            if heads == 1
+            else lax.dynamic_slice_in_dim(x[:1], j * (heads // K), heads // K, axis)
+        )
+
+    axes = {name: 1 if name == "bias" else 2 for name in whole}
+    return {
+        name: jax.tree.map(lambda x, at=axes[name]: part(x, at), x) for name, x in whole.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _seen(mask: Any, j: int, K: int, N: int) -> Array:
+    """Who sees whom among the query heads of kv head j, bool [1, N / K | 1, T|1, S|1]."""
+    heads = range(j * N // K, (j + 1) * N // K)
+    if mask is None:
+        return jnp.ones((1, 1, 1, 1), bool)
+    if not isinstance(mask, BlockMask):  # [B|1, N|1, T|1, S|1]
+        return mask[:1] if mask.shape[1] == 1 else mask[:1, heads.start : heads.stop]
+    lists = mask.kv_count.shape[1]
+    numbers = sorted({n * lists // N for n in heads})
+    return jnp.concatenate([mask[0, n].to_dense() for n in numbers], axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _errors(part: Any, seen: Array, scale: Any, soft_cap: float | None) -> dict[str, Array]:
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        out, lse = reference.attention(
+            q, k, v, part.get("bias"), seen, scale=scale, soft_cap=soft_cap
+        )
+        if "sinks" in part:  # one more term of the denominator
+            sinks = jax.nn.logsumexp(part["sinks"].astype(jnp.float32), axis=-1)
+            out = out * jax.nn.sigmoid(lse - sinks)[..., None]
+        return out
+
+    def exact(name: str) -> Array:
+        return part[name].astype(jnp.float32)
+
+    out, pull_back = jax.vjp(attend, exact("query"), exact("key"), exact("value"))
+    want = {"output": (out,), "gradients": pull_back(exact("d_out"))}
+
+    def error(x: Array, y: Array) -> Array:
+        return jnp.abs(x.astype(jnp.float32) - y).max() / jnp.abs(y).max()
+
+    return {
+        kind: jnp.stack([error(*pair) for pair in zip(part[kind], wanted, strict=True)]).max()
+        for kind, wanted in want.items()
+    }

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from xsake.bench.cases import Case
-from xsake.bench.timing import time_queued
+from xsake.bench.timing import compile_directions, time_directions
 
 Peer = Callable[[Case], dict[str, float]]
 
@@ -22,18 +22,14 @@ Peer = Callable[[Case], dict[str, float]]
 @functools.lru_cache(maxsize=4)
 def cudnn(case: Case) -> dict[str, float]:
     """`jax.nn.dot_product_attention` on cuDNN, dense or causal."""
-    given = case.arguments()
-    q, k, v = (given[name] for name in ("query", "key", "value"))
+    given = case.arguments(on_device=True)
+    arrays = [given[name] for name in ("query", "key", "value")]
     is_causal = case.rule is not None and case.rule.is_causal
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, _: None) -> Any:
         return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn")
 
-    _, pull_back = jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
-    return {
-        "forward": time_queued(jax.jit(attend), q, k, v).median_seconds,
-        "backward": time_queued(jax.jit(lambda f, x: f(x)), pull_back, q).median_seconds,
-    }
+    return time_directions(compile_directions(attend, arrays, None))
 
 
 @functools.lru_cache(maxsize=4)

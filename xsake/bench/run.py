@@ -1,19 +1,23 @@
-"""Suites by name: what `xsake bench --suite NAME` measures and writes."""
+"""Suites by name: what `xsake bench --suite NAME` measures and writes.
+
+A suite is a list of parts. A file that was cut off, by the same commit on the same machine, is gone
+on with: parts whose case it holds are not measured again.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from xsake.bench import cpu, hopper
 from xsake.bench.timing import provenance
 
-Suite = Callable[[bool], Iterator[dict[str, Any]]]
+Suite = Callable[[bool], Iterable[hopper.Part]]
 SUITES: dict[str, Suite] = {
-    "cpu": cpu.suite,
+    "cpu": lambda quick: [("cpu", lambda done: cpu.suite(quick))],
     "hopper": hopper.suite,
     "hopper-features": hopper.feature_suite,
 }
@@ -25,30 +29,54 @@ def run_suite(
     quick: bool = False,
     model: Path | None = None,
     tell: Callable[[dict[str, Any]], None] | None = None,
+    only: str = "",
 ) -> dict[str, Any]:
     """Runs a suite and writes its JSON: provenance and one row per measurement.
 
-    `model` is the checkpoint that the suite "model" measures.
+    `model` is the checkpoint that the suite "model" measures. Only cases with `only` in their name
+    are measured; the suites "cpu" and "model" are one piece.
     """
+    parts = dict(_parts(name, quick, model))
+    asked = [case for case in parts if only in case]
+    if not asked:
+        raise ValueError(f"suite {name!r} has no case with {only!r} in its name: {list(parts)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    facts, began = provenance() | {"quick": quick}, time.perf_counter()
+    report = _earlier(out, facts)
+    rows = [row for row in report["results"] if row["case"] in parts]
+    held, seconds_before = {row["case"] for row in rows}, report["seconds"]
+    for case in asked:
+        if case in held:
+            continue
+        for row in parts[case](rows):
+            rows.append(row)
+            if tell is not None:
+                tell(row)
+            # after every row: a run that is cut off keeps what it measured
+            seconds = seconds_before + time.perf_counter() - began
+            report = {**facts, "seconds": seconds, "results": rows}
+            out.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _parts(name: str, quick: bool, model: Path | None) -> Iterator[hopper.Part]:
     if name == "model":
         if model is None:
             raise ValueError("suite 'model' needs a checkpoint: --model PATH")
         from xsake.bench import model as checkpoint  # needs the extra `model`
 
-        rows_of: Suite = lambda quick: checkpoint.suite(model, quick)  # noqa: E731
+        yield "model", lambda done: checkpoint.suite(model, quick)
     elif name in SUITES:
-        rows_of = SUITES[name]
+        yield from SUITES[name](quick)
     else:
         raise ValueError(f"suite {name!r} is not one of {[*SUITES, 'model']}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    facts, began = provenance(), time.perf_counter()
-    rows: list[dict[str, Any]] = []
-    report: dict[str, Any] = {}
-    for row in rows_of(quick):
-        rows.append(row)
-        if tell is not None:
-            tell(row)
-        # after every row: a run that is cut off keeps what it measured
-        report = {**facts, "seconds": time.perf_counter() - began, "results": rows}
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    return report
+
+
+def _earlier(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """What a file holds of the same commit, machine, versions and sizes; else nothing."""
+    nothing = {**facts, "seconds": 0.0, "results": []}
+    if not out.exists() or facts["commit"] == "unknown" or facts["commit"].endswith("+"):
+        return nothing
+    found = json.loads(out.read_text())
+    same = all(found.get(x) == facts[x] for x in ("commit", "machine", "versions", "quick"))
+    return found if same else nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import datetime
 import os
@@ -62,6 +63,40 @@ def time_queued(
         jax.block_until_ready(result)
         taken.append((time.perf_counter() - began) / calls)
     return Timing(statistics.median(taken), min(taken), rounds)
+
+
+Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # a compiled function, its arguments
+
+
+def compile_directions(attend: Any, inputs: Any, more: Any) -> Calls:
+    """attend(q, k, v, more) and its pull-back alone; inputs are q, k, v.
+
+    They are compiled side by side. The pull-back's arguments are what the forward saved, and d_out.
+    """
+    q, k, v = inputs
+    d_out = jax.random.normal(jax.random.key(0), (*q.shape[:3], v.shape[-1]), q.dtype)
+
+    def forward() -> Any:
+        return jax.jit(attend).lower(q, k, v, more).compile(), (q, k, v, more)
+
+    def backward() -> Any:
+        def saved(q: Any, k: Any, v: Any, more: Any) -> Any:
+            return jax.vjp(lambda *x: attend(*x, more), q, k, v)[1]
+
+        pull_back = jax.jit(saved)(q, k, v, more)
+        run = jax.jit(lambda pull_back, x: pull_back(x))
+        return run.lower(pull_back, d_out).compile(), (pull_back, d_out)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = {
+            name: pool.submit(make) for name, make in (("forward", forward), ("backward", backward))
+        }
+        return {name: future.result() for name, future in made.items()}
+
+
+def time_directions(calls: Calls) -> dict[str, float]:
+    """Median seconds of each call, queued."""
+    return {name: time_queued(fn, *args).median_seconds for name, (fn, args) in calls.items()}
 
 
 def temporary_bytes(fn: Callable[..., Any], *args: Any) -> int:

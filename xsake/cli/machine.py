@@ -35,8 +35,11 @@ def bench(
     quick: bool = False,
     model: Path | None = None,
     autotune: bool = False,
+    only: str = "",
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
+
+    A Hopper suite that was cut off goes on where it stopped, if commit and machine are the same.
 
     Args:
       suite: what to measure.
@@ -45,15 +48,18 @@ def bench(
       model: the checkpoint that the suite "model" measures.
       autotune: instead of a suite, time every tiling of the Hopper kernels on this card and write
         the table that they choose from; `out` defaults to the installed package's own.
+      only: part of the names of the cases (autotune: classes) to measure; default all.
     """
     if autotune:
         table = out or hopper_tilings.TABLE
-        _autotune.autotune(table, tell=console.print)
+        _autotune.autotune(table, only, tell=console.print)
         console.print(f"written: {table}")
         return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     out = out or Path("benchmarks/results") / f"{suite}-{today}.json"
-    run.run_suite(suite, out, quick, model, tell=lambda row: console.print(_one_line(row)))
+    run.run_suite(
+        suite, out, quick, model, tell=lambda row: console.print(_one_line(row)), only=only
+    )
     console.print(f"written: {out}")
 
 

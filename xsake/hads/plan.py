@@ -245,6 +245,7 @@ def make(
     selector: str = "gaussian",
     *,
     top_p: float | None = None,
+    length: int | None = None,
 ) -> Plan:
     """A plan from a profile.
 
@@ -254,6 +255,8 @@ def make(
       policy: one of `budget.POLICIES`. `kl` and `output` use the cost curves of `selector`.
       selector: one of `select.SELECTORS`.
       top_p: stop a row at this share of its estimated mass; counts are then caps.
+      length: of the texts it is for, if not that of the profile. `plan.at` serves any length too,
+        but a density that the forced blocks of a short calibration exceed is to be had only here.
     """
     if policy not in budget.POLICIES:
         raise ValueError(f"policy {policy!r} is not one of {list(budget.POLICIES)}")
@@ -262,15 +265,18 @@ def make(
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
     (layers, heads, n), facts = profile.size, profile.facts
+    asked = density
+    if length is not None:
+        density = rows.density_at(asked, rows.count_blocks(length, facts.block), n, facts.band)
     if policy == "uniform":
         found = budget.uniform(density, layers, heads, n, facts.band)
     elif policy == "entropy":
         found = budget.entropy(profile.statistics.entropy, density, n, facts.band)
     else:
-        found = budget.by_gains(_gains(profile, policy, selector), density, facts.band)
+        found = budget.by_gains(gains(profile, policy, selector), density, facts.band)
     scores = np.asarray(profile.scores(policy), np.float32) if selector == "static" else None
     terms = Terms(
-        density=density,
+        density=asked,
         policy=policy,
         selector=selector,
         block=facts.block,
@@ -281,12 +287,13 @@ def make(
         data_hash=facts.data_hash,
         notes=found.notes,
     )
-    return Plan(found.counts, scores, terms)
+    made = Plan(found.counts, scores, terms)
+    return made if length is None else made.at(length)
 
 
-@functools.lru_cache(maxsize=16)
-def _gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
-    """Kept, because they serve every density."""
+@functools.lru_cache(maxsize=32)
+def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
+    """`budget.falling_gains` of a profile's cost curve; kept, because they serve every density."""
     return budget.falling_gains(profile.cost(policy, selector), profile.facts.band)
 
 

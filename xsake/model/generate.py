@@ -174,7 +174,7 @@ def _stream(
             sampling=draw,
             score=score,
             span=span,
-            entries=_entries(budget, span // cache.block),
+            entries=entries_of(budget, span // cache.block),
             burst=burst,
         )
 
@@ -395,7 +395,7 @@ def _span(needed: int, cache: KVCache) -> int:
     return min(span, cache.capacity)
 
 
-def _entries(budget: np.ndarray | None, blocks: int) -> int:
+def entries_of(budget: np.ndarray | None, blocks: int) -> int:
     """Blocks that all lists of a row can have together, in the layer that has most."""
     if budget is None:
         return 0
