@@ -19,7 +19,7 @@ from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.bench.timing import Timing, time_calls
 from xsake.block_mask import BlockMask
-from xsake.evaluate.methods import Method
+from xsake.evaluate.methods import SOURCES, Activations, Method, scores_of
 from xsake.evaluate.subject import Subject
 from xsake.hads import select
 
@@ -29,14 +29,14 @@ def time_attention(
 ) -> dict[str, Timing]:
     """Seconds of all layers' attention by the methods' names, and of "dense", in the same rounds.
 
-    A method that looks at the input pays for its looking.
+    A method that looks at the input pays for its looking; oracles, which look at everything, are
+    not for this.
     """
     qkv = observed(subject, tokens)
     calls: dict[str, Any] = {"dense": (_dense, qkv)}
-    calls |= {
-        method.name: (functools.partial(_sparse, block=block), (method.anonymous(), *qkv))
-        for method in methods
-    }
+    for method in methods:
+        run = functools.partial(_sparse, source=SOURCES[int(method.source)], block=block)
+        calls[method.name] = run, (method.counts, method.given, *qkv)
     return time_calls(calls, repeats)
 
 
@@ -69,11 +69,16 @@ def _dense(q: Array, k: Array, v: Array) -> Array:
     return lax.map(attend, (q, k, v))
 
 
-@functools.partial(jax.jit, static_argnames="block")
-def _sparse(method: Method, q: Array, k: Array, v: Array, *, block: int) -> Array:
+@functools.partial(jax.jit, static_argnames=("source", "block"))
+def _sparse(
+    counts: Array, given: Array, q: Array, k: Array, v: Array, *, source: str, block: int
+) -> Array:
     def attend(x: Any) -> Array:
-        layer, q, k, v = x
-        mask = select.to_mask(method.blocks(layer, q, k, block), q.shape[0], block)
+        counts, blocks, q, k, v = x
+        if source != "given":
+            scores = scores_of(source, Activations(q, k, v, None), block)
+            blocks = select.keep_top(scores, counts)
+        mask = select.to_mask(blocks, q.shape[0], block)
         return dot_product_attention(q[None], k[None], v[None], mask=mask)
 
-    return lax.map(attend, (jnp.arange(len(q)), q, k, v))
+    return lax.map(attend, (counts, given, q, k, v))

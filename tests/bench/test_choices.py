@@ -33,10 +33,14 @@ def method(subject, name, blocks):
 def test_all_blocks_are_dense_attention_and_fewer_are_not(subject, tokens):
     qkv = choices.observed(subject, tokens)
     dense = choices._dense(*qkv)
-    every = method(subject, "every", jnp.ones((3, 3), bool)).anonymous()
-    some = method(subject, "some", jnp.eye(3, dtype=bool)).anonymous()
-    np.testing.assert_allclose(choices._sparse(every, *qkv, block=BLOCK), dense, atol=2e-6)
-    assert jnp.abs(choices._sparse(some, *qkv, block=BLOCK) - dense).max() > 1e-2
+
+    def sparse(blocks, source):
+        chosen = method(subject, "", blocks)
+        return choices._sparse(chosen.counts, chosen.given, *qkv, source=source, block=BLOCK)
+
+    for source in ("given", "gaussian"):
+        np.testing.assert_allclose(sparse(jnp.tri(3, dtype=bool), source), dense, atol=2e-6)
+    assert jnp.abs(sparse(jnp.eye(3, dtype=bool), "given") - dense).max() > 1e-2
 
 
 def test_what_is_observed_is_what_the_model_attends_with(subject, tokens):
