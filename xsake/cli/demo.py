@@ -131,6 +131,7 @@ def _compared(subject: Any, profile: Any, density: float, documents: list[Any]) 
         Column("method", no_wrap=True),
         *"density|KL|error|perplexity|ms|÷ dense".split("|"),
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         caption="KL of attention and error of its output: on the dense model's activations; "
         "perplexity: against dense, end to end; ms: attention of all layers, choosing blocks "
         f"included, {_jax.device_kind()}",
