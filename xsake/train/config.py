@@ -136,6 +136,7 @@ class Run:
     folder: str = "runs"
     seconds: float = 0.0  # stops with a checkpoint after so long; 0: never
     stop_at: int = 0  # the same at this step
+    devices: int = 0  # that share the rows of a batch evenly; 0: as many as can
     bad_steps: int = 5  # in a row without a finite loss and gradient, before it gives up
 
 
@@ -255,6 +256,7 @@ def _check(config: Config) -> None:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
     for name, size in {
+        "run.devices": config.run.devices,
         "hads.warmup_steps": hads.warmup_steps,
         "hads.ramp_steps": hads.ramp_steps,
         "schedule.warmup_steps": config.schedule.warmup_steps,
