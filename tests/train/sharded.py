@@ -38,8 +38,9 @@ def main(folder: Path) -> int:
         token_file(folder),
         data__rows=8,
         schedule__steps=6,
-        hads__warmup_steps=2,
-        hads__every=2,
+        hads__warmup_steps=0,
+        hads__every=3,
+        hads__policy="uniform",  # whose calibration compiles soonest
         evaluation__every=6,
         checkpoint__every=3,
     )
