@@ -174,10 +174,33 @@ def train_profile(rows: Rows) -> str:
     return _markdown(("ms", *(f"{row['variant']}, T={row['length']:,}" for row in rows)), lines)
 
 
+def head_roles(rows: Rows) -> str:
+    """What heads attend to: how many give it a tenth of their weight, and which gives it most."""
+    lines = []
+    for row in rows:
+        weights = {
+            (layer, head): x
+            for layer, heads in enumerate(row["weight_by_layer_and_head"])
+            for head, x in enumerate(heads)
+        }
+        best = max(weights, key=lambda place: weights[place])
+        count = sum(x >= 0.1 for x in weights.values())
+        lines.append(
+            [
+                row["role"],
+                f"{count} of {len(weights)}",
+                "{}.{}".format(*best),
+                f"{weights[best]:.2f}",
+            ]
+        )
+    return _markdown(("role", "heads with 0.1 or more", "most, layer.head", "its weight"), lines)
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "hopper": hopper,
     "cpu": cpu,
     "model": model,
+    "head-roles": head_roles,
     "training": training,
     "train-step": train_step,
     "train-profile": train_profile,
