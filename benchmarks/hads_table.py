@@ -29,7 +29,8 @@ from xsake.evaluate import text
 from xsake.evaluate.decoding import budget_of, compare_decoding
 from xsake.evaluate.quality import compare, mean_and_error
 from xsake.evaluate.subject import Subject
-from xsake.hads import Plan, Profile, budget, make, profile, select
+from xsake.hads import Plan, Profile, budget, make, select
+from xsake.hads.statistics import CURVES
 from xsake.model import huggingface
 from xsake.model.generate import stream
 
@@ -72,7 +73,7 @@ def table(
     calibration: int = 16,
     evaluation: int = 8,
     densities: tuple[float, ...] = (0.10, 0.20, 0.30, 0.43, 0.60),
-    curves: tuple[str, ...] = profile.CURVES,
+    curves: tuple[str, ...] = CURVES,
     dtype: str = "bfloat16",
     implementation: str | None = None,
 ) -> None:
@@ -98,7 +99,7 @@ def table(
     known = profiled("novels", length, curves)
     others = {
         "from wikipedia": profiled("wikipedia", length, curves),
-        f"from {short:,} tokens": profiled("novels", short, ("static", "gaussian")),
+        f"from {short:,} tokens": profiled("novels", short, ("static", "mean_query")),
     }
     held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
     sources = documents / "sources.json"
@@ -167,7 +168,7 @@ def speed(
     documents: Path,
     plan: Path,
     out: Path,
-    selectors: tuple[str, ...] = ("gaussian", "pooled", "antidiagonal"),
+    selectors: tuple[str, ...] = ("mean_query", "gaussian", "pooled", "antidiagonal"),
     shapes: tuple[tuple[int, int], ...] = ((4, 8192), (1, 32768)),
     heads: int = 16,
     head_size: int = 128,
@@ -183,7 +184,7 @@ def speed(
                 of the plan, scaled to its density
     activations all layers of the model on held-out documents under the plan: time and attention KL
                 of the same masks on the same q, k, v
-    decode      the model after a long prompt, whose heads read the plan's share of the cache
+    decode      the model after a long prompt, whose heads read shares of the cache as in the plan
     """
     made = Plan.load(plan)
     found: list[dict[str, Any]] = []
@@ -201,9 +202,16 @@ def speed(
     held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
     tell(_on_activations(subject, made, np.stack(held_out), implementation))
     narrow = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
-    for budget_ in (None, budget_of(made), budget_of(made) * 0.5):
+    quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
+    for name, wanted, refresh in (
+        ("dense", None, 1),
+        (made.terms.policy, budget_of(made, 0.43), 4),
+        *((made.terms.policy, budget_of(made, 0.25), refresh) for refresh in (1, 4, 16)),
+        ("uniform", quarter, 4),
+    ):
         for batch in (1, 8):
-            tell(_decoding(narrow, held_out, new, batch, budget_))
+            row = _decoding(narrow, held_out, new, batch, wanted, refresh)
+            tell({"budget": name, "refresh": refresh, **row})
 
 
 def _dense(q: Array, k: Array, v: Array) -> Array:
@@ -328,7 +336,9 @@ def _activations(subject: Subject, tokens: np.ndarray) -> tuple[Array, ...]:
     def watch(weights: Any, tokens: Array) -> Any:
         def fold(layer: Any, seen: Any, carry: Any) -> Any:
             new = (seen.q, seen.k, seen.v, seen.kernel)
-            return jax.tree.map(lambda every, x: every.at[layer].set(x), carry, new)
+            return jax.tree.map(
+                lambda every, x: every.at[layer].set(x.astype(every.dtype)), carry, new
+            )
 
         start = tuple(
             jnp.zeros((*lead, heads, size), jnp.bfloat16)
@@ -341,12 +351,13 @@ def _activations(subject: Subject, tokens: np.ndarray) -> tuple[Array, ...]:
 
 
 def _decoding(
-    model: Any, documents: list[np.ndarray], new: int, batch: int, wanted: Any
+    model: Any, documents: list[np.ndarray], new: int, batch: int, wanted: Any, refresh: int
 ) -> dict[str, Any]:
     """Tokens per second after the burst that compiles, and logit KL against the whole cache."""
     prompts = [documents[i % len(documents)][:-new].tolist() for i in range(batch)]
     burst = 16
-    tokens = stream(model, prompts, max_tokens=new, stop=(), budget=wanted, burst=burst)
+    how: dict[str, Any] = {"budget": wanted, "refresh": refresh, "burst": burst}
+    tokens = stream(model, prompts, max_tokens=new, stop=(), **how)
     marks = [time.perf_counter() for _ in tokens]
     seconds = float(np.median(np.diff(marks)[1:]))
     row: dict[str, Any] = {
@@ -358,7 +369,7 @@ def _decoding(
     }
     if wanted is None or batch > 1:
         return row
-    said = [compare_decoding(model, tokens, new, wanted) for tokens in documents]
+    said = [compare_decoding(model, tokens, new, wanted, refresh) for tokens in documents]
     row["logit_kl"], row["logit_kl_standard_error"] = mean_and_error(
         [float(x.logit_kl) for x in said]
     )

@@ -103,7 +103,7 @@ def class_of(kernel: str, origin: Origin | None) -> str:
         return "not known"
     if "jvp" not in said.op_name:
         return "optimizer"
-    if said.file.endswith("train/step.py"):
+    if said.file.endswith(("train/step.py", "train/cross_entropy.py")):
         return "loss"
     return "other backward" if backward else "other forward"
 

@@ -43,7 +43,7 @@ def test_the_demo_leaves_a_plan_and_a_run_and_may_be_repeated(tmp_path, monkeypa
     said = capsys.readouterr().out
     rows = [line.split() for line in said.splitlines() if " 0.430 " in line]
     names = {" ".join(row[: row.index("0.430")]) for row in rows}
-    assert {"sliding_window", "bigbird", "random", "HADS gaussian/output"} <= names
+    assert {"sliding_window", "bigbird", "random", "HADS mean_query/output"} <= names
     plan = hads.Plan.load(tmp_path / "demo-plan" / "plan.safetensors")
     assert plan.density == pytest.approx(0.43, abs=1e-3)
     demo._train(tmp_path, 3)

@@ -45,7 +45,7 @@ def profile(subject, documents):
         layers=2,
         heads=4,
         block=BLOCK,
-        curves=("static", "gaussian", "oracle"),
+        curves=("static", "mean_query", "oracle"),
         model_hash=subject.hash,
     )
 
@@ -54,9 +54,11 @@ def test_every_method_has_the_density_asked_for(profile):
     found = methods.at_density(profile, 0.6, LENGTH, {"from elsewhere": profile})
     names = [method.name for method in found]
     assert len(names) == len(set(names))
-    assert {"sliding_window", "seed_entropy", "static/kl", "gaussian/kl", "oracle/kl"} < set(names)
-    assert {"oracle/output", "gaussian/output + centroids"} < set(names)
-    assert {"gaussian/kl from elsewhere", "static/output from elsewhere"} < set(names)
+    assert {"sliding_window", "seed_entropy", "static/kl", "mean_query/kl", "oracle/kl"} < set(
+        names
+    )
+    assert {"oracle/output", "mean_query/output + centroids"} < set(names)
+    assert {"mean_query/kl from elsewhere", "static/output from elsewhere"} < set(names)
     for method in found:
         assert int(method.counts.sum()) == round(0.6 * 8 * 36), method.name
 
@@ -73,7 +75,7 @@ def test_a_method_without_a_cost_curve_is_named(profile):
 
 def test_a_short_profile_serves_a_density_below_its_own_forced_blocks(subject, documents):
     """4 rows force 0.7 of their blocks, 8 rows 0.42: at 0.5 only the longer text has a choice."""
-    short = subject.profile([x[:64] for x in documents[:2]], block=BLOCK, curves=("gaussian",))
+    short = subject.profile([x[:64] for x in documents[:2]], block=BLOCK, curves=("mean_query",))
     with pytest.raises(ValueError, match=r"below 0\.700"):
         make(short, 0.5, "kl")
     plan = make(short, 0.5, "kl", length=LENGTH)
@@ -102,7 +104,7 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
         np.testing.assert_allclose(row["kl"], np.mean(row["kl_by_document"]))
         assert 0 < row["recall"] < 1
     # the same blocks, so the same attention; the centroids change what is made of it
-    plain, corrected = rows["gaussian/kl"], rows["gaussian/kl + centroids"]
+    plain, corrected = rows["mean_query/kl"], rows["mean_query/kl + centroids"]
     assert plain["kl"] == corrected["kl"]
     assert plain["logit_kl"] != corrected["logit_kl"]
     assert rows["oracle/kl"]["kl"] == min(row["kl"] for row in rows.values())
@@ -110,13 +112,13 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
     again = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
     assert again == json.loads(out.read_text())
     assert len(said) == 2 * len(rows)
-    assert "| gaussian/kl | run time | 0.6" in out.with_suffix(".md").read_text()
+    assert "| mean_query/kl | run time | 0.6" in out.with_suffix(".md").read_text()
     with pytest.raises(ValueError, match="differs in data_hash; name another file"):
         table.run_table(subject, profile, documents[:2], [0.6], out)
 
 
 def test_a_plan_that_keeps_everything_changes_nothing(subject, profile, documents):
-    method = methods.of_plan(make(profile, 1.0, "kl", "gaussian"), LENGTH)
+    method = methods.of_plan(make(profile, 1.0, "kl", "mean_query"), LENGTH)
     (row,) = table.measure_methods(subject, [method], documents[3:], BLOCK)
     assert row["realised_density_ratio"] == 1
     assert row["recall"] == pytest.approx(1, abs=1e-6)

@@ -75,6 +75,7 @@ class BackwardTiling:
     key_stages: int | None = None
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     order: str = "sections"  # as in ForwardTiling
+    deal: str = "fixed"  # as in ForwardTiling
     compute_registers: int = 240
     memory_registers: int = 24
     sms: int = 132  # CTAs of a persistent grid
@@ -254,12 +255,12 @@ class _Kernel(BlockKernel):
         super().__init__(
             shape,
             rule,
+            tiling,
             item_block=shape.block[axis],
             visit_block=shape.block[1 - axis],
             items=shape.batch * shape.heads * (shape.row_blocks, shape.kv_blocks)[axis],
             step=step,
             persistent=tiling.persistent and not self.lean,
-            sms=tiling.sms,
             interpret=interpret,
         )
 
@@ -284,12 +285,17 @@ class _Kernel(BlockKernel):
         inputs, rest = refs[:8], list(refs[8:])
         rows, rest = rest[: self.num_rows], rest[self.num_rows :]
         columns, outs = rest[: self.num_columns], rest[self.num_columns :]
-        q, k, v, d_out, lse, delta, work, index = inputs
+        q, k, v, d_out, lse, delta, table, index = inputs
+        work, scratch = self.work_of(table, scratch)
         self.run_roles(
             self.tiling,
             lambda wg: self.compute(wg, lse, delta, work, index, rows, columns, outs, **scratch),
             lambda: self.memory(q, k, v, d_out, lse, delta, work, index, **scratch),
         )
+
+    def shared(self, operands):
+        """The operands of `body`, with a work table that the kernel may write to."""
+        return (*operands[:6], self.shared_table(operands[6]), *operands[7:])
 
     def run_steps(self, wg, item, done, front, back):
         """front and back of every step t of an item that is this warpgroup's.
@@ -474,6 +480,7 @@ class _Columns(_Kernel):
 
     def __call__(self, operands, interpret):
         shape = self.shape
+        operands = self.shared(operands)
         q, k = operands[:2]
         out_type = tuple(
             jax.ShapeDtypeStruct((shape.batch, k.shape[1], shape.heads, size), q.dtype)
@@ -497,7 +504,8 @@ class _Columns(_Kernel):
             q_smem=tiles(stages, step, shape.size, dtype=dtype),
             d_out_smem=tiles(d_out_stages, step, shape.value_size, dtype=dtype),
             **self.out_tiles(self.sizes.values(), dtype),
-            lse_smem=plgpu.SMEM((stages, step), jnp.float32),
+            # lse and delta; apart, each would take 1,024 bytes
+            statistics_smem=plgpu.SMEM((stages + d_out_stages, step), jnp.float32),
             k_ready=plgpu.Barrier(),
             q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # Q and lse
             # d_out and delta
@@ -509,7 +517,6 @@ class _Columns(_Kernel):
         if self.makes_dk:
             scratch["v_smem"] = tiles(shape.block[1], shape.value_size, dtype=dtype)
             scratch["v_ready"] = plgpu.Barrier()
-            scratch["delta_smem"] = plgpu.SMEM((d_out_stages, step), jnp.float32)
         if self.interpret:
             scratch["left_smem"] = tiles(COMPUTE, ROWS, step, dtype=dtype)
         if self.fused:
@@ -522,12 +529,13 @@ class _Columns(_Kernel):
 
     def memory(
         self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, index,
-        *, q_smem, k_smem, d_out_smem, lse_smem,
+        *, q_smem, k_smem, d_out_smem, statistics_smem,
         q_ready, k_ready, d_out_ready, q_free, kv_free, d_out_free,
-        v_smem=None, v_ready=None, delta_smem=None, **_,
+        v_smem=None, v_ready=None, **_,
     ):  # fmt: skip
         """Copies K, V once per item and Q, d_out once per step, as soon as there is room."""
         copy = plgpu.copy_gmem_to_smem
+        lse_smem, delta_smem = self.statistics(statistics_smem)
 
         def load_q(item, queries, slot):
             copy(q_gmem.at[item.b, queries, item.n], q_smem.at[slot], q_ready.at[slot])
@@ -553,14 +561,15 @@ class _Columns(_Kernel):
 
     def compute(
         self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,
-        *, q_smem, k_smem, d_out_smem, lse_smem,
+        *, q_smem, k_smem, d_out_smem, statistics_smem,
         q_ready, k_ready, d_out_ready, q_free, kv_free, d_out_free,
-        out_smem=None, v_smem=None, v_ready=None, delta_smem=None,
+        out_smem=None, v_smem=None, v_ready=None,
         left_smem=None, ds_smem=None, dq_smem=None,
         piece_smem=None, piece_ready=None, piece_taken=None,
     ):  # fmt: skip
         """64 keys of every item: dk and dv over its steps, then one store."""
         step = self.step
+        lse_smem, delta_smem = self.statistics(statistics_smem)
         sums, outs = (outs[0], outs[1:]) if self.fused else (None, outs)
         out_gmem = dict(zip(self.sizes, outs, strict=True))
         left = None if left_smem is None else left_smem.at[wg]
@@ -680,6 +689,10 @@ class _Columns(_Kernel):
         self.for_each_item(work, compute_item, 0)
         plgpu.wait_smem_to_gmem(0)
 
+    def statistics(self, smem):
+        """The places of lse and of delta in shared memory."""
+        return smem.at[pl.ds(0, self.stages)], smem.at[pl.ds(self.stages, self.d_out_stages)]
+
     # dq of the step: of all 128 keys, one half of the tile by each warpgroup; or of all 64 keys
 
     def half(self, wg):
@@ -750,6 +763,7 @@ class _Rows(_Kernel):
         self.stages, self.v_stages = self.stages_of(tiling.key_stages)
 
     def __call__(self, operands, interpret):
+        operands = self.shared(operands)
         q = operands[0]
         out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
         name = "xsake_backward_dq"

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -32,6 +33,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from xsake.backends.hopper_items import (
     COLUMN,
     COMPUTE,
+    COUNTER,
     LOG2E,
     PIECE,
     ROW,
@@ -40,6 +42,7 @@ from xsake.backends.hopper_items import (
     TILE,
     BlockKernel,
     Handover,
+    Item,
     Ring,
     TokenRule,
     check_sizes,
@@ -66,6 +69,8 @@ class ForwardTiling:
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
     order: str = "sections"
+    # Persistent: which CTA takes which item, "fixed" or by a "counter" (hopper_items.py).
+    deal: str = "fixed"
     overlap: bool = True  # scores of the next visit are issued before the values of this one
     # The two compute warpgroups take turns at the tensor cores; with 64 rows they take none.
     take_turns: bool = True
@@ -123,7 +128,7 @@ def forward(
         has_sinks=sinks is not None,
         interpret=interpret,
     )
-    operands = (q, k, v, work, lists.kv_index.reshape(-1))
+    operands = (q, k, v, kernel.shared_table(work), lists.kv_index.reshape(-1))
     out, lse = kernel.launch(
         "xsake_forward",
         kernel.body,
@@ -144,7 +149,7 @@ def forward(
 def work_table(
     lists: Lists, batch: int, heads: int, kv_heads: int, kv_bytes: int, tiling: Any
 ) -> jax.Array:
-    """One row per work item, in the order they are taken: int32 [B*N*Tb, 8], the fields of Item.
+    """One row per work item, in the order they are taken: int32 [B*N*Tb + 1, 8], see Work.
 
     "longest" sorts all items by their number of visits, so the last ones to finish are short.
     "sections" does the same inside groups of heads whose K and V (`kv_bytes` per kv head) fit in L2
@@ -166,27 +171,31 @@ def work_table(
     count = per_item(lists.kv_count)
     fields = (b, n, i, per_item(start), count, per_item(lists.full_count))
     table = jnp.stack([x.reshape(-1) for x in fields] + [jnp.zeros(b.size, jnp.int32)] * 2, axis=-1)
+    end = np.zeros((1, table.shape[1]), np.int32)
+    end[0, Item._fields.index("count")] = -1
+    end[0, COUNTER] = min(tiling.sms, b.size)  # every CTA's first item is given out already
     if tiling.order == "natural":
-        return table
+        return jnp.concatenate([table, end])
     key = jnp.int32(2**15) - jnp.minimum(count, 2**15)  # ascending, longest first
     if tiling.order == "sections":
         per_section = max(1, tiling.l2_bytes // kv_bytes)
         section = (b * kv_heads + n // (heads // kv_heads)) // per_section
         key += section << 16
-    return _sorted_by(table, key.reshape(-1))
+    return _sorted_by(table, key.reshape(-1), end)
 
 
-def _sorted_by(table, key):
-    """The rows of a table by ascending key, equal ones in their order.
+def _sorted_by(table, key, end):
+    """The rows of a table by ascending key, equal ones in their order, and a row at the end.
 
     Some thousand rows are ranked by comparing all pairs, one small kernel where a sort takes many.
     """
     if key.size > 8192:
-        return table[jnp.argsort(key)]
+        return jnp.concatenate([table[jnp.argsort(key)], end])
     place = jnp.arange(key.size, dtype=jnp.int32)
     before = (key < key[:, None]) | ((key == key[:, None]) & (place < place[:, None]))
     rank = before.sum(axis=1, dtype=jnp.int32)
-    return jnp.zeros_like(table).at[rank].set(table, unique_indices=True)
+    made = np.concatenate([np.zeros(table.shape, np.int32), end])
+    return jnp.asarray(made).at[rank].set(table, unique_indices=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,12 +279,12 @@ class _Kernel(BlockKernel):
         super().__init__(
             shape,
             rule,
+            tiling,
             item_block=shape.block[0],
             visit_block=shape.block[1],
             items=shape.batch * shape.heads * shape.row_blocks,
             step=shape.step,
             persistent=tiling.persistent,
-            sms=tiling.sms,
             interpret=interpret,
         )
         if self.stages % self.stride:
@@ -309,7 +318,8 @@ class _Kernel(BlockKernel):
     def out_columns(self) -> int:
         return PIECE if self.alternate else min(self.shape.value_size, OUT_COLUMNS)
 
-    def body(self, q_gmem, k_gmem, v_gmem, work, index, *refs, **scratch):
+    def body(self, q_gmem, k_gmem, v_gmem, table, index, *refs, **scratch):
+        work, scratch = self.work_of(table, scratch)
         sinks, refs = (refs[0], refs[1:]) if self.has_sinks else (None, refs)
         rows, refs = refs[: self.num_rows], refs[self.num_rows :]
         columns, (out_gmem, lse_gmem) = refs[: self.num_columns], refs[self.num_columns :]

@@ -10,6 +10,12 @@ tokens as one product takes:
 
     visits of an item:  index[start : start + full]           no masking at all
                         index[start + full : start + count]   the rule decides, token by token
+
+Which CTA takes which item (`deal`, of a persistent grid):
+
+    "fixed"     the table is walked there and back, in turns of one item per CTA
+    "counter"   a CTA that is ready takes the next one: its memory warpgroup draws the number from a
+                counter in global memory and copies the record to shared memory, one item ahead
 """
 
 import math
@@ -20,7 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 ROWS = 64  # rows per compute warpgroup: one wgmma tile; 128 rows spill at H = 128
 COMPUTE = 2  # compute warpgroups of a CTA
@@ -28,6 +37,8 @@ THREADS = 128  # of a warpgroup
 BLOCKS = (ROWS, COMPUTE * ROWS)  # what an item may be
 HEAD_SIZES = (64, 128, 256)
 PIECE = 64  # columns of what one warpgroup hands to the other at a time
+RECORDS = 2  # of items that lie in shared memory: of this one and of the next
+RECORD_BYTES = 128  # apart: copies want it
 LOG2E = math.log2(math.e)
 
 TILE = plgpu.Layout.WGMMA
@@ -59,6 +70,21 @@ class Item(NamedTuple):
     full: Any  # the first so many need no rule
 
 
+class Work(NamedTuple):
+    """Where the items of a CTA are found."""
+
+    # int32 [items + 1, 8]: rows of Item; the last row ends the work (count = -1), and its
+    # field COUNTER is the number of the next row that nobody took
+    table: Any
+    # with deal = "counter", the records of the items that are next
+    record_smem: Any = None
+    record_ready: Any = None
+    record_free: Any = None
+
+
+COUNTER = len(Item._fields)
+
+
 class Ring(NamedTuple):
     """Tiles that are copied once per step, as many in flight as there are stages."""
 
@@ -88,7 +114,7 @@ class BlockKernel:
     """A kernel over work items; `self` holds what is static."""
 
     def __init__(
-        self, shape, rule, *, item_block, visit_block, items, step, persistent, sms, interpret
+        self, shape, rule, tiling, *, item_block, visit_block, items, step, persistent, interpret
     ):
         self.shape = shape
         self.allows = rule.allows
@@ -105,12 +131,19 @@ class BlockKernel:
         self.consumers = 1 if self.alternate else COMPUTE  # warpgroups that take a step
         self.items = items
         self.persistent = persistent
-        self.ctas = min(sms, items) if persistent else items
+        self.counts = persistent and tiling.deal == "counter"
+        self.ctas = min(tiling.sms, items) if persistent else items
         # Without a rule the only partial blocks are those that reach past the last key.
         self.has_partial = rule.allows is not None or shape.keys % shape.block[1] != 0
 
     def launch(self, name, body, operands, out_type, scratch, interpret):
         """The results of body(*operands, *results, **scratch), run by every CTA."""
+        if self.counts:
+            scratch = scratch | dict(
+                record_smem=plgpu.SMEM((RECORDS, RECORD_BYTES // 4), jnp.int32),
+                record_ready=plgpu.Barrier(num_barriers=RECORDS),
+                record_free=plgpu.Barrier(num_barriers=RECORDS, num_arrivals=COMPUTE + 1),
+            )
         return plgpu.kernel(
             body,
             out_type=out_type,
@@ -129,6 +162,16 @@ class BlockKernel:
             **({"interpret": interpret} if interpret else {}),
         )(*operands)
 
+    def shared_table(self, work):
+        """The work table as an operand: with a counter, the kernel writes to it."""
+        return jax.new_ref(work) if self.counts else work
+
+    def work_of(self, table, scratch):
+        """(Work, the rest of a CTA's scratch)."""
+        names = Work._fields[1:] if self.counts else ()
+        rest = {name: x for name, x in scratch.items() if name not in names}
+        return Work(table, *(scratch[name] for name in names)), rest
+
     def run_roles(self, tiling, compute, memory):
         """compute(wg) on the first two warpgroups, memory() on the third."""
         wg = lax.axis_index("wg")
@@ -145,22 +188,33 @@ class BlockKernel:
 
     # Work items
 
-    def for_each_item(self, work, visit, init):
+    def for_each_item(self, work, visit, init, feeds=False):
         """carry = visit(item, carry) for every item of this CTA.
 
-        A persistent CTA walks the table there and back (c, 2P-1-c, 2P+c, ...): over a table sorted
-        by length this deals every CTA about the same work. The next record is read while the item
-        before it is computed.
+        `feeds`: this is the warpgroup that fetches the records of a counter's deal.
+        """
+        if not self.persistent:
+            return visit(self.record(work, lax.axis_index("cta")), init)
+        init = jax.tree.map(jnp.int32, init)
+        if self.counts:
+            return self.for_each_counted(work, visit, init, feeds)
+        return self.for_each_dealt(work, visit, init)
+
+    def record(self, work, row):
+        return Item(*(work.table[row, field] for field in range(len(Item._fields))))
+
+    def for_each_dealt(self, work, visit, init):
+        """A CTA walks the table there and back: c, 2P-1-c, 2P+c, ... of P CTAs.
+
+        Over a table sorted by length this deals every CTA about the same work; over one that is
+        sorted in sections it does not. The next record is read while an item is computed.
         """
         cta = lax.axis_index("cta")
 
         def record(turn):
-            place = jnp.where(turn % 2 == 0, cta, self.ctas - 1 - cta) if self.persistent else cta
-            row = jnp.minimum(turn * self.ctas + place, self.items - 1)
-            return Item(*(work[row, field] for field in range(len(Item._fields))))
+            place = jnp.where(turn % 2 == 0, cta, self.ctas - 1 - cta)
+            return self.record(work, jnp.minimum(turn * self.ctas + place, self.items - 1))
 
-        if not self.persistent:
-            return visit(record(0), init)
         rounds, rest = divmod(self.items, self.ctas)
         place = cta if rounds % 2 == 0 else self.ctas - 1 - cta
         turns = jnp.where(place < rest, rounds + 1, rounds)
@@ -170,8 +224,57 @@ class BlockKernel:
             following = record(turn + 1)
             return following, visit(item, state)
 
-        first = (record(jnp.int32(0)), jax.tree.map(jnp.int32, init))
-        return lax.fori_loop(0, turns, body, first)[1]
+        return lax.fori_loop(0, turns, body, (record(jnp.int32(0)), init))[1]
+
+    def for_each_counted(self, work, visit, init, feeds):
+        """A CTA's first item has its own number; the others are drawn when one is begun."""
+        cta = lax.axis_index("cta")
+
+        def fetch(turn, row):
+            """Starts the copy of a row of the table, which will be this CTA's item number turn."""
+            place = self.slot(turn, RECORDS)
+            pl.when(turn >= RECORDS)(lambda: plgpu.barrier_wait(work.record_free.at[place]))
+            plgpu.copy_gmem_to_smem(
+                work.table.at[jnp.minimum(row, self.items)],
+                work.record_smem.at[place, pl.ds(0, work.table.shape[1])],
+                work.record_ready.at[place],
+            )
+
+        def read(turn):
+            place = self.slot(turn, RECORDS)
+            plgpu.barrier_wait(work.record_ready.at[place])
+            item = Item(*(work.record_smem[place, field] for field in range(len(Item._fields))))
+            plgpu.commit_smem()  # the copy that overwrites it comes after
+            plgpu.barrier_arrive(work.record_free.at[place])
+            return item
+
+        def body(carry):
+            turn, item, state = carry
+            if feeds:
+                fetch(turn + 1, self.drawn(work, cta, turn))
+            state = visit(item, state)
+            return turn + 1, read(turn + 1), state
+
+        if feeds:
+            fetch(jnp.int32(0), cta)
+        first = (jnp.int32(0), read(jnp.int32(0)), init)
+        turns, _, state = lax.while_loop(lambda carry: carry[1].count >= 0, body, first)
+        if feeds and self.interpret:  # it wants every completed phase observed
+
+            @pl.loop(jnp.maximum(turns + 1 - RECORDS, 0), turns + 1)
+            def _(turn):
+                plgpu.barrier_wait(work.record_free.at[self.slot(turn, RECORDS)])
+
+        return state
+
+    def drawn(self, work, cta, turn):
+        """The next number of the counter, at or past the last item when there is none.
+
+        The interpreter has no atomic additions: there, CTAs take turns.
+        """
+        if self.interpret:
+            return (turn + 1) * self.ctas + cta
+        return _counted(work.table.at[self.items, pl.ds(COUNTER, 1)])
 
     def first_row(self, item, wg):
         """Token index of this warpgroup's first row of an item."""
@@ -213,7 +316,7 @@ class BlockKernel:
 
             return done + steps, items_before + (steps > 0).astype(jnp.int32)
 
-        done, items = self.for_each_item(work, load_item, (0, 0))
+        done, items = self.for_each_item(work, load_item, (0, 0), feeds=True)
         if self.interpret:  # it wants every completed phase observed
             for ring in (first, second):
 
@@ -317,3 +420,30 @@ class Handover:
         values = [plgpu.load(place, layout=ROW, optimized=False) for place in beside]
         plgpu.barrier_arrive(self.taken)
         return piece, values
+
+
+def _counted(counter):
+    """The number in global memory, which becomes one more.
+
+    One thread adds, and its warp hears of it. That warp starts the warpgroup's copies; nobody else
+    may use the number.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def emit(_, counter):
+        i32 = ir.IntegerType.get_signless(32)
+        value = llvm.inline_asm(
+            i32,
+            [mgpu.utils.memref_ptr(counter)],
+            "{ .reg .pred first; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127;"
+            " setp.eq.u32 first, x, 0; mov.u32 x, 0; @first atom.global.add.u32 x, [$1], 1;"
+            " shfl.sync.idx.b32 $0, x, 0, 31, -1; }",
+            "=r,l",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+
+    return emit(counter)

@@ -18,7 +18,7 @@ from xsake import BlockMask, _jax, masks, shipped
 from xsake.cli.terminal import console
 
 LENGTH, BLOCK = 2048, 64
-HADS = ("gaussian/output", "gaussian/kl", "static/kl")  # the forms of HADS in the table
+HADS = ("mean_query/output", "mean_query/kl", "static/kl")  # the forms of HADS in the table
 
 
 def demo(
@@ -93,7 +93,7 @@ def _profile(subject: Any, documents: list[Any]) -> Any:
         return subject.profile(
             documents,
             block=BLOCK,
-            curves=("static", "gaussian"),
+            curves=("static", "mean_query"),
             tell=lambda done: progress.update(task, completed=done),
         )
 

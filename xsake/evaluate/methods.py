@@ -4,7 +4,7 @@
     fixed     nothing           sliding_window, sink_window, longformer, bigbird, strided, random
     seed      entropies         seed_entropy: random blocks, as many as the head's entropy says
     static    calibration       static/uniform (uniform top-k), /entropy, /kl, /output
-    run time  this input        vertical_slash, and SELECTOR/POLICY for three selectors
+    run time  this input        vertical_slash, and SELECTOR/POLICY for four selectors
     oracle    this input's p    oracle/kl, oracle/output
 
 A method is given blocks, or scores of the input and counts: the best of each row are kept. The
@@ -26,7 +26,7 @@ from jax import Array, lax
 
 from xsake.hads import Profile, baselines, budget, make, rows, select
 from xsake.hads.plan import Plan, gains
-from xsake.hads.profile import measure
+from xsake.hads.statistics import measure
 
 # Where scores come from; the number of a source is an index into this.
 SOURCES = ("given", *select.ESTIMATES, "vertical_slash", "mass", "sensitivity")
@@ -125,10 +125,10 @@ def _fixed(profile: Profile, density: float, length: int) -> Iterator[Method]:
 
 
 # SELECTOR, POLICY of HADS; of a profile from elsewhere only TRANSFERRED is measured.
-TRANSFERRED = tuple((s, p) for s in ("static", "gaussian") for p in ("kl", "output"))
+TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in ("kl", "output"))
 FORMS = (
-    *((s, p) for s in ("static", "gaussian") for p in budget.POLICIES),
-    *((s, p) for s in ("pooled", "antidiagonal", "oracle") for p in ("kl", "output")),
+    *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),
+    *((s, p) for s in ("pooled", "antidiagonal", "gaussian", "oracle") for p in ("kl", "output")),
 )
 
 
@@ -167,7 +167,7 @@ def _planned(profile: Profile, density: float, length: int, label: str) -> Itera
             )
         else:
             yield _looking(name, "run time", plan.counts, selector)
-            if selector == "gaussian" and policy in ("kl", "output") and not label:
+            if selector == "mean_query" and policy in ("kl", "output") and not label:
                 yield _looking(f"{name} + centroids", "run time", plan.counts, selector, True)
 
 
