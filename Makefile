@@ -46,7 +46,7 @@ $(VENV)/pyvenv.cfg:
 	        "3.11, 3.12 or 3.13: set PYTHON to the path of one" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
-demo: setup  ## say what this machine can run, draw masks, time dense against sparse
+demo: setup  ## calibrate the shipped model, compare HADS with fixed patterns, train a tiny model
 	$(BIN)/xsake doctor
 	$(BIN)/xsake demo
 

@@ -22,15 +22,15 @@ from typing import Any
 VARIANTS = ("dense cudnn", "dense", "hads 0.43", "hads 0.20")
 
 
-def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> dict[str, Any]:
-    """One row: seconds of a step (median), tokens/s, MFU and peak memory."""
+def problem(variant: str, length: int, tokens: int, block: int) -> tuple[Any, Any, Any, Any]:
+    """(config, state, batch, plan): what `step.compiled_update` takes."""
     import jax
     import numpy as np
 
     from xsake.hads import Plan, budget, rows
     from xsake.hads.plan import Terms
     from xsake.model import PRESETS, attend
-    from xsake.train import flops, planning, step
+    from xsake.train import planning, step
     from xsake.train.config import Compute, Config, Data
     from xsake.train.data import Batch
 
@@ -47,7 +47,7 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
         data=Data(length=length, rows=count, separate=False),
         compute=Compute(dtype="bfloat16", loss_tokens=8192),
     )
-    density, plan = 1.0, None
+    plan = None
     if variant.startswith("hads"):
         density = float(variant.split()[1])
         n = rows.count_blocks(length, block)
@@ -56,7 +56,17 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
     text = np.random.default_rng(0).integers(0, 50_257, (count, length + 1)).astype(np.int32)
     ones = np.ones((count, length), np.float32)
     batch = jax.device_put(Batch(text[:, :-1], text[:, 1:], np.zeros_like(text[:, 1:]), ones))
-    state, given = step.initial(config), planning.argument(plan)
+    return config, step.initial(config), batch, planning.argument(plan)
+
+
+def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> dict[str, Any]:
+    """One row: seconds of a step (median), tokens/s, MFU and peak memory."""
+    import jax
+
+    from xsake.train import flops, planning, step
+
+    config, state, batch, given = problem(variant, length, tokens, block)
+    density, count = planning.density(given), config.data.rows
     taken = []
     for number in range(steps + 3):
         began = time.perf_counter()
@@ -76,7 +86,9 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
         "median_seconds": seconds,
         "least_seconds": min(taken),
         "tokens_per_second": speed,
-        "mfu_ratio": flops.utilisation(speed, flops.per_token(model, length, density), "bfloat16"),
+        "mfu_ratio": flops.utilisation(
+            speed, flops.per_token(config.model, length, density), "bfloat16"
+        ),
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         "loss_nats": loss,
     }
@@ -113,7 +125,7 @@ def main() -> None:
             found.append(row)
             print(json.dumps(row), flush=True)
             if given.out:  # after each row, so that a stopped run keeps what it has
-                whole = {**facts, "command": " ".join(sys.argv), "rows": found}
+                whole = {**facts, "command": " ".join(sys.argv), "results": found}
                 given.out.write_text(json.dumps(whole, indent=2) + "\n")
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from xsake import BlockMask, masks
 from xsake.hads import Plan, rows
 from xsake.hads.plan import Terms
-from xsake.train.attention import Attention, shared_blocks
+from xsake.model import PRESETS
+from xsake.train.attention import Attention, shared_blocks, visited_density
+from xsake.train.config import Config, Data
 
 T, BLOCK, N = 90, 8, 3  # the last block is short
 n = rows.count_blocks(T, BLOCK)
@@ -70,3 +75,27 @@ def test_a_plan_of_another_length_is_refused():
     short = Attention(plan_of("mean_query"), np.zeros((2, 40), int))
     with pytest.raises(ValueError, match=r"12 rows of blocks and the input 5: make it plan.at"):
         short.blocks(0, q[:, :40], k[:, :40])
+
+
+def config(separate=True):
+    model = dataclasses.replace(PRESETS["tiny"], context=1024)
+    return Config(model=model, data=Data(separate=separate, length=T))
+
+
+@pytest.mark.parametrize("selector", ["static", "gaussian"])
+def test_the_visited_density_is_what_the_masks_list(selector):
+    ids, (q, k) = packed(1), inputs(1)
+    plan = plan_of(selector)
+    found = [Attention(plan, ids)(layer, q, k).density() for layer in range(2)]
+    assert visited_density(config(), plan, ids) == pytest.approx(np.mean(found), abs=1e-6)
+    assert visited_density(config(), plan, ids) < plan.density
+
+
+def test_dense_rows_visit_their_own_documents_and_one_text_visits_all():
+    ids = np.repeat(np.arange(8), [200, 17, 300, 1, 130, 90, 250, 12])[None]
+    rule = masks.causal() & masks.documents(jnp.asarray(ids))
+    mask = BlockMask.from_rule(rule, (1000, 1000), batch=1)
+    found = visited_density(config(), None, ids)
+    assert found == pytest.approx(float(mask.density()), abs=1e-6)
+    assert found < 1
+    assert visited_density(config(separate=False), None, ids) == 1

@@ -132,6 +132,73 @@ def model(rows: Rows) -> str:
     return _markdown(head, lines)
 
 
+def training(rows: Rows) -> str:
+    """Runs side by side: perplexity of every file, and the gap to the first run."""
+    lines = []
+    for row in rows:
+        attention = "dense" if row["density_ratio"] == 1 else f"HADS {row['density_ratio']:.2f}"
+        cells = [row["run"], attention, row["seed"], f"{row['steps']:,}"]
+        for file, value in row["perplexity"].items():
+            cells.append(f"{value:.2f} ({row['perplexity_gap'][file]:+.2%})")
+        lines.append([*cells, f"{row['median_tokens_per_second']:,.0f}"])
+    head = ("run", "attention", "seed", "steps", *rows[0]["perplexity"], "tokens/s")
+    return _markdown(head, lines)
+
+
+def train_step(rows: Rows) -> str:
+    """Whole training steps: milliseconds, tokens/s, MFU and peak memory."""
+    lines = []
+    for row in rows:
+        if "error" in row:
+            lines.append([f"{row['length']:,}", row["variant"], *["failed"] * 4])
+            continue
+        lines.append(
+            [
+                f"{row['length']:,}",
+                row["variant"],
+                f"{1e3 * row['median_seconds']:.1f}",
+                f"{row['tokens_per_second']:,.0f}",
+                "" if row["mfu_ratio"] is None else f"{row['mfu_ratio']:.1%}",
+                "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}",
+            ]
+        )
+    return _markdown(("T", "attention", "ms a step", "tokens/s", "MFU", "peak GiB"), lines)
+
+
+def train_profile(rows: Rows) -> str:
+    """Where a step's kernels spend their time, ms by class, one column a variant."""
+    rows = [row for row in rows if "class_seconds" in row]
+    lines = [
+        [name, *(f"{1e3 * row['class_seconds'][name]:.2f}" for row in rows)]
+        for name in rows[0]["class_seconds"]
+    ]
+    for label, key in (("all kernels", "kernel_seconds"), ("the step", "median_seconds")):
+        lines.append([label, *(f"{1e3 * row[key]:.2f}" for row in rows)])
+    return _markdown(("ms", *(f"{row['variant']}, T={row['length']:,}" for row in rows)), lines)
+
+
+def head_roles(rows: Rows) -> str:
+    """What heads attend to: how many give it a tenth of their weight, and which gives it most."""
+    lines = []
+    for row in rows:
+        weights = {
+            (layer, head): x
+            for layer, heads in enumerate(row["weight_by_layer_and_head"])
+            for head, x in enumerate(heads)
+        }
+        best = max(weights, key=lambda place: weights[place])
+        count = sum(x >= 0.1 for x in weights.values())
+        lines.append(
+            [
+                row["role"],
+                f"{count} of {len(weights)}",
+                "{}.{}".format(*best),
+                f"{weights[best]:.2f}",
+            ]
+        )
+    return _markdown(("role", "heads with 0.1 or more", "most, layer.head", "its weight"), lines)
+
+
 def hads(column: str, table: dict[str, Any]) -> str:
     """One column of `xsake evaluate --table`: a row for each method, a cell for each density."""
     scale, digits = (100, 2) if column == "perplexity_gap" else (1, 4)
@@ -205,6 +272,10 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "hopper": hopper,
     "cpu": cpu,
     "model": model,
+    "head-roles": head_roles,
+    "training": training,
+    "train-step": train_step,
+    "train-profile": train_profile,
     "hads-speed": hads_speed,
     **{
         f"hads-{column.replace('_', '-')}": functools.partial(hads, column)

@@ -9,12 +9,12 @@ from typing import Any
 import tyro
 
 from xsake.bench.checks import WrongResultError
-from xsake.cli import checkpoints, hads, machine, training
+from xsake.cli import checkpoints, demo, hads, machine, training
 from xsake.cli.terminal import console
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "doctor": machine.doctor,
-    "demo": machine.demo,
+    "demo": demo.demo,
     "bench": machine.bench,
     "inspect": checkpoints.inspect,
     "generate": checkpoints.generate,

@@ -1,4 +1,4 @@
-"""xsake doctor, demo, bench: what this machine can run, and how fast."""
+"""xsake doctor, bench: what this machine can run, and how fast."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from rich.table import Table
 
 import xsake
-from xsake import BlockMask, _jax, masks
 from xsake.backends import hopper_tilings
 from xsake.bench import autotune as _autotune
-from xsake.bench import cpu, run, timing
-from xsake.bench.cases import cpu_case
+from xsake.bench import run, timing
 from xsake.cli.terminal import console, fast_dtype, reasons
 
 
@@ -30,51 +27,6 @@ def doctor() -> None:
     dtype = fast_dtype()
     q = jax.ShapeDtypeStruct((1, 4096, 8, 64), dtype)
     console.print(reasons(xsake.explain(q, q, q, is_causal=True), f"4,096 tokens, {dtype}"))
-
-
-def demo(length: int = 2048) -> None:
-    """Draws some masks, then times dense against three densities on this machine.
-
-    Args:
-      length: tokens of the timed problem, a multiple of 128.
-    """
-    if length < 512 or length % 128:
-        raise ValueError(f"length must be a multiple of 128 and at least 512, got {length}")
-    drawn = {
-        "a window that no block is aligned with": masks.sliding_window(200) & masks.causal(),
-        "the first keys and a window": masks.causal()
-        & (masks.first(16) | masks.sliding_window(256)),
-        "three documents in one row": masks.documents(jnp.arange(1536) // 600) & masks.causal(),
-    }
-    for title, rule in drawn.items():
-        console.print(f"\n[bold]{title}[/]")
-        console.print(str(BlockMask.from_rule(rule, (1536, 1536))))
-
-    console.print(f"\n[bold]{length:,} tokens, 8 heads of 64, causal, {_jax.device_kind()}[/]")
-    densities = (0.60, 0.43, 0.25)
-    table = Table(
-        "", "density", "forward ms", "÷ (density × dense)", "error", "forward+backward ms"
-    )
-    rows: dict[str, list[str]] = {}
-    for row in cpu.densities(length, densities, repeats=3):
-        if row["direction"] == "forward":
-            rows[row["case"]] = [
-                "dense" if row["case"].endswith("dense") else "sparse",
-                f"{row['density_ratio']:.2f}",
-                f"{1e3 * row['median_seconds']:.1f}",
-                f"{row['over_density_times_dense']:.2f}",
-                f"{row['error']:.1e}",
-            ]
-            if "jax_nn_seconds" in row:
-                rows["jax.nn"] = ["jax.nn", "", f"{1e3 * row['jax_nn_seconds']:.1f}", "", "", ""]
-        else:
-            rows[row["case"]].append(f"{1e3 * row['median_seconds']:.1f}")
-    for cells in rows.values():
-        table.add_row(*cells)
-    console.print(table)
-    mask = cpu_case(length, 0.25).arguments()["mask"]
-    console.print("the mask of density 0.25, its second head:")
-    console.print(str(mask[0, 1]))
 
 
 def bench(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,15 +58,28 @@ class Method:
         """Without a name, so that compiled code serves all methods."""
         return dataclasses.replace(self, name="", kind="")
 
-    def blocks(self, layer: Any, seen: Activations, block: int) -> Array:
-        """The blocks that one sequence visits, bool [N, n, n]."""
+    def blocks(
+        self, layer: Any, seen: Activations, block: int, sources: tuple[str, ...] = SOURCES
+    ) -> Array:
+        """The blocks that one sequence visits, bool [N, n, n]; `sources` has this method's."""
 
         def looked(source: str, seen: Activations) -> Array:
             return select.keep_top(scores_of(source, seen, block), self.counts[layer])
 
         branches = [lambda seen: self.given[layer]]
-        branches += [functools.partial(looked, name) for name in SOURCES[1:]]
-        return lax.switch(self.source, branches, seen)
+        branches += [functools.partial(looked, name) for name in sources[1:]]
+        return lax.switch(places_in(sources)[self.source], branches, seen)
+
+
+def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
+    """What these methods need, "given" first, so that no more is compiled or looked at."""
+    needed = {SOURCES[int(method.source)] for method in methods}
+    return SOURCES[0], *(name for name in SOURCES[1:] if name in needed)
+
+
+def places_in(sources: tuple[str, ...]) -> Array:
+    """Of every one of SOURCES its index in `sources`, 0 for those that are not there."""
+    return jnp.array([sources.index(name) if name in sources else 0 for name in SOURCES])
 
 
 def scores_of(source: str, seen: Activations, block: int) -> Array:

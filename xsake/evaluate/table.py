@@ -21,12 +21,13 @@ import numpy as np
 from jax import Array
 
 from xsake.evaluate.methods import (
-    SOURCES,
     Activations,
     Method,
     at_density,
     left_out,
+    places_in,
     scores_of,
+    sources_of,
 )
 from xsake.evaluate.quality import Quality, compare, compare_predictions, mean_and_error
 from xsake.evaluate.subject import Subject
@@ -53,21 +54,18 @@ def measure_methods(
     bare = [method.anonymous() for method in methods]
     together = jax.tree.map(lambda *xs: jnp.stack(xs), *(_plain(x) for x in bare))
     corrected = jnp.array([method.corrected for method in methods])
+    how: Any = {"subject": subject, "block": block, "sources": sources_of(methods)}
     found: list[dict[str, list[float]]] = [{name: [] for name in COLUMNS} for _ in methods]
     by_head = []
     kept = np.zeros(len(methods))
     for number, tokens in enumerate(documents):
-        quality, counts = _dense_pass(
-            subject.weights, tokens, together, corrected, subject=subject, block=block
-        )
+        quality, counts = _dense_pass(subject.weights, tokens, together, corrected, **how)
         quality = jax.tree.map(np.asarray, quality)
         kept += np.asarray(counts)
         by_head.append(quality)
         dense = _dense_hidden(subject.weights, tokens, subject=subject)
         for m, method in enumerate(bare):
-            said = _sparse_pass(
-                subject.weights, tokens, dense, method, subject=subject, block=block
-            )
+            said = _sparse_pass(subject.weights, tokens, dense, method, **how)
             figures = {
                 "kl": quality.kl[:, m].mean(),
                 "recall": quality.recall[:, m].mean(),
@@ -109,22 +107,29 @@ def _row(
     return row
 
 
-@functools.partial(jax.jit, static_argnames=("subject", "block"))
+@functools.partial(jax.jit, static_argnames=("subject", "block", "sources"))
 def _dense_pass(
-    weights: Any, tokens: Any, methods: Method, corrected: Array, *, subject: Subject, block: int
+    weights: Any,
+    tokens: Any,
+    methods: Method,
+    corrected: Array,
+    *,
+    subject: Subject,
+    block: int,
+    sources: tuple[str, ...],
 ) -> tuple[Quality, Array]:
     """Quality of all methods, [layers, M, …], and the blocks that each keeps in all."""
     M, layers, N, _ = methods.counts.shape
 
     def fold(layer: Any, seen: Any, carry: Any) -> Any:
         given = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel)
-        looked = jnp.stack([scores_of(name, given, block) for name in SOURCES[1:]])
         ones = jnp.arange(M)
-        kept = select.keep_top(
-            looked[jnp.maximum(methods.source - 1, 0)], methods.counts[ones, layer]
-        )
-        is_given = (methods.source == 0)[:, None, None, None]
-        blocks = jnp.where(is_given, methods.given[ones, layer], kept)
+        blocks = methods.given[ones, layer]
+        if sources[1:]:
+            looked = jnp.stack([scores_of(name, given, block) for name in sources[1:]])
+            place = jnp.maximum(places_in(sources)[methods.source] - 1, 0)
+            kept = select.keep_top(looked[place], methods.counts[ones, layer])
+            blocks = jnp.where((methods.source == 0)[:, None, None, None], blocks, kept)
         quality = compare(*given, blocks, block=block, corrected=corrected)
         every, counts = carry
         every = jax.tree.map(lambda all_, x: all_.at[layer].set(x), every, quality)
@@ -140,12 +145,19 @@ def _dense_hidden(weights: Any, tokens: Any, *, subject: Subject) -> Array:
     return subject.hidden(weights, tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("subject", "block"))
+@functools.partial(jax.jit, static_argnames=("subject", "block", "sources"))
 def _sparse_pass(
-    weights: Any, tokens: Any, dense: Array, method: Method, *, subject: Subject, block: int
+    weights: Any,
+    tokens: Any,
+    dense: Array,
+    method: Method,
+    *,
+    subject: Subject,
+    block: int,
+    sources: tuple[str, ...],
 ) -> Any:
     def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> Any:
-        blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block)
+        blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block, sources)
         return select.to_mask(blocks, q.shape[1], block)
 
     sparse = subject.sparse_hidden(weights, tokens, choose, method.corrected)

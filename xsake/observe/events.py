@@ -44,6 +44,7 @@ class RunStarted(Event):
     parameters: int
     steps: int
     tokens_per_step: int
+    devices: int = 1  # that share the rows of a batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,12 +64,13 @@ class TrainStep(Event):
     learning_rate: float
     gradient_norm: float | None
     skipped_steps: int  # so far, of all: their loss or gradient was not finite
-    density_ratio: float
+    density_ratio: float  # that the plan allows, 1 without one
     tokens_seen: int
     step_seconds: float
     tokens_per_second: float
     mfu_ratio: float | None = None
     peak_bytes: int | None = None
+    visited_density_ratio: float | None = None  # of this step's rows, their documents apart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ class Evaluated(Event):
     loss_nats: float | None
     perplexity: float | None
     targets: int
-    density_ratio: float
+    density_ratio: float  # that the plan allows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

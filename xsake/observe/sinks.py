@@ -15,7 +15,16 @@ import time
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from xsake.observe.events import Evaluated, Event, PlanSwapped, Resumed, Stopped, TrainStep, parse
+from xsake.observe.events import (
+    Evaluated,
+    Event,
+    PlanSwapped,
+    Resumed,
+    RunStarted,
+    Stopped,
+    TrainStep,
+    parse,
+)
 
 
 @runtime_checkable
@@ -190,6 +199,8 @@ class Terminal:
     def write(self, event: Event) -> None:
         if isinstance(event, TrainStep):
             self._step(event)
+        elif isinstance(event, RunStarted):
+            self._say(f"{event.parameters:,} parameters, {event.devices} × {event.device}")
         elif isinstance(event, Evaluated) and event.perplexity is not None:
             self._say(f"step {event.step}: perplexity {event.perplexity:.2f} on {event.file}")
         elif isinstance(event, PlanSwapped):

@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from xsake.block_mask import BlockMask
+from xsake.block_mask import BLOCK, BlockMask
 from xsake.hads import Plan, rows, select
+from xsake.train.config import Config
 
 
 class Attention:
@@ -61,3 +63,23 @@ def shared_blocks(segment_ids: Array, block: int) -> Array:
     ids = ids.reshape(ids.shape[0], -1, block)
     first, last = ids[..., 0], ids[..., -1]
     return (first[:, :, None] <= last[:, None, :]) & (first[:, None, :] <= last[:, :, None])
+
+
+def visited_density(config: Config, plan: Plan | None, segment_ids: np.ndarray) -> float | None:
+    """Blocks that the rows of a batch visit ÷ blocks that causality allows in them, 0 to 1.
+
+        Σ min(counts[l, h, i], own[b, i]) ÷ (layers · N · B · n (n + 1) / 2)
+
+    over layers, heads, rows of the batch and rows of blocks; own[b, i] is how many blocks up to i
+    share a document with block i. Without a plan, all of them. None for a model with windows,
+    which visits less.
+    """
+    if config.model.window is not None:
+        return None
+    block = BLOCK if plan is None else plan.terms.block
+    ids = segment_ids if config.data.separate else np.zeros_like(segment_ids)
+    own = np.asarray(shared_blocks(jnp.asarray(ids), block))
+    n = own.shape[-1]
+    own = np.tril(own).sum(-1)[:, None, None]
+    counts = rows.ceilings(n) if plan is None else np.asarray(plan.counts)
+    return float(np.minimum(counts, own).mean() / ((n + 1) / 2))

@@ -136,6 +136,7 @@ class Run:
     folder: str = "runs"
     seconds: float = 0.0  # stops with a checkpoint after so long; 0: never
     stop_at: int = 0  # the same at this step
+    devices: int = 0  # that share the rows of a batch evenly; 0: as many as can
     bad_steps: int = 5  # in a row without a finite loss and gradient, before it gives up
 
 
@@ -255,6 +256,7 @@ def _check(config: Config) -> None:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
     for name, size in {
+        "run.devices": config.run.devices,
         "hads.warmup_steps": hads.warmup_steps,
         "hads.ramp_steps": hads.ramp_steps,
         "schedule.warmup_steps": config.schedule.warmup_steps,
@@ -327,7 +329,7 @@ _SHIPPED = Config(
     ),
     data=Data(length=2048, rows=32),
     optimizer=Optimizer(learning_rate=3e-3, ema_decay=0.999),
-    schedule=Schedule(steps=12_000, warmup_steps=500, final_ratio=0.02),
+    schedule=Schedule(steps=8000, warmup_steps=500, final_ratio=0.02),
     compute=Compute(dtype="bfloat16"),
     evaluation=Evaluation(every=1000, windows=128, rows=32),
     checkpoint=Checkpoint(every=1000, export_dtype="bfloat16"),

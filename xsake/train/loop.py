@@ -25,12 +25,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from xsake import _jax
 from xsake.hads import Plan
 from xsake.observe import events, provenance, sinks
-from xsake.train import flops, planning
+from xsake.train import devices, flops, planning
 from xsake.train import step as stepping
+from xsake.train.attention import visited_density
 from xsake.train.checkpoint import Checkpoints, Restored
 from xsake.train.config import Config, differences
 from xsake.train.data import Stream
@@ -70,17 +72,24 @@ class _Session:
         self, config: Config, stream: Stream, others: dict[str, Stream], more: Any
     ) -> None:
         self.config, self.stream, self.others = config, stream, others
+        pieces = config.optimizer.accumulate
+        self.mesh = devices.make_mesh(config.run.devices, config.data.rows, pieces)
         self.checkpoints = Checkpoints(config, stream.hash)
-        like = jax.eval_shape(lambda: stepping.initial(config))
+        sharding = devices.everywhere(self.mesh)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(lambda: stepping.initial(config)),
+        )
         found = self.checkpoints.restore(like)
         begun = found is not None
-        found = found or Restored(stepping.initial(config), None)
+        if found is None:
+            found = Restored(jax.device_put(stepping.initial(config), sharding), None)
         self.state, self.plan = found.state, found.plan
-        self.argument = planning.argument(self.plan)
+        self.argument = planning.argument(self.plan, sharding)
         self.step = int(self.state.step)
         self.file = sinks.EventFile(config.place / "events.jsonl", self.step if begun else -1)
         self.sinks: list[sinks.Sink] = [self.file, *_asked_for(config, self.step), *more]
-        self.waiting: list[tuple[int, Any]] = []  # steps whose metrics were not looked at yet
+        self.waiting: list[tuple[int, Any, Any]] = []  # steps whose metrics were not looked at yet
         self.clock = time.perf_counter()
         self.began = time.monotonic()
         if begun:
@@ -95,10 +104,14 @@ class _Session:
             while (reason := self._reason(stop)) is None:
                 batch = self.stream.batch(self.step, config.data.rows)
                 self.state, metrics = stepping.compiled_update(
-                    self.state, batch, self.argument, config=config.essence
+                    self.state,
+                    devices.dealt(batch, self.mesh),
+                    self.argument,
+                    config=config.essence,
+                    mesh=self.mesh,
                 )
                 self.step += 1
-                self.waiting.append((self.step, metrics))
+                self.waiting.append((self.step, metrics, batch.segment_ids))
                 self._after()
             self._save()
             self.checkpoints.wait()
@@ -142,14 +155,16 @@ class _Session:
         now = time.perf_counter()
         seconds, self.clock = (now - self.clock) / len(seen), now
         self.waiting.clear()
-        for step, metrics in seen:
+        for step, metrics, segment_ids in seen:
             if self._is_told(step):
-                self.tell(self._told(step, metrics, seconds))
-        if (worst := max(int(x.bad_steps) for _, x in seen)) >= self.config.run.bad_steps:
+                self.tell(self._told(step, metrics, seconds, segment_ids))
+        if (worst := max(int(x.bad_steps) for _, x, _ in seen)) >= self.config.run.bad_steps:
             self._give_up(worst)
 
-    def _told(self, step: int, metrics: stepping.Metrics, seconds: float) -> events.TrainStep:
-        config = self.config
+    def _told(
+        self, step: int, metrics: stepping.Metrics, seconds: float, segment_ids: np.ndarray
+    ) -> events.TrainStep:
+        config, count = self.config, 1 if self.mesh is None else self.mesh.size
         each = config.data.rows * config.data.length
         density = planning.density(self.plan)
         cost = flops.per_token(config.model, config.data.length, density)
@@ -160,10 +175,11 @@ class _Session:
             gradient_norm=float(metrics.gradient_norm),
             skipped_steps=int(metrics.skipped_steps),
             density_ratio=density,
+            visited_density_ratio=visited_density(config, self.plan, segment_ids),
             tokens_seen=step * each,
             step_seconds=seconds,
             tokens_per_second=each / seconds,
-            mfu_ratio=flops.utilisation(each / seconds, cost, config.compute.dtype),
+            mfu_ratio=flops.utilisation(each / seconds / count, cost, config.compute.dtype),
             peak_bytes=_peak_bytes(),
         )
 
@@ -172,7 +188,8 @@ class _Session:
             began = time.perf_counter()
             plan = planning.new_plan(self.config, self.state.parameters, self.stream, self.step)
             seconds = time.perf_counter() - began
-            self.plan, self.argument = plan, planning.argument(plan)
+            self.plan = plan
+            self.argument = planning.argument(plan, devices.everywhere(self.mesh))
             path = Path("plans") / f"step-{self.step:06}.safetensors"
             (self.config.place / "plans").mkdir(exist_ok=True)
             plan.save(self.config.place / path)
@@ -194,7 +211,7 @@ class _Session:
         with self._off_the_clock():
             weights = self.state.average or self.state.parameters
             for name, stream in self.others.items():
-                loss, targets = evaluate(self.config, weights, self.argument, stream)
+                loss, targets = evaluate(self.config, weights, self.argument, stream, self.mesh)
                 losses.append(loss)
                 self.tell(
                     events.Evaluated(
@@ -239,6 +256,7 @@ class _Session:
                 data_hash=self.stream.hash,
                 commit=provenance.commit(),
                 device=_jax.device_kind(),
+                devices=1 if self.mesh is None else self.mesh.size,
                 versions=provenance.versions("flax", "optax", "orbax-checkpoint"),
                 parameters=sum(x.size for x in self.state.parameters.values()),
                 steps=config.schedule.steps,
@@ -292,12 +310,17 @@ class _Session:
         huggingface.save(out, model, tokenizer)
 
 
-def evaluate(config: Config, weights: Any, plan: Plan | None, stream: Stream) -> tuple[float, int]:
+def evaluate(
+    config: Config, weights: Any, plan: Plan | None, stream: Stream, mesh: Mesh | None = None
+) -> tuple[float, int]:
     """Mean loss in nats over the config's evaluation windows, and how many targets they have."""
-    how = config.evaluation
+    how, each = config.evaluation, 1 if mesh is None else mesh.size
+    rows = -(-how.rows // each) * each  # rows of weight 0 fill up what devices share
     total = count = 0.0
-    for batch in stream.in_order(how.rows, how.windows or None):
-        loss, targets = stepping.compiled_loss(weights, batch, plan, config=config.essence)
+    for batch in stream.in_order(rows, how.windows or None):
+        loss, targets = stepping.compiled_loss(
+            weights, devices.dealt(batch, mesh), plan, config=config.essence, mesh=mesh
+        )
         total, count = total + float(loss), count + float(targets)
     return total / max(count, 1), int(count)
 

@@ -55,14 +55,14 @@ def _observer(config: Config) -> Callable[..., Any]:
     return observe
 
 
-def argument(plan: Plan | None) -> Plan | None:
-    """The plan as the compiled step takes it: on the device, without what sets it apart."""
+def argument(plan: Plan | None, sharding: Any = None) -> Plan | None:
+    """The plan as the compiled step takes it: on the devices, without what sets it apart."""
     if plan is None:
         return None
     terms = dataclasses.replace(
         plan.terms, density=1.0, model_hash="", data_hash="", notes=(), validation="{}"
     )
-    return jax.device_put(dataclasses.replace(plan, terms=terms))
+    return jax.device_put(dataclasses.replace(plan, terms=terms), sharding)
 
 
 def density(plan: Plan | None) -> float:

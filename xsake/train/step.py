@@ -3,7 +3,8 @@
     state, batch [rows, T], plan ─ Σ over micro-batches ─ ÷ tokens ─ update ─ finite? ─┬─ new state
                                                                                        └─ the old
 
-The plan is an argument: another one of the same form does not recompile.
+The plan is an argument: another one of the same form does not recompile. On a mesh every device
+sums over its own rows, the sums are added up, and all devices make the same update.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from xsake.model import Transformer
 from xsake.train import cross_entropy, optimizer
 from xsake.train.attention import Attention
 from xsake.train.config import Config
 from xsake.train.data import Batch
+from xsake.train.devices import over_rows
 
 
 class State(NamedTuple):
@@ -92,24 +95,31 @@ def summed_loss(
     return total, (total, batch.weights.sum())
 
 
-def update(state: State, batch: Batch, plan: Any, config: Config) -> tuple[State, Metrics]:
-    """One step; batch has all rows of the update."""
+def summed_gradient(parameters: Any, batch: Batch, plan: Any, config: Config) -> Any:
+    """((Σ loss, Σ weights), gradient of Σ loss) over rows, a micro-batch at a time."""
     pieces = config.optimizer.accumulate
     slope = jax.value_and_grad(summed_loss, has_aux=True)
 
     def one(part: Batch) -> Any:
-        (_, sums), gradient = slope(state.parameters, part, plan, config)
+        (_, sums), gradient = slope(parameters, part, plan, config)
         return sums, gradient
 
     if pieces == 1:
-        (loss, targets), gradient = one(batch)
-    else:
-        parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
-        shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        ((loss, targets), gradient), _ = lax.scan(
-            lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None), zero, parts
-        )
+        return one(batch)
+    parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
+    shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return lax.scan(lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None), zero, parts)[
+        0
+    ]
+
+
+def update(
+    state: State, batch: Batch, plan: Any, config: Config, mesh: Mesh | None = None
+) -> tuple[State, Metrics]:
+    """One step; batch has all rows of the update, dealt out to the devices of `mesh`."""
+    sums = functools.partial(summed_gradient, config=config)
+    (loss, targets), gradient = over_rows(sums, mesh)(state.parameters, batch, plan)
     count = jnp.maximum(targets, 1)
     gradient = jax.tree.map(lambda x: x / count, gradient)
     loss, norm = loss / count, jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient)))
@@ -139,13 +149,21 @@ def _moved(state: State, gradient: Any, speed: Array, config: Config) -> State:
     return state._replace(parameters=parameters, optimizer=moments, average=average)
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnums=0)
-def compiled_update(state: State, batch: Batch, plan: Any, *, config: Config) -> Any:
+@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnums=0)
+def compiled_update(
+    state: State, batch: Batch, plan: Any, *, config: Config, mesh: Mesh | None = None
+) -> Any:
     """`update`, compiled once for a dense plan (None) and once for sparse ones."""
-    return update(state, batch, plan, config)
+    return update(state, batch, plan, config, mesh)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def compiled_loss(parameters: Any, batch: Batch, plan: Any, *, config: Config) -> Any:
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+def compiled_loss(
+    parameters: Any, batch: Batch, plan: Any, *, config: Config, mesh: Mesh | None = None
+) -> Any:
     """(Σ loss, Σ weights) of a batch, for evaluation."""
-    return summed_loss(parameters, batch, plan, config)[1]
+
+    def sums(parameters: Any, batch: Batch, plan: Any) -> Any:
+        return summed_loss(parameters, batch, plan, config)[1]
+
+    return over_rows(sums, mesh)(parameters, batch, plan)

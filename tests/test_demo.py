@@ -1,0 +1,51 @@
+"""xsake demo: all of it on short texts (XSAKE_SLOW=1), and its training run without steps."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from xsake import hads
+from xsake.cli import demo
+from xsake.observe import registry
+from xsake.train import loop
+from xsake.train.tokens import TokenFile
+
+
+def test_the_training_run_takes_the_place_of_an_earlier_one(tmp_path, monkeypatch):
+    asked = []
+
+    def instead(config, *sinks):
+        config.write(config.place / "config.json")
+        asked.append(config)
+        return loop.Outcome(0, "finished", config.place)
+
+    monkeypatch.setattr(loop, "train", instead)
+    for steps in (60, 90):  # other settings, which a run that exists would refuse
+        assert demo._train(tmp_path, steps) == tmp_path / "demo"
+    first, second = asked
+    assert first.hash != second.hash
+    file = TokenFile.open(second.data.train[0], verify=True)
+    assert file.header.vocab_size <= second.model.vocab_size
+    assert file.header.tokens > 20 * second.data.length
+    assert second.hads.is_due(30)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("XSAKE_SLOW" not in os.environ, reason="a minute; XSAKE_SLOW=1 runs it")
+def test_the_demo_leaves_a_plan_and_a_run_and_may_be_repeated(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "LENGTH", 256)
+    monkeypatch.setattr(demo, "BLOCK", 16)
+    monkeypatch.setattr(demo.console, "width", 120)
+    (tmp_path / "demo-plan").mkdir()  # as if an earlier demo had been stopped
+    demo.demo(tmp_path, calibration=2, documents=1, steps=3)
+    said = capsys.readouterr().out
+    rows = [line.split() for line in said.splitlines() if " 0.430 " in line]
+    names = {" ".join(row[: row.index("0.430")]) for row in rows}
+    assert {"sliding_window", "bigbird", "random", "HADS mean_query/output"} <= names
+    plan = hads.Plan.load(tmp_path / "demo-plan" / "plan.safetensors")
+    assert plan.density == pytest.approx(0.43, abs=1e-3)
+    demo._train(tmp_path, 3)
+    (run,) = registry.runs(tmp_path)
+    assert (run.name, run.state, run.step, run.plans) == ("demo", "finished", 3, 2)

@@ -1,0 +1,63 @@
+"""What comes with the package is whole, small, and what its card says."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xsake import shipped, text
+from xsake.evaluate.text import load_documents
+from xsake.model import huggingface
+from xsake.observe import sinks
+from xsake.observe.events import RunStarted, Stopped
+from xsake.train.config import PRESETS, Config
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return huggingface.load(shipped.FOLDER)
+
+
+def test_the_model_is_small_and_has_heads_enough(loaded):
+    config = loaded.config
+    assert (shipped.FOLDER / "model.safetensors").stat().st_size <= 12_000_000
+    assert config.context >= 2048
+    assert config.heads >= 8
+    assert config.layers >= 4
+    assert config.vocab_size <= 8192
+
+
+@pytest.mark.parametrize("path", [shipped.CALIBRATION_TEXT, shipped.HELD_OUT_TEXT])
+def test_a_text_is_one_document_and_survives_the_tokenizer(loaded, path):
+    (document,) = text.documents([path])
+    assert len(document) > 100_000
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode(document[:5000])) == document[:5000]
+
+
+def test_it_predicts_a_novel_that_it_never_saw(loaded):
+    """Better by a nat than by knowing how often every token occurs in this very text."""
+    (book,) = text.documents([shipped.HELD_OUT_TEXT])
+    share = np.bincount(loaded.tokenizer.encode(book)) / len(loaded.tokenizer.encode(book))
+    entropy = -(share * np.log(np.maximum(share, 1e-30))).sum()
+    tokens = load_documents([shipped.HELD_OUT_TEXT], loaded.tokenizer.encode, 512, 1)[0]
+    said = jax.nn.log_softmax(loaded.model(tokens[None])[0, :-1])
+    assert -said[jnp.arange(511), tokens[1:]].mean() < entropy - 1
+
+
+def test_its_run_is_the_preset_and_finished():
+    config, preset = Config.read(shipped.FOLDER / "training.json"), PRESETS["shipped"]
+    for name in ("model", "seed", "optimizer", "schedule", "compute"):
+        assert getattr(config, name) == getattr(preset, name), name
+    assert (config.data.length, config.data.rows) == (preset.data.length, preset.data.rows)
+    assert config.hads.density is None
+    events = sinks.read(shipped.FOLDER / "events.jsonl")
+    (began,) = (event for event in events if isinstance(event, RunStarted))
+    assert (began.steps, began.tokens_per_step) == (config.schedule.steps, 32 * 2048)
+    assert isinstance(events[-1], Stopped)
+    assert events[-1].reason == "finished"
+    exported = json.loads((shipped.FOLDER / "config.json").read_text())
+    assert exported["num_hidden_layers"] == config.model.layers

@@ -1,0 +1,82 @@
+"""Training on 8 CPU devices and on one: `python -m tests.train.sharded FOLDER`.
+
+A process of its own, because the number of devices is settled when JAX starts. Prints one line for
+each claim, and ends with 1 if any does not hold.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # pytest imports this file too, to look for doctests
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+
+from tests.train.corpus import changed, config, token_file
+from xsake.observe import sinks
+from xsake.observe.events import Evaluated, PlanSwapped, RunStarted, TrainStep
+from xsake.train import loop
+
+
+def losses(place: Path, kind: type) -> list[float]:
+    return [event.loss_nats for event in sinks.read(place / "events.jsonl") if type(event) is kind]
+
+
+def far(a: list[float], b: list[float]) -> float:
+    """The largest relative difference."""
+    return float(np.max(np.abs(np.subtract(a, b) / np.asarray(b))))
+
+
+def main(folder: Path) -> int:
+    assert len(jax.devices()) == 8
+    whole = config(
+        folder,
+        token_file(folder),
+        data__rows=8,
+        schedule__steps=6,
+        hads__warmup_steps=0,
+        hads__every=3,
+        hads__policy="uniform",  # whose calibration compiles soonest
+        evaluation__every=6,
+        checkpoint__every=3,
+    )
+    one = changed(whole, run__devices=1, run__name="one")
+    eight = changed(whole, run__name="eight")
+    moved = changed(whole, run__devices=1, run__name="moved")
+    loop.train(one)
+    loop.train(eight)
+    loop.train(changed(moved, run__devices=8, run__stop_at=4))
+    loop.train(moved)
+    said = sinks.read(eight.place / "events.jsonl")
+    places = one.place, eight.place, moved.place
+    steps = [losses(place, TrainStep) for place in places]
+    tests = [losses(place, Evaluated) for place in places]
+    try:
+        loop.train(changed(whole, run__devices=3, run__name="uneven"))
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    # float32 sums in another order, through six updates of Adam
+    claims = {
+        "eight devices take part": said[0].devices == 8 and isinstance(said[0], RunStarted),
+        "plans are swapped": sum(isinstance(event, PlanSwapped) for event in said) == 2,
+        "six steps are told of": [len(x) for x in steps] == [6, 6, 6],
+        f"the losses are those of one device: {far(steps[1], steps[0]):.1e}": far(*steps[1::-1])
+        < 1e-5,
+        f"on other text too: {far(tests[1], tests[0]):.1e}": far(tests[1], tests[0]) < 1e-5,
+        f"begun on eight, ended on one: {far(steps[2], steps[0]):.1e}": far(steps[2], steps[0])
+        < 1e-5,
+        f"uneven rows are refused: {refused}": "data.rows = 8 cannot be dealt out evenly to 3"
+        in refused,
+    }
+    for claim, holds in claims.items():
+        print(f"{claim}: {'ok' if holds else 'WRONG'}", flush=True)
+    return 0 if all(claims.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,84 @@
+"""How long attention takes by each choice of blocks, on a model's own q, k and v.
+
+tokens [T] ─ dense pass ─ q, k, v of every layer ─┬─ dense attention          ─ seconds
+                                                  └─ choose blocks, visit them ─ seconds
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from xsake import masks
+from xsake.attention import dot_product_attention
+from xsake.bench.timing import Timing, time_calls
+from xsake.block_mask import BlockMask
+from xsake.evaluate.methods import SOURCES, Activations, Method, scores_of
+from xsake.evaluate.subject import Subject
+from xsake.hads import select
+
+
+def time_attention(
+    subject: Subject, tokens: Any, methods: Sequence[Method], block: int, repeats: int = 3
+) -> dict[str, Timing]:
+    """Seconds of all layers' attention by the methods' names, and of "dense", in the same rounds.
+
+    A method that looks at the input pays for its looking; oracles, which look at everything, are
+    not for this.
+    """
+    qkv = observed(subject, tokens)
+    calls: dict[str, Any] = {"dense": (_dense, qkv)}
+    for method in methods:
+        run = functools.partial(_sparse, source=SOURCES[int(method.source)], block=block)
+        calls[method.name] = run, (method.counts, method.given, *qkv)
+    return time_calls(calls, repeats)
+
+
+def observed(subject: Subject, tokens: Any) -> tuple[Array, Array, Array]:
+    """q, k and v of every layer as they enter attention, each [layers, T, heads, H]."""
+    model = nnx.merge(subject.graph, subject.weights)
+    config, T = model.config, len(tokens)
+
+    def fold(layer: Any, seen: Any, carry: Any) -> Any:
+        found = (seen.q, seen.k, seen.v)
+        return tuple(x.at[layer].set(y[0]) for x, y in zip(carry, found, strict=True))
+
+    empty = tuple(
+        jnp.zeros((config.layers, T, heads, config.head_size), model.dtype)
+        for heads in (config.heads, config.kv_heads, config.kv_heads)
+    )
+    run = jax.jit(lambda weights, line: subject.observe(weights, line, fold, empty))
+    return run(subject.weights, jnp.asarray(tokens)[None])
+
+
+@jax.jit
+def _dense(q: Array, k: Array, v: Array) -> Array:
+    T = q.shape[1]
+    mask = BlockMask.from_rule(masks.causal(), (T, T))
+
+    def attend(x: Any) -> Array:
+        q, k, v = x
+        return dot_product_attention(q[None], k[None], v[None], mask=mask)
+
+    return lax.map(attend, (q, k, v))
+
+
+@functools.partial(jax.jit, static_argnames=("source", "block"))
+def _sparse(
+    counts: Array, given: Array, q: Array, k: Array, v: Array, *, source: str, block: int
+) -> Array:
+    def attend(x: Any) -> Array:
+        counts, blocks, q, k, v = x
+        if source != "given":
+            scores = scores_of(source, Activations(q, k, v, None), block)
+            blocks = select.keep_top(scores, counts)
+        mask = select.to_mask(blocks, q.shape[0], block)
+        return dot_product_attention(q[None], k[None], v[None], mask=mask)
+
+    return lax.map(attend, (counts, given, q, k, v))

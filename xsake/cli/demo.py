@@ -1,0 +1,186 @@
+"""xsake demo: the whole of it on the shipped model, in minutes on two CPU cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from xsake import BlockMask, _jax, masks, shipped
+from xsake.cli.terminal import console
+
+LENGTH, BLOCK = 2048, 64
+HADS = ("mean_query/output", "mean_query/kl", "static/kl")  # the forms of HADS in the table
+
+
+def demo(
+    folder: Path = Path("runs"),
+    density: float = 0.43,
+    calibration: int = 4,
+    documents: int = 2,
+    steps: int = 60,
+) -> None:
+    """Calibrates the shipped model, compares HADS with fixed patterns, trains a tiny model.
+
+    Args:
+      folder: where the plan and the training run are put; what an earlier demo left is replaced.
+      density: of the plan and of every method beside it.
+      calibration: documents of 2,048 tokens that the model is calibrated on.
+      documents: other documents that the methods are measured on.
+      steps: of the training run.
+    """
+    from xsake.evaluate import text as texts
+    from xsake.evaluate.subject import Subject
+    from xsake.model import huggingface
+    from xsake.model.tokenizer import read_tokenizer
+
+    began = time.perf_counter()
+    with _part("a mask: the first keys and a window, 1,536 tokens"):
+        rule = masks.causal() & (masks.first(16) | masks.sliding_window(256))
+        console.print(str(BlockMask.from_rule(rule, (1536, 1536))))
+    subject = Subject(huggingface.load(shipped.FOLDER, tokenizer=False).model)
+    encode = read_tokenizer(shipped.FOLDER / "tokenizer.json").encode
+
+    def cut(path: Path, count: int) -> list[Any]:
+        return texts.load_documents([path], encode, LENGTH, count)
+
+    place = folder / "demo-plan"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    with _part(f"the shipped model on {calibration} × {LENGTH:,} tokens of Persuasion"):
+        profile = _profile(subject, cut(shipped.CALIBRATION_TEXT, calibration))
+        profile.save(place / "profile.safetensors")
+    with _part(f"density {density}: a budget for every head, then blocks chosen from each input"):
+        plan = _plan(profile, density)
+        plan.save(place / "plan.safetensors")
+        console.print(str(plan))
+    held_out = cut(shipped.HELD_OUT_TEXT, documents)
+    with _part(f"against fixed patterns, on {documents} × {LENGTH:,} tokens of Moby-Dick"):
+        console.print(_compared(subject, profile, density, held_out))
+    with _part("a tiny model learns from Persuasion, dense at first, then by plans of its own"):
+        run = _train(folder, steps)
+    console.print(f"\n{time.perf_counter() - began:.0f} s in all. What to run next:")
+    model, text = shipped.FOLDER, shipped.HELD_OUT_TEXT
+    for line in (
+        f"xsake runs {folder}",
+        f"xsake plan {place}/profile.safetensors --density 0.3 -o {place}/plan-0.3.safetensors",
+        f"xsake evaluate {model} --plan {place}/plan.safetensors --text {text} --documents 2",
+        f"xsake generate --model {model} --prompt 'It was a'",
+        f"xsake train --config {run}/config.json --run.name longer --schedule.steps 400",
+    ):
+        console.print(f"  {line}", soft_wrap=True)
+
+
+@contextmanager
+def _part(title: str) -> Iterator[None]:
+    began = time.perf_counter()
+    console.print(f"\n[bold]{title}[/]")
+    yield
+    console.print(f"[dim]{time.perf_counter() - began:.1f} s[/]")
+
+
+def _profile(subject: Any, documents: list[Any]) -> Any:
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("calibrates", total=len(documents))
+        return subject.profile(
+            documents,
+            block=BLOCK,
+            curves=("static", "mean_query"),
+            tell=lambda done: progress.update(task, completed=done),
+        )
+
+
+def _plan(profile: Any, density: float) -> Any:
+    from xsake import hads
+
+    selector, policy = HADS[0].split("/")
+    return hads.make(profile, density, policy, selector)
+
+
+def _compared(subject: Any, profile: Any, density: float, documents: list[Any]) -> Table:
+    """Quality and time of every fixed pattern and of HADS at one density."""
+    from xsake.bench.choices import time_attention
+    from xsake.evaluate import methods as choices
+    from xsake.evaluate.table import measure_methods
+
+    methods = [
+        method
+        for method in choices.at_density(profile, density, LENGTH)
+        if method.kind in ("fixed", "seed") or method.name in HADS
+    ]
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        found = measure_methods(
+            subject,
+            methods,
+            documents,
+            BLOCK,
+            lambda what: progress.update(task, description=what),
+        )
+        progress.update(task, description="times attention")
+        times = time_attention(subject, documents[0], methods, BLOCK)
+    table = Table(
+        Column("method", no_wrap=True),
+        *"density|KL|error|perplexity|ms|÷ dense".split("|"),
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="KL of attention and error of its output: on the dense model's activations; "
+        "perplexity: against dense, end to end; ms: attention of all layers, choosing blocks "
+        f"included, {_jax.device_kind()}",
+    )
+    dense = times["dense"].median_seconds
+    table.add_row("dense", "1.000", "0", "0", "+0.00%", f"{1e3 * dense:.0f}", "1.00")
+    for row in sorted(found, key=lambda row: row["perplexity_gap"]):
+        seconds = times[row["method"]].median_seconds
+        is_ours = row["method"] in HADS
+        table.add_row(
+            ("HADS " if is_ours else "") + row["method"],
+            f"{row['realised_density_ratio']:.3f}",
+            f"{row['kl']:.4f}",
+            f"{row['error']:.4f}",
+            f"{row['perplexity_gap']:+.2%}",
+            f"{1e3 * seconds:.0f}",
+            f"{seconds / dense:.2f}",
+            style="bold" if is_ours else None,
+        )
+    return table
+
+
+def _train(folder: Path, steps: int) -> Path:
+    """A run of the preset `tiny` on the shipped text, in folder/demo."""
+    from xsake import text
+    from xsake.model.tokenizer import read_tokenizer
+    from xsake.observe.sinks import Terminal
+    from xsake.train import config as settings
+    from xsake.train import loop, tokens
+
+    tiny = settings.PRESETS["tiny"]
+    place = folder / "demo"
+    shutil.rmtree(place, ignore_errors=True)
+    tokenizer = tokens.end_token(read_tokenizer(shipped.FOLDER / "tokenizer.json"))
+    files = []
+    for path in (shipped.CALIBRATION_TEXT, shipped.HELD_OUT_TEXT):
+        out = place / "text" / path.name.partition(".")[0]
+        made = tokens.tokenize(text.documents([path]), tokenizer, out, sources=[path.name])
+        files.append(str(made.folder))
+    config = dataclasses.replace(
+        tiny,
+        model=dataclasses.replace(tiny.model, context=512),
+        data=settings.Data(train=tuple(files[:1]), length=512, rows=2),
+        schedule=settings.Schedule(steps=steps, warmup_steps=steps // 10),
+        hads=settings.Hads(
+            density=0.5, warmup_steps=steps // 3, every=max(1, steps // 3), documents=2, block=32
+        ),
+        evaluation=settings.Evaluation(files=tuple(files[1:]), every=steps, windows=8, rows=2),
+        checkpoint=settings.Checkpoint(every=steps),
+        run=settings.Run(name="demo", folder=str(folder)),
+    )
+    return loop.train(config, Terminal(steps)).folder
