@@ -109,9 +109,11 @@ def summed_gradient(parameters: Any, batch: Batch, plan: Any, config: Config) ->
     parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return lax.scan(lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None), zero, parts)[
-        0
-    ]
+
+    def add(sums: Any, part: Batch) -> Any:
+        return jax.tree.map(jnp.add, sums, one(part)), None
+
+    return lax.scan(add, zero, parts)[0]
 
 
 def update(
