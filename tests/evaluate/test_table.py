@@ -53,22 +53,22 @@ def profile(subject, documents):
 
 def test_every_method_has_the_density_asked_for(profile):
     found = methods.at_density(profile, 0.6, LENGTH, {"from elsewhere": profile})
-    names = {method.name for method in found}
-    assert len(names) == len(found)
-    assert {"sliding_window", "seed_entropy", "static/kl", "mean_query/kl", "oracle/kl"} < names
-    assert {"oracle/output", "mean_query/output + centroids"} < names
-    assert {"mean_query/kl from elsewhere", "static/output from elsewhere"} < names
+    names = [method.name for method in found]
+    assert len(names) == len(set(names))
+    assert {"sliding_window", "seed_entropy", "static/kl", "oracle/kl"} < set(names)
+    assert {"mean_query/kl", "mean_query/output"} < set(names)
+    assert {"oracle/output", "mean_query/output + centroids"} < set(names)
+    assert {"mean_query/kl from elsewhere", "static/output from elsewhere"} < set(names)
     for method in found:
         assert int(method.counts.sum()) == round(0.6 * 8 * 36), method.name
 
 
 def test_a_method_without_a_cost_curve_is_named(profile):
-    """The fixture calibrates neither pooled nor antidiagonal nor gaussian."""
+    """The fixture calibrates static, mean_query and oracle."""
     names = {method.name for method in methods.at_density(profile, 0.6, LENGTH)}
-    missing = ("pooled", "antidiagonal", "gaussian")
-    wanted = [f"{selector}/{policy}" for selector in missing for policy in ("kl", "output")]
-    assert methods.left_out(profile) == wanted
-    assert not names & set(wanted)
+    wanted = {f"{s}/{p}" for s in ("pooled", "antidiagonal", "gaussian") for p in ("kl", "output")}
+    assert set(methods.left_out(profile)) == wanted
+    assert not names & wanted
     with pytest.raises(ValueError, match=r"density 0\.1 is below 0\.417"):
         methods.at_density(profile, 0.1, LENGTH)
 
