@@ -33,7 +33,7 @@ __all__ = ["Completion", "Sampling", "generate", "stream"]
 
 CHUNK = 2048  # prompt tokens of one pass
 BURST = 16  # decode steps between two looks of the host
-REFRESH = 4  # decode steps that a choice of blocks serves
+REFRESH = 2  # decode steps that a choice of blocks serves
 FORCED = 2  # blocks that a token always reads: the first and its own
 SPAN = 256  # the shortest stretch of the cache that a step is compiled for; doubled as it fills
 
