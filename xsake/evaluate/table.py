@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -228,7 +229,7 @@ def run_table(
         }
         table["provenance"] = provenance or {}
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
+        out.write_text(to_json(table))
         out.with_suffix(".md").write_text(to_markdown(table))
     return table
 
@@ -249,6 +250,12 @@ def _taken_up(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
             )
         return table
     return {**facts, "densities": {}}
+
+
+def to_json(table: dict[str, Any]) -> str:
+    """The table as JSON, lists of numbers on one line each."""
+    spread = json.dumps(table, indent=1, allow_nan=False)
+    return re.sub(r"\[[-+\d.e,\s]*\]", lambda found: " ".join(found[0].split()), spread) + "\n"
 
 
 def to_markdown(table: dict[str, Any]) -> str:
