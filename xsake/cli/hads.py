@@ -80,7 +80,7 @@ def plan(
     profile: tyro.conf.Positional[Path],
     density: float,
     out: Out,
-    policy: str = "kl",
+    policy: str = "output",
     selector: str = "mean_query",
     top_p: float | None = None,
 ) -> None:

@@ -278,7 +278,7 @@ class Plan:
 def make(
     profile: Profile,
     density: float,
-    policy: str = "kl",
+    policy: str = "output",
     selector: str = "mean_query",
     *,
     top_p: float | None = None,
