@@ -185,6 +185,24 @@ def test_a_small_backward_agrees_when_interpreted():
         assert oracle.relative_error(gradient, want[name]) <= 1e-2, name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(_jax.platform() != "gpu", reason="what XLA makes of it is seen on a GPU only")
+def test_a_scan_over_layers_runs_each_kernel_once():
+    """XLA would fuse the forward with the stacking of its result, beside the forward itself."""
+
+    def layer(x, w):
+        h = (x @ w).reshape(1, 256, 2, 64)
+        out = xsake.dot_product_attention(h, h, h, is_causal=True, implementation="hopper")
+        return x + out.reshape(x.shape), None
+
+    def loss(w, x):
+        return (jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2).sum()
+
+    w, x = jnp.ones((3, 128, 128), jnp.bfloat16), jnp.ones((1, 256, 128), jnp.bfloat16)
+    text = jax.jit(jax.grad(loss)).lower(w, x).compile().as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 2  # a forward and a backward
+
+
 def test_where_there_is_no_gpu_it_says_so():
     """A named backend raises with its reason, and `explain` has it too."""
     if _jax.platform() == "gpu":
