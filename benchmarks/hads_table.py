@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array, lax
 
 from xsake import dot_product_attention
+from xsake.bench.choices import observed
 from xsake.bench.timing import provenance, time_queued
 from xsake.evaluate import table as tables
 from xsake.evaluate import text
@@ -32,7 +32,7 @@ from xsake.evaluate.subject import Subject
 from xsake.hads import Plan, Profile, budget, make, select
 from xsake.hads.statistics import CURVES
 from xsake.model import huggingface
-from xsake.model.generate import stream
+from xsake.model.generate import REFRESH, stream
 
 
 def prepare(
@@ -205,9 +205,9 @@ def speed(
     quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
     for name, wanted, refresh in (
         ("dense", None, 1),
-        (made.terms.policy, budget_of(made, 0.43), 4),
-        *((made.terms.policy, budget_of(made, 0.25), refresh) for refresh in (1, 4, 16)),
-        ("uniform", quarter, 4),
+        (made.terms.policy, budget_of(made, 0.43), REFRESH),
+        *((made.terms.policy, budget_of(made, 0.25), refresh) for refresh in (1, REFRESH, 4, 16)),
+        ("uniform", quarter, REFRESH),
     ):
         for batch in (1, 8):
             row = _decoding(narrow, held_out, new, batch, wanted, refresh)
@@ -274,7 +274,7 @@ def _on_activations(
 ) -> dict[str, Any]:
     """All layers one after the other, on the dense model's own q, k, v [layers, B, T, …]."""
     layers = jnp.arange(subject.layers)
-    q, k, v, kernel = _activations(subject, tokens)
+    q, k, v, kernel = observed(subject, tokens)
 
     def dense(q: Array, k: Array, v: Array) -> Array:
         return lax.map(lambda x: _dense(*x), (q, k, v))
@@ -325,29 +325,6 @@ def _on_activations(
         "error": error,
         "error_standard_error": error_error,
     }
-
-
-def _activations(subject: Subject, tokens: np.ndarray) -> tuple[Array, ...]:
-    """(q, k, v, kernel) of a dense pass, each with a leading axis of layers."""
-    config = nnx.merge(subject.graph, subject.weights).config
-    lead, size = (config.layers, *tokens.shape), config.head_size
-
-    @jax.jit
-    def watch(weights: Any, tokens: Array) -> Any:
-        def fold(layer: Any, seen: Any, carry: Any) -> Any:
-            new = (seen.q, seen.k, seen.v, seen.kernel)
-            return jax.tree.map(
-                lambda every, x: every.at[layer].set(x.astype(every.dtype)), carry, new
-            )
-
-        start = tuple(
-            jnp.zeros((*lead, heads, size), jnp.bfloat16)
-            for heads in (config.heads, config.kv_heads, config.kv_heads)
-        )
-        kernels = jnp.zeros((config.layers, config.heads, size, config.width))
-        return subject.observe(weights, tokens, fold, (*start, kernels))
-
-    return watch(subject.weights, jnp.asarray(tokens))
 
 
 def _decoding(

@@ -10,23 +10,19 @@ CUDA graphs, since within those the trace does not say which instruction a kerne
 
 from __future__ import annotations
 
-import argparse
 import collections
 import glob
 import gzip
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-VARIANTS = ("dense cudnn", "dense", "hads 0.43", "hads 0.20")
+import train_step
+
 CLASSES = (
     "attention forward",
     "attention backward",
@@ -153,11 +149,10 @@ def summed(ran: Iterable[dict[str, Any]], known: dict[str, Origin], steps: int) 
 def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> dict[str, Any]:
     """One row: step seconds without a trace, then kernel seconds by class within one."""
     import jax
-    from train_step import problem
 
     from xsake.train import step
 
-    config, state, batch, plan = problem(variant, length, tokens, block)
+    config, state, batch, plan = train_step.problem(variant, length, tokens, block)
     program = step.compiled_update.lower(state, batch, plan, config=config).compile()
     taken = []
     for _ in range(steps + 2):
@@ -189,47 +184,7 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
     }
 
 
-def main() -> None:
-    """All variants at one length, one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=32_768, help="of one step, over its rows")
-    parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--only", help="one variant, in this process; prints its row")
-    given = parser.parse_args()
-    if given.only:
-        row = measure(given.only, given.length, given.tokens, given.block, given.steps)
-        from xsake.bench.timing import provenance
-
-        print("ROW " + json.dumps([provenance(), row]))
-        return
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
-    found: list[dict[str, Any]] = []
-    facts: dict[str, Any] = {}
-    for variant in given.variants:
-        words = [sys.executable, __file__, "--only", variant, "--length", str(given.length)]
-        words += ["--tokens", str(given.tokens), "--block", str(given.block)]
-        words += ["--steps", str(given.steps)]
-        ended = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "XLA_FLAGS": flags},
-        )
-        told = [x[4:] for x in ended.stdout.splitlines() if x.startswith("ROW ")]
-        why = [x for x in ended.stderr.splitlines() if "Error" in x][-1:]
-        failed = [facts, {"variant": variant, "length": given.length, "error": why}]
-        facts, row = json.loads(told[0]) if told else failed
-        found.append(row)
-        print(json.dumps({x: y for x, y in row.items() if x != "kernels"}), flush=True)
-        if given.out:
-            whole = {**facts, "command": " ".join(sys.argv), "xla_flags": flags, "results": found}
-            given.out.write_text(json.dumps(whole, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    # within CUDA graphs the trace would not say which instruction a kernel is
+    given = train_step.parsed(__doc__, [4096], 5)
+    train_step.run(__file__, measure, given, "--xla_gpu_enable_command_buffer=")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,8 @@ VARIANTS = ("dense cudnn", "dense", "hads 0.43", "hads 0.20")
 
 def problem(variant: str, length: int, tokens: int, block: int) -> tuple[Any, Any, Any, Any]:
     """(config, state, batch, plan): what `step.compiled_update` takes."""
+    if variant not in VARIANTS:
+        raise ValueError(f"variant {variant!r} is not one of {list(VARIANTS)}")
     import jax
     import numpy as np
 
@@ -94,16 +97,24 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
     }
 
 
-def main() -> None:
-    """All variants at all lengths, one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parsed(description: str | None, lengths: list[int], steps: int) -> argparse.Namespace:
+    """The flags of a program that measures variants of this step."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384])
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--tokens", type=int, default=32_768, help="of one step, over its rows")
     parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--only", help="one variant, in this process; prints its row")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def run(script: str, measure: Any, given: argparse.Namespace, flags: str = "") -> None:
+    """All variants at all lengths, each by `script --only` in a process of its own; one JSON.
+
+    `flags` are added to XLA_FLAGS of those processes and told in the JSON.
+    """
     if given.only:
         row = measure(given.only, given.lengths[0], given.tokens, given.block, given.steps)
         from xsake.bench.timing import provenance
@@ -112,22 +123,25 @@ def main() -> None:
         return
     found: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}  # of the processes that measure; this one leaves the device alone
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     for length in given.lengths:
-        for variant in VARIANTS:
-            words = [sys.executable, __file__, "--only", variant, "--lengths", str(length)]
+        for variant in given.variants:
+            words = [sys.executable, script, "--only", variant, "--lengths", str(length)]
             words += ["--tokens", str(given.tokens), "--block", str(given.block)]
             words += ["--steps", str(given.steps)]
-            ended = subprocess.run(words, capture_output=True, text=True, check=False)
+            env = {**os.environ, "XLA_FLAGS": flags}
+            ended = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
             told = [x[4:] for x in ended.stdout.splitlines() if x.startswith("ROW ")]
             why = [x for x in ended.stderr.splitlines() if "Error" in x][-1:]
             failed = [facts, {"variant": variant, "length": length, "error": why}]
             facts, row = json.loads(told[0]) if told else failed
             found.append(row)
-            print(json.dumps(row), flush=True)
+            print(json.dumps({x: y for x, y in row.items() if x != "kernels"}), flush=True)
             if given.out:  # after each row, so that a stopped run keeps what it has
-                whole = {**facts, "command": " ".join(sys.argv), "results": found}
-                given.out.write_text(json.dumps(whole, indent=2) + "\n")
+                asked = {"command": " ".join(sys.argv), "xla_flags": flags}
+                whole = {**facts, **asked, "results": found}
+                given.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__file__, measure, parsed(__doc__, [4096, 16_384], 10))

@@ -25,13 +25,17 @@ def tokens():
     return np.random.default_rng(0).integers(0, 256, LENGTH)
 
 
+@pytest.fixture(scope="module")
+def qkv(subject, tokens):
+    return [x[:, 0] for x in choices.observed(subject, tokens[None])[:3]]
+
+
 def method(subject, name, blocks):
     given = jnp.broadcast_to(blocks, (subject.layers, subject.heads, 3, 3))
     return Method(given.sum(-1, dtype=jnp.int32), given, jnp.int32(0), name)
 
 
-def test_all_blocks_are_dense_attention_and_fewer_are_not(subject, tokens):
-    qkv = choices.observed(subject, tokens)
+def test_all_blocks_are_dense_attention_and_fewer_are_not(subject, qkv):
     dense = choices._dense(*qkv)
 
     def sparse(blocks, source):
@@ -43,14 +47,14 @@ def test_all_blocks_are_dense_attention_and_fewer_are_not(subject, tokens):
     assert jnp.abs(sparse(jnp.eye(3, dtype=bool), "given") - dense).max() > 1e-2
 
 
-def test_what_is_observed_is_what_the_model_attends_with(subject, tokens):
+def test_what_is_observed_is_what_the_model_attends_with(subject, tokens, qkv):
     def fold(layer, seen, carry):
         return carry.at[layer].set(seen.out[0])
 
     config = PRESETS["tiny"]
     empty = jnp.zeros((config.layers, LENGTH, config.heads, config.head_size))
     out = subject.observe(subject.weights, jnp.asarray(tokens)[None], fold, empty)
-    dense = choices._dense(*choices.observed(subject, tokens))
+    dense = choices._dense(*qkv)
     np.testing.assert_allclose(dense[:, 0], out, atol=2e-6)
 
 

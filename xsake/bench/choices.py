@@ -27,12 +27,12 @@ from xsake.hads import select
 def time_attention(
     subject: Subject, tokens: Any, methods: Sequence[Method], block: int, repeats: int = 3
 ) -> dict[str, Timing]:
-    """Seconds of all layers' attention by the methods' names, and of "dense", in the same rounds.
+    """Seconds of all layers' attention by the methods' names, and of "dense", on tokens [T].
 
     A method that looks at the input pays for its looking; oracles, which look at everything, are
     not for this.
     """
-    qkv = observed(subject, tokens)
+    qkv = tuple(x[:, 0] for x in observed(subject, tokens[None])[:3])
     calls: dict[str, Any] = {"dense": (_dense, qkv)}
     for method in methods:
         run = functools.partial(_sparse, source=SOURCES[int(method.source)], block=block)
@@ -40,21 +40,25 @@ def time_attention(
     return time_calls(calls, repeats)
 
 
-def observed(subject: Subject, tokens: Any) -> tuple[Array, Array, Array]:
-    """q, k and v of every layer as they enter attention, each [layers, T, heads, H]."""
+def observed(subject: Subject, tokens: Any) -> tuple[Array, Array, Array, Array]:
+    """What every layer's attention is given on tokens [B, T], and what it is projected with.
+
+    (q, k, v [layers, B, T, heads, H], kernel [layers, N, H, width]).
+    """
     model = nnx.merge(subject.graph, subject.weights)
-    config, T = model.config, len(tokens)
+    config = model.config
 
     def fold(layer: Any, seen: Any, carry: Any) -> Any:
-        found = (seen.q, seen.k, seen.v)
-        return tuple(x.at[layer].set(y[0]) for x, y in zip(carry, found, strict=True))
+        found = (seen.q, seen.k, seen.v, seen.kernel)
+        return tuple(x.at[layer].set(y) for x, y in zip(carry, found, strict=True))
 
     empty = tuple(
-        jnp.zeros((config.layers, T, heads, config.head_size), model.dtype)
+        jnp.zeros((config.layers, *tokens.shape, heads, config.head_size), model.dtype)
         for heads in (config.heads, config.kv_heads, config.kv_heads)
     )
-    run = jax.jit(lambda weights, line: subject.observe(weights, line, fold, empty))
-    return run(subject.weights, jnp.asarray(tokens)[None])
+    kernels = jnp.zeros((config.layers, config.heads, config.head_size, config.width))
+    run = jax.jit(lambda weights, lines: subject.observe(weights, lines, fold, (*empty, kernels)))
+    return run(subject.weights, jnp.asarray(tokens))
 
 
 @jax.jit
