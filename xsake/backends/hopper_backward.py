@@ -510,7 +510,7 @@ class _Columns(_Kernel):
             q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # Q and lse
             # d_out and delta
             d_out_ready=plgpu.Barrier(num_arrivals=1 + self.makes_dk, num_barriers=d_out_stages),
-            kv_free=plgpu.Barrier(num_arrivals=COMPUTE),
+            kv_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTE),
             q_free=plgpu.Barrier(num_barriers=stages, **free),
             d_out_free=plgpu.Barrier(num_barriers=d_out_stages, **free),
         )
@@ -547,7 +547,7 @@ class _Columns(_Kernel):
             if self.makes_dk:
                 copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[slot], ready)
 
-        def load_kv(item):
+        def load_kv(item, _):
             keys = pl.ds(item.i * self.item_block, self.item_block)
             copy(k_gmem.at[item.b, keys, self.kv_head(item)], k_smem, k_ready)
             if self.makes_dk:
@@ -672,7 +672,7 @@ class _Columns(_Kernel):
                     plgpu.barrier_wait(v_ready)
                 refs = dict(zip(self.sizes, accumulators, strict=True))
                 self.run_steps(wg, item, done, front, functools.partial(back, refs))
-                plgpu.barrier_arrive(kv_free)
+                plgpu.barrier_arrive(kv_free.at[0])
                 return tuple(ref[...] for ref in refs.values())
 
             sizes = [(ROWS, size) for size in self.sizes.values()]
@@ -783,7 +783,7 @@ class _Rows(_Kernel):
             d_out_ready=plgpu.Barrier(),
             k_ready=plgpu.Barrier(num_barriers=stages),
             v_ready=plgpu.Barrier(num_barriers=v_stages),
-            q_free=plgpu.Barrier(num_arrivals=COMPUTE),  # d_out too
+            q_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTE),  # d_out too
             k_free=plgpu.Barrier(num_barriers=stages, **free),
             v_free=plgpu.Barrier(num_barriers=v_stages, **free),
         )
@@ -805,7 +805,7 @@ class _Rows(_Kernel):
         def load_v(item, keys, slot):
             copy(v_gmem.at[item.b, keys, self.kv_head(item)], v_smem.at[slot], v_ready.at[slot])
 
-        def load_q_d_out(item):
+        def load_q_d_out(item, _):
             queries = pl.ds(item.i * self.item_block, self.item_block)
             copy(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
             copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem, d_out_ready)
@@ -883,7 +883,7 @@ class _Rows(_Kernel):
                 plgpu.barrier_wait(q_ready)
                 plgpu.barrier_wait(d_out_ready)
                 self.run_steps(wg, item, done, front, functools.partial(back, dq_ref))
-                plgpu.barrier_arrive(q_free)
+                plgpu.barrier_arrive(q_free.at[0])
                 return (dq_ref[...],)
 
             (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))

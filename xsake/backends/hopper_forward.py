@@ -66,6 +66,8 @@ class ForwardTiling:
     step: int | None = None
     # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
     stages: int | None = None
+    # Q tiles: with two, the next item's Q is loaded while this one is computed. No room at H = 256.
+    q_stages: int = 1
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
     order: str = "sections"
@@ -296,15 +298,15 @@ class _Kernel(BlockKernel):
         ready = plgpu.Barrier(num_barriers=stages)
         free = plgpu.Barrier(num_barriers=stages, num_arrivals=self.consumers)
         scratch = dict(
-            q_smem=tiles(shape.block[0], shape.size, dtype=dtype),
+            q_smem=tiles(self.tiling.q_stages, shape.block[0], shape.size, dtype=dtype),
             k_smem=tiles(stages, self.step, shape.size, dtype=dtype),
             v_smem=tiles(stages, self.step, shape.value_size, dtype=dtype),
             out_smem=tiles(self.consumers, ROWS, self.out_columns, dtype=dtype),
             lse_smem=plgpu.SMEM((self.consumers, ROWS), jnp.float32),
-            q_ready=plgpu.Barrier(),
+            q_ready=plgpu.Barrier(num_barriers=self.tiling.q_stages),
             k_ready=ready,
             v_ready=ready,
-            q_free=plgpu.Barrier(num_arrivals=COMPUTE),
+            q_free=plgpu.Barrier(num_barriers=self.tiling.q_stages, num_arrivals=COMPUTE),
             k_free=free,
             v_free=free,
         )
@@ -390,13 +392,14 @@ class _Kernel(BlockKernel):
             gmem = v_gmem.at[item.b, keys, self.kv_head(item)]
             plgpu.copy_gmem_to_smem(gmem, v_smem.at[slot], v_ready.at[slot])
 
-        def load_q(item):
+        def load_q(item, place):
             queries = pl.ds(item.i * self.item_block, self.item_block)
-            plgpu.copy_gmem_to_smem(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
+            gmem = q_gmem.at[item.b, queries, item.n]
+            plgpu.copy_gmem_to_smem(gmem, q_smem.at[place], q_ready.at[place])
 
         k_ring = Ring(self.stages, functools.partial(self.await_free_k, k_free), load_k)
         v_ring = Ring(self.stages, functools.partial(self.await_free_v, v_free), load_v)
-        self.stream(work, index, k_ring, v_ring, load_q, q_free)
+        self.stream(work, index, k_ring, v_ring, load_q, q_free, self.tiling.q_stages)
 
     # Compute warpgroups
 
@@ -407,10 +410,14 @@ class _Kernel(BlockKernel):
         piece_smem=None, m_l_smem=None, piece_ready=None, piece_taken=None,
     ):  # fmt: skip
         """64 rows of every item: online softmax over its visits, then one store."""
-        q_rows = q_smem if self.alternate else q_smem.at[pl.ds(wg * ROWS, ROWS)]
         handover = Handover(piece_smem, piece_ready, piece_taken)
+        all_q_ready, all_q_free = q_ready, q_free
 
-        def compute_item(item, done):
+        def compute_item(item, carry):
+            done, items_before = carry  # steps, and items that had any
+            place = self.slot(items_before, self.tiling.q_stages)
+            q_rows = q_smem.at[place, pl.ds(0 if self.alternate else wg * ROWS, ROWS)]
+            q_ready, q_free = all_q_ready.at[place], all_q_free.at[place]
             first_row = self.first_row(item, wg)
             row_values = self.token_values(rows, item, first_row, ROWS, ROW)
 
@@ -448,12 +455,14 @@ class _Kernel(BlockKernel):
 
             else:
                 self.store(item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem)
-            return done + item.count * self.splits
+            return done + item.count * self.splits, items_before + (item.count > 0).astype(
+                jnp.int32
+            )
 
         # Warpgroup 0 begins; the pass below is taken up by its last take, so that no arrival is
         # left over.
         pl.when(wg == 1)(lambda: self.pass_turn(wg))
-        self.for_each_item(work, compute_item, 0)
+        self.for_each_item(work, compute_item, (0, 0))
         pl.when(wg == 0)(lambda: self.take_turn(wg))
         plgpu.wait_smem_to_gmem(0)
 
