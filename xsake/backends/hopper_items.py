@@ -195,7 +195,7 @@ class BlockKernel:
         """
         if not self.persistent:
             return visit(self.record(work, lax.axis_index("cta")), init)
-        init = jax.tree.map(jnp.int32, init)
+        init = jax.tree.map(lambda x: jnp.int32(x) if isinstance(x, int) else x, init)
         if self.counts:
             return self.for_each_counted(work, visit, init, feeds)
         return self.for_each_dealt(work, visit, init)
