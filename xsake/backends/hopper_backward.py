@@ -75,7 +75,7 @@ class BackwardTiling:
     key_stages: int | None = None
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     order: str = "sections"  # as in ForwardTiling
-    deal: str = "fixed"  # as in ForwardTiling
+    deal: str = "counter"  # as in ForwardTiling
     compute_registers: int = 240
     memory_registers: int = 24
     sms: int = 132  # CTAs of a persistent grid

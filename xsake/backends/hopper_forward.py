@@ -72,7 +72,7 @@ class ForwardTiling:
     # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
     order: str = "sections"
     # Persistent: which CTA takes which item, "fixed" or by a "counter" (hopper_items.py).
-    deal: str = "fixed"
+    deal: str = "counter"
     overlap: bool = True  # scores of the next visit are issued before the values of this one
     # The values of an item's last visit are issued behind the scores of the next item's first one,
     # and its output is stored meanwhile. Persistent, with overlap, rows of 128.

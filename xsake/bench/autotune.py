@@ -32,23 +32,27 @@ ROUNDS = 7
 SECONDS = 0.01  # of queued calls in one round
 
 # Fields of ForwardTiling and BackwardTiling that are tried.
-FORWARD: tuple[dict[str, Any], ...] = tuple(
-    {"persistent": persistent, "overlap": overlap, "lazy_rescale": lazy, "take_turns": turns}
-    for persistent in (True, False)
-    for overlap, lazy, turns in (
-        (True, 8.0, True),
-        (True, 8.0, False),
-        (True, 0.0, True),
-        (False, 8.0, True),
-        (False, 0.0, True),
-    )
+FORWARD: tuple[dict[str, Any], ...] = (
+    *(
+        {"order": order, "q_stages": 1 + across, "across": across, "take_turns": turns}
+        | {"lazy_rescale": 8.0}
+        for order in ("sections", "natural")
+        for across in (False, True)
+        for turns in (True, False)
+    ),
+    {"persistent": False, "lazy_rescale": 8.0, "take_turns": False},
+    {"overlap": False},
 )
-BACKWARD: tuple[dict[str, Any], ...] = (
-    {"fused": True, "persistent": True},
-    {"fused": True, "persistent": False},
-    {"fused": True, "persistent": False, "order": "natural"},
-    {"fused": False, "persistent": True},
-    {"fused": False, "persistent": False},
+BACKWARD: tuple[dict[str, Any], ...] = tuple(
+    {"fused": fused, "persistent": persistent, "order": order}
+    for fused, persistent, order in (
+        (True, True, "sections"),
+        (True, True, "natural"),
+        (True, False, "sections"),
+        (True, False, "natural"),
+        (False, True, "sections"),
+        (False, True, "natural"),
+    )
 )
 
 
