@@ -414,7 +414,8 @@ class _Kernel(BlockKernel):
             piece = tiles(ROWS, PIECE, dtype=jnp.float32)
             out = tiles(1, ROWS, PIECE, dtype=dtype)
             return {"out_smem": out, "piece_smem": piece, **Handover.barriers()}
-        return {"out_smem": tiles(COMPUTE, ROWS, min(*sizes, OUT_COLUMNS), dtype=dtype)}
+        pieces = min(*sizes, OUT_COLUMNS) // PIECE
+        return {"out_smem": tiles(COMPUTE, pieces, ROWS, PIECE, dtype=dtype)}
 
     def store(self, wg, tile, scale, out_smem, gmem, handover):
         """scale * tile to global memory; rows past T are dropped.
@@ -438,15 +439,22 @@ class _Kernel(BlockKernel):
                 self.copy_out(piece, out_smem, gmem.at[:, pl.ds(column, PIECE)])
 
     def copy_out(self, tile, out_smem, gmem):
-        """Tile to global memory through shared memory, as many columns as fit there at a time."""
-        width = out_smem.shape[-1]
+        """Tile to global memory through shared memory, as many columns as fit there at a time.
+
+        out_smem is [64, columns], or [places, 64, 64] that take turns, this tile's after those of
+        the tile before: all copies but the last (places - 1) must have read their place.
+        """
         tile = tile.astype(out_smem.dtype)
-        for column in range(0, tile.shape[-1], width):
-            # The copy before this one must have read the buffer.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem[...] = tile[:, column : column + width]
+        places = [out_smem]
+        if len(out_smem.shape) == 3:
+            places = [out_smem.at[place] for place in range(out_smem.shape[0])]
+        width = out_smem.shape[-1]
+        for turn, column in enumerate(range(0, tile.shape[-1], width)):
+            place = places[turn % len(places)]
+            plgpu.wait_smem_to_gmem(len(places) - 1, wait_read_only=True)
+            place[...] = tile[:, column : column + width]
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem, gmem.at[:, pl.ds(column, width)])
+            plgpu.copy_smem_to_gmem(place, gmem.at[:, pl.ds(column, width)])
 
 
 class _Columns(_Kernel):
