@@ -1,15 +1,16 @@
 """HADS on one model, from calibration to the table, resumable: prepare | table | speed.
 
-    prepare   checkpoint + text files → a folder of safetensors and .npy documents
+    prepare   a model's tokenizer + text files → a folder of .npy documents
     table     calibrates (cached), then measures every method at every density → JSON and Markdown
-    speed     times selection, sparse and dense attention at the headline's shapes → JSON
+    speed     times selection, sparse and dense attention, and decode → JSON
 
-`table` needs flax and safetensors, but neither tokenizers nor gguf: `prepare` leaves ready
-documents. Profiles and densities that the folder holds already are not measured again.
+`table` and `speed` need neither tokenizers nor tyro: `prepare` leaves ready documents, and their
+functions can be called. Profiles and densities that are there already are not measured again.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -18,15 +19,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
+from flax import nnx
+from jax import Array, lax
 
 from xsake import dot_product_attention
 from xsake.bench.timing import provenance, time_queued
 from xsake.evaluate import table as tables
 from xsake.evaluate import text
+from xsake.evaluate.decoding import budget_of, compare_decoding
+from xsake.evaluate.quality import compare, mean_and_error
 from xsake.evaluate.subject import Subject
-from xsake.hads import Profile, budget, profile, select
+from xsake.hads import Plan, Profile, budget, make, select
+from xsake.hads.statistics import CURVES
 from xsake.model import huggingface
+from xsake.model.generate import stream
 
 
 def prepare(
@@ -39,125 +45,341 @@ def prepare(
     calibration: int = 16,
     evaluation: int = 8,
 ) -> None:
-    """Writes out/model, out/novels.npy, out/wikipedia.npy and out/held_out.npy."""
-    loaded = huggingface.load(model)
-    assert loaded.tokenizer is not None
+    """Writes out/novels.npy, out/wikipedia.npy and out/held_out.npy, and what they are cut from."""
+    tokenizer = huggingface.load(model).tokenizer
+    assert tokenizer is not None
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "model").exists():
-        huggingface.save(out / "model", loaded.model, loaded.tokenizer)
+    sources = {}
     for name, files, count, seed in (
         ("novels", novels, calibration, 0),
         ("wikipedia", wikipedia, calibration, 0),
         ("held_out", held_out, evaluation, 1),
     ):
-        cut = text.load_documents(files, loaded.tokenizer.encode, length, count, seed)
-        np.save(out / f"{name}.npy", np.stack(cut))
+        cut = np.stack(text.load_documents(files, tokenizer.encode, length, count, seed))
+        np.save(out / f"{name}.npy", cut.astype(np.uint16 if cut.max() < 1 << 16 else np.int32))
+        sources[name] = {"files": [file.name for file in files], "seed": seed}
         print(f"{name}: {count} × {length:,} tokens", flush=True)
+    (out / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
 
 
 def table(
-    folder: Path,
+    model: Path,
+    documents: Path,
+    out: Path,
+    profiles: Path,
     block: int = 64,
     length: int = 8192,
     short: int = 2048,
     calibration: int = 16,
     evaluation: int = 8,
     densities: tuple[float, ...] = (0.10, 0.20, 0.30, 0.43, 0.60),
-    curves: tuple[str, ...] = profile.CURVES,
+    curves: tuple[str, ...] = CURVES,
     dtype: str = "bfloat16",
     implementation: str | None = None,
 ) -> None:
-    """Calibrates on novels, on Wikipedia and on short novels, and compares on held-out novels."""
-    loaded = huggingface.load(
-        folder / "model", dtype=dtype, tokenizer=False, implementation=implementation
-    )
-    subject = Subject(loaded.model)
-    seconds: dict[str, float] = {}
+    """Calibrates on novels, on Wikipedia and on short novels, and compares on held-out novels.
 
-    def profiled(label: str, file: str, length: int, curves: tuple[str, ...]) -> Profile:
-        path = folder / f"profile-{label}-{length}-{block}.safetensors"
-        if not path.exists():
-            cut = text.load_documents([folder / file], None, length, calibration)
-            began = time.perf_counter()
-            found = subject.profile(cut, block=block, curves=curves)
-            seconds[path.stem] = time.perf_counter() - began
-            print(f"{path.stem}: {seconds[path.stem]:.1f} s", flush=True)
-            found.save(path)
-        return Profile.load(path)
-
-    known = profiled("novels", "novels.npy", length, curves)
+    Args:
+      model: a folder of safetensors or a .gguf file.
+      documents: the folder that `prepare` wrote.
+      out: a folder for table-LENGTH-BLOCK.json and .md, and for the plans at density 0.43.
+      profiles: a folder for the profiles, which are large.
+      block: tokens per block.
+      length: of the documents.
+      short: length of the calibration that is to serve the long documents.
+      calibration: documents to calibrate on.
+      evaluation: documents to measure on.
+      densities: of every method.
+      curves: selectors to measure costs for.
+      dtype: that the model computes in.
+      implementation: of attention; default the fastest that can run.
+    """
+    subject = _subject(model, dtype, implementation)
+    profiled = functools.partial(_profiled, subject, documents, profiles, block, calibration)
+    known = profiled("novels", length, curves)
     others = {
-        "from wikipedia": profiled("wikipedia", "wikipedia.npy", length, ("static", "gaussian")),
-        f"from {short:,} tokens": profiled("novels", "novels.npy", short, ("static", "gaussian")),
+        "from wikipedia": profiled("wikipedia", length, curves),
+        f"from {short:,} tokens": profiled("novels", short, ("static", "mean_query")),
     }
-    held_out = text.load_documents([folder / "held_out.npy"], None, length, evaluation)
-    facts = provenance() | {"dtype": dtype, "profile_seconds": seconds}
-    out = folder / f"table-{length}-{block}.json"
-    last = [time.perf_counter()]
+    held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
+    sources = documents / "sources.json"
+    facts = provenance() | {
+        "model": model.name,
+        "dtype": dtype,
+        "profiles": {file.stem: json.loads(file.read_text()) for file in profiles.glob("*.json")},
+        "sources": json.loads(sources.read_text()) if sources.is_file() else {},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for policy in ("kl", "output"):
+        make(known, 0.43, policy).save(out / f"plan-{policy}-0.43-{length}-{block}.safetensors")
+    began = time.perf_counter()
 
     def tell(what: str) -> None:
-        now = time.perf_counter()
-        if now - last[0] > 5:
-            print(what, f"{now - last[0]:.1f} s", flush=True)
-        last[0] = now
+        print(f"{time.perf_counter() - began:6.1f} s  {what}", flush=True)
 
+    name = out / f"table-{length}-{block}.json"
     tables.run_table(
-        subject, known, held_out, densities, out, others=others, provenance=facts, tell=tell
+        subject, known, held_out, densities, name, others=others, provenance=facts, tell=tell
     )
-    print(out.with_suffix(".md").read_text())
+
+
+def _subject(model: Path, dtype: str, implementation: str | None) -> Subject:
+    loaded = huggingface.load(model, dtype=dtype, tokenizer=False, implementation=implementation)
+    return Subject(loaded.model)
+
+
+def _profiled(
+    subject: Subject,
+    documents: Path,
+    profiles: Path,
+    block: int,
+    count: int,
+    name: str,
+    length: int,
+    curves: tuple[str, ...],
+) -> Profile:
+    """A profile from its file, or measured now, with its seconds beside it."""
+    path = profiles / f"{name}-{length}-{block}.safetensors"
+    if not path.exists():
+        profiles.mkdir(parents=True, exist_ok=True)
+        cut = text.load_documents([documents / f"{name}.npy"], None, length, count)
+        marks = [time.perf_counter()]
+        found = subject.profile(
+            cut, block=block, curves=curves, tell=lambda _: marks.append(time.perf_counter())
+        )
+        facts = {
+            "documents": count,
+            "length": length,
+            "curves": list(curves),
+            "seconds": time.perf_counter() - marks[0],
+            "first_document_seconds": marks[1] - marks[0],
+        }
+        print(path.stem, facts, flush=True)
+        found.save(path)
+        path.with_suffix(".json").write_text(json.dumps(facts) + "\n")
+    return Profile.load(path)
+
+
+# -------------------------------------------------------------------------------------------- speed
 
 
 def speed(
+    model: Path,
+    documents: Path,
+    plan: Path,
     out: Path,
-    density: float = 0.43,
-    block: int = 128,
-    selectors: tuple[str, ...] = ("gaussian", "pooled", "antidiagonal"),
+    selectors: tuple[str, ...] = ("mean_query", "gaussian", "pooled", "antidiagonal"),
     shapes: tuple[tuple[int, int], ...] = ((4, 8192), (1, 32768)),
     heads: int = 16,
     head_size: int = 128,
+    evaluation: int = 4,
+    new: int = 128,
     implementation: str | None = None,
 ) -> None:
-    """Times selection alone, selection + sparse attention, and cuDNN's dense causal attention."""
-    found = []
+    """Times selection, selection + sparse attention and dense attention, and decode.
+
+    Three kinds of rows, written to the JSON file `out` as they come:
+
+    headline    random q, k, v of `shapes`, with uniform budgets and with those of as many heads
+                of the plan, scaled to its density
+    activations all layers of the model on held-out documents under the plan: time and attention KL
+                of the same masks on the same q, k, v
+    decode      the model after a long prompt, whose heads read shares of the cache as in the plan
+    """
+    made = Plan.load(plan)
+    found: list[dict[str, Any]] = []
+
+    def tell(row: dict[str, Any]) -> None:
+        print(row, flush=True)
+        found.append(row)
+        facts = provenance() | {"plan": plan.name, "density": made.terms.density}
+        out.write_text(json.dumps({"provenance": facts, "rows": found}, indent=1) + "\n")
+
     for B, T in shapes:
-        q, k, v = (
-            jax.random.normal(jax.random.key(i), (B, T, heads, head_size), jnp.bfloat16)
-            for i in range(3)
+        _headline(made, selectors, (B, T, heads, head_size), implementation, tell)
+    subject = _subject(model, "bfloat16", implementation)
+    length = made.terms.length
+    held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
+    tell(_on_activations(subject, made, np.stack(held_out), implementation))
+    narrow = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
+    quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
+    for name, wanted, refresh in (
+        ("dense", None, 1),
+        (made.terms.policy, budget_of(made, 0.43), 4),
+        *((made.terms.policy, budget_of(made, 0.25), refresh) for refresh in (1, 4, 16)),
+        ("uniform", quarter, 4),
+    ):
+        for batch in (1, 8):
+            row = _decoding(narrow, held_out, new, batch, wanted, refresh)
+            tell({"budget": name, "refresh": refresh, **row})
+
+
+def _dense(q: Array, k: Array, v: Array) -> Array:
+    """cuDNN's on a GPU; elsewhere jax.nn's own choice."""
+    peer: Any = "cudnn" if jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
+
+
+def _headline(
+    plan: Plan, selectors: Any, shape: tuple[int, ...], implementation: str | None, tell: Any
+) -> None:
+    B, T, N, H = shape
+    block, density = plan.terms.block, plan.terms.density
+    q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(3))
+    dense_seconds = time_queued(jax.jit(_dense), q, k, v).median_seconds
+    n = T // block
+    # heads of the plan from the sparsest to the densest, evenly taken
+    every = np.asarray(plan.at(T).counts).reshape(-1, n)
+    taken = np.argsort(every.sum(-1), kind="stable")[
+        np.linspace(0, len(every) - 1, N).round().astype(int)
+    ]
+    budgets = {
+        "uniform": budget.uniform(density, 1, N, n).counts[0],
+        plan.terms.policy: budget.filled(every[taken][None].astype(float), density, n).counts[0],
+    }
+    for selector in selectors:
+
+        def choose(q: Array, k: Array, counts: Array, selector: str = selector) -> Any:
+            scores = jax.vmap(lambda q, k: select.estimate(selector, q, k, block))(q, k)
+            return select.to_mask(select.keep_top(scores, counts), T, block)
+
+        def both(q: Array, k: Array, v: Array, counts: Array, choose: Any = choose) -> Array:
+            mask = choose(q, k, counts)
+            return dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+
+        for name, numbers in budgets.items():
+            counts = jnp.asarray(numbers)
+            alone = time_queued(jax.jit(choose), q, k, counts).median_seconds
+            together = time_queued(jax.jit(both), q, k, v, counts).median_seconds
+            tell(
+                {
+                    "kind": "headline",
+                    "shape": "·".join(map(str, (B, N, T, H))),
+                    "block": block,
+                    "selector": selector,
+                    "budget": name,
+                    "density_ratio": float(jax.jit(choose)(q, k, counts).density()),
+                    "dense": "cudnn" if jax.default_backend() == "gpu" else "jax.nn",
+                    "dense_seconds": dense_seconds,
+                    "selection_seconds": alone,
+                    "selection_and_sparse_seconds": together,
+                    "selection_over_dense": alone / dense_seconds,
+                    "selection_and_sparse_over_dense": together / dense_seconds,
+                }
+            )
+
+
+def _on_activations(
+    subject: Subject, plan: Plan, tokens: np.ndarray, implementation: str | None
+) -> dict[str, Any]:
+    """All layers one after the other, on the dense model's own q, k, v [layers, B, T, …]."""
+    layers = jnp.arange(subject.layers)
+    q, k, v, kernel = _activations(subject, tokens)
+
+    def dense(q: Array, k: Array, v: Array) -> Array:
+        return lax.map(lambda x: _dense(*x), (q, k, v))
+
+    def sparse(q: Array, k: Array, v: Array) -> Array:
+        def one(x: Any) -> Array:
+            layer, q, k, v = x
+            mask = plan.mask(layer, q, k)
+            return dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+
+        return lax.map(one, (layers, q, k, v))
+
+    @jax.jit
+    def judged(q: Array, k: Array, v: Array, kernel: Array) -> tuple[Array, Array, Array]:
+        """(KL [layers], squared error [layers], blocks kept) of one document."""
+
+        def one(x: Any) -> Any:
+            layer, q, k, v, kernel = x
+            blocks = plan.blocks(layer, q[None], k[None])
+            found = compare(q, k, v, kernel, blocks, block=plan.terms.block)
+            return found.kl.mean(), found.error[0], blocks.sum()
+
+        return lax.map(one, (layers, q, k, v, kernel))
+
+    judgements = [judged(q[:, b], k[:, b], v[:, b], kernel) for b in range(len(tokens))]
+    kl, kl_error = mean_and_error([float(x[0].mean()) for x in judgements])
+    error, error_error = mean_and_error([float(jnp.sqrt(x[1].mean())) for x in judgements])
+    n = plan.counts.shape[-1]
+    kept = np.mean([float(x[2].sum()) for x in judgements])
+    dense_seconds = time_queued(jax.jit(dense), q, k, v).median_seconds / subject.layers
+    seconds = time_queued(jax.jit(sparse), q, k, v).median_seconds / subject.layers
+    return {
+        "kind": "activations",
+        "what": "the mean layer of the model on held-out documents, masks by the plan from these q "
+        "and k; KL and error of these masks on these q, k, v",
+        "shape": "·".join(map(str, (q.shape[1], q.shape[3], q.shape[2], q.shape[4]))),
+        "kv_heads": k.shape[3],
+        "block": plan.terms.block,
+        "selector": plan.terms.selector,
+        "budget": plan.terms.policy,
+        "density_ratio": kept / (subject.layers * subject.heads * n * (n + 1) / 2),
+        "dense": "cudnn" if jax.default_backend() == "gpu" else "jax.nn",
+        "dense_seconds": dense_seconds,
+        "selection_and_sparse_seconds": seconds,
+        "selection_and_sparse_over_dense": seconds / dense_seconds,
+        "kl": kl,
+        "kl_standard_error": kl_error,
+        "error": error,
+        "error_standard_error": error_error,
+    }
+
+
+def _activations(subject: Subject, tokens: np.ndarray) -> tuple[Array, ...]:
+    """(q, k, v, kernel) of a dense pass, each with a leading axis of layers."""
+    config = nnx.merge(subject.graph, subject.weights).config
+    lead, size = (config.layers, *tokens.shape), config.head_size
+
+    @jax.jit
+    def watch(weights: Any, tokens: Array) -> Any:
+        def fold(layer: Any, seen: Any, carry: Any) -> Any:
+            new = (seen.q, seen.k, seen.v, seen.kernel)
+            return jax.tree.map(
+                lambda every, x: every.at[layer].set(x.astype(every.dtype)), carry, new
+            )
+
+        start = tuple(
+            jnp.zeros((*lead, heads, size), jnp.bfloat16)
+            for heads in (config.heads, config.kv_heads, config.kv_heads)
         )
-        n = T // block
-        counts = jnp.asarray(budget.uniform(density, 1, heads, n).counts[0])
-        # cuDNN is NVIDIA's; elsewhere the time of jax.nn's own choice stands under its name
-        peer = "cudnn" if jax.default_backend() == "gpu" else None
+        kernels = jnp.zeros((config.layers, config.heads, size, config.width))
+        return subject.observe(weights, tokens, fold, (*start, kernels))
 
-        def dense(q: Any, k: Any, v: Any, peer: Any = peer) -> Any:
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
+    return watch(subject.weights, jnp.asarray(tokens))
 
-        dense_seconds = time_queued(jax.jit(dense), q, k, v).median_seconds
-        for selector in selectors:
 
-            def choose(q: Any, k: Any, selector: Any = selector, T: int = T) -> Any:
-                scores = jax.vmap(lambda q, k: select.estimate(selector, q, k, block))(q, k)
-                return select.to_mask(select.keep_top(scores, counts), T, block)  # noqa: B023
-
-            def both(q: Any, k: Any, v: Any, choose: Any = choose) -> Any:
-                mask = choose(q, k)
-                return dot_product_attention(q, k, v, mask=mask, implementation=implementation)
-
-            row = {
-                "shape": f"{B}·{heads}·{T}·{head_size}",
-                "selector": selector,
-                "density_ratio": float(jax.jit(choose)(q, k).density()),
-                "dense": peer or "jax.nn",
-                "dense_seconds": dense_seconds,
-                "selection_seconds": time_queued(jax.jit(choose), q, k).median_seconds,
-                "selection_and_sparse_seconds": time_queued(jax.jit(both), q, k, v).median_seconds,
-            }
-            for name in ("selection", "selection_and_sparse"):
-                row[f"{name}_over_dense"] = row[f"{name}_seconds"] / dense_seconds
-            print(row, flush=True)
-            found.append(row)
-    out.write_text(json.dumps({"provenance": provenance(), "rows": found}, indent=1) + "\n")
+def _decoding(
+    model: Any, documents: list[np.ndarray], new: int, batch: int, wanted: Any, refresh: int
+) -> dict[str, Any]:
+    """Tokens per second after the burst that compiles, and logit KL against the whole cache."""
+    prompts = [documents[i % len(documents)][:-new].tolist() for i in range(batch)]
+    burst = 16
+    how: dict[str, Any] = {"budget": wanted, "refresh": refresh, "burst": burst}
+    tokens = stream(model, prompts, max_tokens=new, stop=(), **how)
+    marks = [time.perf_counter() for _ in tokens]
+    seconds = float(np.median(np.diff(marks)[1:]))
+    row: dict[str, Any] = {
+        "kind": "decode",
+        "tokens": len(documents[0]),
+        "batch": batch,
+        "density_ratio": 1.0 if wanted is None else float(np.mean(wanted)),
+        "tokens_per_second": batch * burst / seconds,
+    }
+    if wanted is None or batch > 1:
+        return row
+    said = [compare_decoding(model, tokens, new, wanted, refresh) for tokens in documents]
+    row["logit_kl"], row["logit_kl_standard_error"] = mean_and_error(
+        [float(x.logit_kl) for x in said]
+    )
+    row["perplexity_gap"], row["perplexity_gap_standard_error"] = mean_and_error(
+        [float(np.expm1(x.loss - x.dense_loss)) for x in said]
+    )
+    return row
 
 
 if __name__ == "__main__":
+    import tyro
+
     tyro.extras.subcommand_cli_from_dict({"prepare": prepare, "table": table, "speed": speed})

@@ -52,7 +52,7 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
         density = float(variant.split()[1])
         n = rows.count_blocks(length, block)
         counts = budget.uniform(density, model.layers, model.heads, n).counts
-        plan = Plan(counts, None, Terms(density, "uniform", "gaussian", block, length))
+        plan = Plan(counts, None, Terms(density, "uniform", "mean_query", block, length))
     text = np.random.default_rng(0).integers(0, 50_257, (count, length + 1)).astype(np.int32)
     ones = np.ones((count, length), np.float32)
     batch = jax.device_put(Batch(text[:, :-1], text[:, 1:], np.zeros_like(text[:, 1:]), ones))

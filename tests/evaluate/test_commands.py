@@ -34,14 +34,14 @@ def test_calibrate_plan_evaluate(tmp_path, monkeypatch, capsys):
     words = ["--text", documents, "--length", 64, "--documents", 2]
     run(
         monkeypatch, "calibrate", tmp_path / "model", *words, "--block", 16, "-o", profile,
-        "--selectors", "static", "gaussian",
+        "--selectors", "static", "mean_query",
     )  # fmt: skip
     run(monkeypatch, "plan", profile, "--density", 0.8, "--policy", "kl", "-o", plan)
     run(monkeypatch, "evaluate", tmp_path / "model", "--plan", plan, *words)
     said = capsys.readouterr().out
     assert "budget correlation" in said
     assert "realised density 0.8000" in said
-    assert "gaussian/kl" in said
+    assert "mean_query/kl" in said
     measured = Plan.load(plan).terms.validation
     assert '"perplexity_gap"' in measured
     assert '"documents": 2' in measured

@@ -45,7 +45,7 @@ def profile(subject, documents):
         layers=2,
         heads=4,
         block=BLOCK,
-        curves=("static", "gaussian", "oracle"),
+        curves=("static", "mean_query", "oracle"),
         model_hash=subject.hash,
     )
 
@@ -54,39 +54,69 @@ def test_every_method_has_the_density_asked_for(profile):
     found = methods.at_density(profile, 0.6, LENGTH, {"from elsewhere": profile})
     names = [method.name for method in found]
     assert len(names) == len(set(names))
-    assert {"sliding_window", "seed_entropy", "static/kl", "gaussian/kl", "oracle/kl"} < set(names)
-    assert "gaussian/kl from elsewhere" in names
+    assert {"sliding_window", "seed_entropy", "static/kl", "mean_query/kl", "oracle/kl"} < set(names)
+    assert {"oracle/output", "mean_query/output + centroids"} < set(names)
+    assert {"mean_query/kl from elsewhere", "static/output from elsewhere"} < set(names)
     for method in found:
         assert int(method.counts.sum()) == round(0.6 * 8 * 36), method.name
 
 
+def test_a_method_without_a_cost_curve_is_named(profile):
+    """The fixture calibrates neither pooled nor antidiagonal."""
+    names = {method.name for method in methods.at_density(profile, 0.6, LENGTH)}
+    wanted = ["pooled/kl", "pooled/output", "antidiagonal/kl", "antidiagonal/output"]
+    assert methods.left_out(profile) == wanted
+    assert not names & set(wanted)
+    with pytest.raises(ValueError, match=r"density 0\.1 is below 0\.417"):
+        methods.at_density(profile, 0.1, LENGTH)
+
+
+def test_a_short_profile_serves_a_density_below_its_own_forced_blocks(subject, documents):
+    """4 rows force 0.7 of their blocks, 8 rows 0.42: at 0.5 only the longer text has a choice."""
+    short = subject.profile([x[:64] for x in documents[:2]], block=BLOCK, curves=("mean_query",))
+    with pytest.raises(ValueError, match=r"below 0\.700"):
+        make(short, 0.5, "kl")
+    plan = make(short, 0.5, "kl", length=LENGTH)
+    assert plan.counts.sum() == round(0.5 * 8 * 36)
+    assert plan.terms.density == 0.5
+    assert plan.counts.std(1).max() > 0  # heads differ: the short profile says something
+    with pytest.raises(ValueError, match=r"below 0\.417"):
+        make(short, 0.3, "kl", length=LENGTH)
+
+
 @pytest.mark.slow
 def test_the_table_is_written_resumed_and_refused(subject, profile, documents, tmp_path):
-    """One density; nothing measured twice; another text asks for another file."""
+    """Nothing is measured or compiled twice; another text asks for another file."""
     out, said = tmp_path / "table.json", []
     found = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
     rows = {row["method"]: row for row in found["densities"]["0.6"]["rows"]}
     assert len(said) == 2 * len(rows)
+    assert "for want of a cost curve: pooled/kl, " in out.with_suffix(".md").read_text()
+    compiled = [f._cache_size() for f in (table._dense_pass, table._sparse_pass)]
+    more = table.run_table(subject, profile, documents[2:], [0.6, 0.7], out)
+    assert set(more["densities"]) == {"0.6", "0.7"}
+    assert compiled == [f._cache_size() for f in (table._dense_pass, table._sparse_pass)]
     for row in rows.values():
         assert abs(row["realised_density_ratio"] - 0.6) < 1e-2 / 8
         assert row["kl"] > 0
         np.testing.assert_allclose(row["kl"], np.mean(row["kl_by_document"]))
         assert 0 < row["recall"] < 1
     # the same blocks, so the same attention; the centroids change what is made of it
-    plain, corrected = rows["gaussian/kl"], rows["gaussian/kl + centroids"]
+    plain, corrected = rows["mean_query/kl"], rows["mean_query/kl + centroids"]
     assert plain["kl"] == corrected["kl"]
     assert plain["logit_kl"] != corrected["logit_kl"]
     assert rows["oracle/kl"]["kl"] == min(row["kl"] for row in rows.values())
+    assert rows["oracle/output"]["error"] < rows["oracle/kl"]["error"]
     again = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
     assert again == json.loads(out.read_text())
     assert len(said) == 2 * len(rows)
-    assert "| gaussian/kl | run time | 0.6" in out.with_suffix(".md").read_text()
+    assert "| mean_query/kl | run time | 0.6" in out.with_suffix(".md").read_text()
     with pytest.raises(ValueError, match="differs in data_hash; name another file"):
         table.run_table(subject, profile, documents[:2], [0.6], out)
 
 
 def test_a_plan_that_keeps_everything_changes_nothing(subject, profile, documents):
-    method = methods.of_plan(make(profile, 1.0, "kl", "gaussian"), LENGTH)
+    method = methods.of_plan(make(profile, 1.0, "kl", "mean_query"), LENGTH)
     (row,) = table.measure_methods(subject, [method], documents[3:], BLOCK)
     assert row["realised_density_ratio"] == 1
     assert row["recall"] == pytest.approx(1, abs=1e-6)

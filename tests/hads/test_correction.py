@@ -12,7 +12,7 @@ BLOCK, T, N_ROWS = 16, 100, 7
 def problem(count=3, sharp=2.0):
     q, k, v, _ = attention(T, sharp=sharp)
     counts = np.minimum(count, rows.ceilings(N_ROWS))
-    keep = select.keep_top(select.estimate("gaussian", q, k, BLOCK), counts)
+    keep = select.keep_top(select.estimate("mean_query", q, k, BLOCK), counts)
     return q, k, v, keep, select.to_mask(keep, T, BLOCK)
 
 

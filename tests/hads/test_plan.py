@@ -7,10 +7,14 @@ import pytest
 
 from tests.hads.draws import attention
 from tests.hads.test_budget import draw_mass
+from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
-from xsake.hads import Plan, Profile, budget, make, rows
+from xsake.hads import Plan, Profile, budget, make, rows, select
 from xsake.hads.plan import stretched
-from xsake.hads.profile import DENSITIES, Facts, Statistics
+from xsake.hads.profile import Facts
+from xsake.hads.statistics import DENSITIES, Statistics
+from xsake.model import KVCache
+from xsake.model.generate import prefill
 
 BLOCK, N_ROWS = 16, 8
 
@@ -20,7 +24,7 @@ def profile_of(layers=2, heads=4, n=N_ROWS, seed=0):
     mass = draw_mass(layers, heads, n, seed).astype(np.float32)
     kl, output = budget.surrogate(mass), budget.additive(mass**2)
     cost = {
-        policy: {name: x.astype(np.float32) for name in ("static", "gaussian", "pooled")}
+        policy: {name: x.astype(np.float32) for name in ("static", "mean_query", "pooled")}
         for policy, x in (("kl", kl), ("output", output))
     }
     entropies = np.random.default_rng(seed).uniform(0.1, 1, (layers, heads))
@@ -32,7 +36,7 @@ def profile_of(layers=2, heads=4, n=N_ROWS, seed=0):
     return Profile(statistics, {}, np.stack([mass, mass]), facts)
 
 
-@pytest.mark.parametrize("selector", ["static", "gaussian"])
+@pytest.mark.parametrize("selector", ["static", "mean_query"])
 @pytest.mark.parametrize("policy", budget.POLICIES)
 def test_plans_realise_the_density_asked_for(policy, selector):
     plan = make(profile_of(), 0.5, policy, selector)
@@ -45,7 +49,7 @@ def test_plans_realise_the_density_asked_for(policy, selector):
 
 
 @pytest.mark.parametrize("length", [16, 127, 300])
-@pytest.mark.parametrize("selector", ["static", "gaussian"])
+@pytest.mark.parametrize("selector", ["static", "mean_query"])
 def test_masks_from_plans_obey_causality_at_any_length(selector, length):
     """No token of the future, the first block and the diagonal kept, the density met."""
     plan = make(profile_of(), 0.7, "kl", selector)
@@ -80,7 +84,7 @@ def test_a_long_text_keeps_distances_near_and_the_first_block():
 
 def test_a_plan_is_a_mask_of_the_model_under_jit_and_a_traced_layer():
     """Other counts, the same compiled code."""
-    plan = make(profile_of(), 0.5, "kl", "gaussian")
+    plan = make(profile_of(), 0.5, "kl", "mean_query")
     other = dataclasses.replace(plan, counts=np.minimum(plan.counts + 1, rows.ceilings(N_ROWS)))
     q, k, v, _ = attention(N_ROWS * BLOCK)
     traced = []
@@ -100,7 +104,7 @@ def test_a_plan_is_a_mask_of_the_model_under_jit_and_a_traced_layer():
 
 
 def test_batch_rows_choose_their_own_blocks():
-    plan = make(profile_of(), 0.5, "kl", "gaussian")
+    plan = make(profile_of(), 0.5, "kl", "mean_query")
     pairs = [attention(N_ROWS * BLOCK, seed=seed)[:2] for seed in (0, 1)]
     q, k = (jnp.stack(x) for x in zip(*pairs, strict=True))
     blocks = np.asarray(plan.blocks(0, q, k))
@@ -110,8 +114,57 @@ def test_batch_rows_choose_their_own_blocks():
     assert (blocks[0] != blocks[1]).any()
 
 
+@pytest.mark.parametrize("top_p", [None, 0.6])
+@pytest.mark.parametrize("selector", select.SELECTORS)
+def test_a_part_of_a_text_has_the_rows_of_the_whole(selector, top_p):
+    """Chunks from three places, under jit; what follows a chunk is not yet written."""
+    plan = make(profile_of(), 0.5, "entropy", selector, top_p=top_p)
+    S = N_ROWS * BLOCK
+    q, k, _, _ = (x[None] for x in attention(S))
+    whole = plan.mask(1, q, k).to_dense(heads=4)
+
+    @jax.jit
+    def part(q, k, first):
+        mask = plan(1, q, k, first=first)
+        return mask.to_dense(heads=4), mask.overflow
+
+    for first in (0, 2 * BLOCK, 5 * BLOCK):
+        last = first + 3 * BLOCK
+        written = jnp.where((jnp.arange(S) < last)[:, None, None], k, 0)
+        found, overflow = part(q[:, first:last], written, first)
+        np.testing.assert_array_equal(found, whole[:, :, first:last])
+        assert not overflow
+
+
+def test_a_part_that_reaches_past_the_text_or_splits_a_block():
+    plan = make(profile_of(), 0.5, "kl", "mean_query")
+    S = N_ROWS * BLOCK
+    q, k, _, _ = (x[None] for x in attention(S))
+    whole = np.asarray(plan.blocks(0, q, k))
+    padded = jnp.concatenate([q[:, -BLOCK:], q[:, : 2 * BLOCK]], axis=1)
+    found = np.asarray(plan.blocks(0, padded, k, first=S - BLOCK))
+    np.testing.assert_array_equal(found[:, :, 0], whole[:, :, -1])
+    with pytest.raises(ValueError, match="a part of 40 tokens is not whole blocks of 16"):
+        plan(0, q[:, :40], k, first=0)
+
+
+def test_a_prompt_read_in_chunks_under_a_plan_is_the_prompt_read_at_once():
+    """The same last hidden state, and another one than that of dense attention."""
+    model = random_model(LLAMA)
+    plan = make(profile_of(heads=LLAMA.heads), 0.5, "kl", "mean_query")
+    S = N_ROWS * BLOCK
+    prompt = [random_tokens(LLAMA, S).tolist()]
+
+    def read(mask, chunk):
+        return prefill(model, KVCache.empty(LLAMA, 1, S), prompt, mask=mask, chunk=chunk)[1]
+
+    whole, dense = read(plan, S), read(None, S)
+    np.testing.assert_allclose(read(plan, 4 * BLOCK), whole, atol=1e-5)
+    assert np.abs(whole - dense).max() > 1e-3
+
+
 def test_top_p_visits_no_more_than_the_budget():
-    plan = make(profile_of(), 0.6, "kl", "gaussian", top_p=0.7)
+    plan = make(profile_of(), 0.6, "kl", "mean_query", top_p=0.7)
     q, k, _, _ = attention(N_ROWS * BLOCK)
     kept = np.asarray(plan.blocks(0, q[None], k[None])).sum(-1)[0]
     assert (kept <= plan.counts[0]).all()
@@ -133,7 +186,7 @@ def test_top_p_of_a_static_plan_stops_at_that_share_of_the_calibrated_mass():
     assert (share - loose)[more].max() < 0.8
 
 
-@pytest.mark.parametrize("selector", ["static", "gaussian"])
+@pytest.mark.parametrize("selector", ["static", "mean_query"])
 def test_plans_survive_save_and_load_bit_for_bit(tmp_path, selector):
     plan = make(profile_of(), 0.5, "kl", selector, top_p=0.9).validated({"kl": 0.05})
     plan.save(tmp_path / "plan")

@@ -8,10 +8,11 @@ import pytest
 
 from tests.hads.draws import attention, blocks_of, dense, tokens_of
 from xsake.hads import Profile, budget, calibrate, measure, rows, select
-from xsake.hads.profile import hash_of, retained_mass
+from xsake.hads.profile import hash_of
+from xsake.hads.statistics import retained_mass
 
 BLOCK = 16
-CURVES = ("static", "gaussian", "oracle")  # one choice everywhere, so that little is compiled
+CURVES = ("static", "mean_query", "oracle")  # one choice everywhere, so that little is compiled
 
 
 def row_means(x, T):
@@ -57,7 +58,7 @@ def test_streamed_statistics_equal_the_direct_ones(T):
     np.testing.assert_allclose(got.sensitivity[:, :, j], want, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("selector", ["oracle", "static", "gaussian"])
+@pytest.mark.parametrize("selector", ["oracle", "static", "mean_query"])
 def test_cost_curves_are_what_dropping_blocks_costs(selector):
     """For every count: KL and projected output error of the renormalised sparse softmax."""
     T, n = 100, 7
@@ -68,7 +69,7 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
     orders = {
         "oracle": (got.mass, got.sensitivity),
         "static": (some_order(n, 1), some_order(n, 2)),
-        "gaussian": (select.gaussian(q, k, BLOCK),) * 2,
+        "mean_query": (select.mean_query(q, k, BLOCK),) * 2,
     }[selector]
     values = np.repeat(np.asarray(v, np.float64), 2, axis=1)
     w = np.asarray(kernel, np.float64)

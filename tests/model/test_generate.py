@@ -35,7 +35,7 @@ jit = functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
 def compiled_fast():
     """The module's own programs, compiled as tests compile."""
     static = {
-        "_burst": ("sampling", "score", "span", "entries", "burst"),
+        "_burst": ("sampling", "span", "entries", "refresh", "burst"),
         "_first": ("sampling",),
         "_prefill_chunk": ("span",),
         "_prefill_whole": (),
@@ -70,7 +70,9 @@ def step(model, cache, tokens, count, budget=None, *, span):
     lists = 0 if budget is None else budget.shape[1] * (span // cache.block)
     reading = None if budget is None else Reading(budget, lists)
     attend = by_cache(model.config, positions, count, span, reading)
-    hidden, cache = model.run(tokens, positions, attend, cache)
+    state = cache if reading is None else (cache, reading.nothing(len(tokens)))
+    hidden, state = model.run(tokens, positions, attend, state)
+    cache = state if reading is None else state[0]
     return model.logits(hidden), cache.advance(count)
 
 
@@ -143,7 +145,14 @@ def tokens_of(rows):
 def test_greedy_tokens_are_those_of_full_passes():
     expected = [greedy(model(), prompt, 12) for prompt in PROMPTS]
     assert len({token for row in expected for token in row}) > 6  # a text that says something
-    for options in ({}, {"chunk": 4}, {"burst": 5}, {"budget": 1.0}):
+    for options in (
+        {},
+        {"chunk": 4},
+        {"burst": 5},
+        {"budget": 1.0},
+        {"budget": 1.0, "burst": 5},
+        {"budget": 1.0, "refresh": 3},
+    ):
         found = generate(model(), PROMPTS, max_tokens=12, **options)
         assert tokens_of(found) == expected, options
         assert {row.reason for row in found} == {"length"}
@@ -175,11 +184,39 @@ def test_a_budget_reads_less_and_says_other_things():
     """A quarter of the blocks of a row of 250: another answer than the dense one."""
     prompt = [random_tokens(SHORT, 250).tolist()]
     dense, quarter = (
-        tokens_of(generate(model(), prompt, max_tokens=8, budget=budget, score="bound"))
+        tokens_of(generate(model(), prompt, max_tokens=8, budget=budget))
         for budget in (None, np.full((2, SHORT.kv_heads), 0.25))
     )
     assert dense[0][0] == quarter[0][0]  # the prompt is read in full
     assert dense != quarter
+    # the size of the pieces does not matter where each begins with a choice
+    again = generate(
+        model(), prompt, max_tokens=8, budget=np.full((2, SHORT.kv_heads), 0.25), burst=4
+    )
+    assert tokens_of(again) == quarter
+
+
+def test_a_token_that_does_not_choose_reads_only_what_was_chosen():
+    """NaN in every block that the first token did not list: the second does not notice."""
+    made, span, one = model(), 256, jnp.ones(1, jnp.int32)
+    cache = KVCache.empty(SHORT, 1, span, block=16)
+    cache, _ = module.prefill(made, cache, [random_tokens(SHORT, 200).tolist()])
+    reading = Reading(jnp.full((2, SHORT.heads), 4), 4 * SHORT.heads, 8)
+    advance = functools.partial(module.advance, made, span=span, reading=reading, count=one)
+    token = jnp.array([3])
+    _, cache, lists = advance(cache, reading.nothing(1), token, anew=True)
+    clean, *_ = advance(cache, lists, token, anew=False)
+    read = np.zeros((2, SHORT.kv_heads, span // 16), bool)
+    for layer in range(2):
+        kv_head = np.asarray(lists.head[layer, 0]) * SHORT.kv_heads // SHORT.heads
+        read[layer, kv_head, lists.block[layer, 0]] |= np.asarray(lists.live[layer, 0])
+    assert not read[:, :, :12].all()  # of 13 blocks that hold something
+    unread = ~np.repeat(read, 16, axis=2)[:, None, ..., None]
+    poisoned = dataclasses.replace(
+        cache, **{x: jnp.where(unread, jnp.nan, getattr(cache, x)) for x in ("k", "v")}
+    )
+    found, *_ = advance(poisoned, lists, token, anew=False)
+    assert (found == clean).all()
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -269,8 +306,8 @@ def test_another_seed_length_or_stop_does_not_compile_again():
         ({"prompts": [[1] * 512]}, "has 512 tokens, which fills the model's context of 512"),
         ({"prompts": [[1] * 500]}, "exceeds the model's context of 512; .* at most 12"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"chunk": 0}, "chunk and burst must be at least 1, got 0 and 16"),
-        ({"score": "median"}, "score 'median' is not one of"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"refresh": 0}, "refresh must be at least 1, got 0"),
         ({"budget": 1}, "a budget of 1 blocks is below 2: the first and the current block"),
         ({"budget": 1.5}, "a budget of fractions must be above 0 and at most 1, got 1.5"),
         ({"budget": [0.5] * 3}, r"heads = 4 or 2, got shape \[3\]"),

@@ -43,7 +43,7 @@ def test_blocks_are_shared_if_a_document_is_in_both(seed):
     np.testing.assert_array_equal(shared_blocks(jnp.asarray(ids), BLOCK), expected)
 
 
-@pytest.mark.parametrize("selector", ["static", "gaussian", "pooled"])
+@pytest.mark.parametrize("selector", ["static", "mean_query", "pooled"])
 def test_a_row_keeps_its_count_of_its_own_blocks_and_no_others(selector):
     """As many as the plan says or as there are: none is lost to another document's block."""
     ids, (q, k) = packed(1), inputs(1)
@@ -60,13 +60,13 @@ def test_a_row_keeps_its_count_of_its_own_blocks_and_no_others(selector):
 
 def test_a_row_of_one_document_is_the_plan_itself():
     q, k = inputs(2)
-    plan = plan_of("gaussian")
+    plan = plan_of("mean_query")
     kept = Attention(plan, np.zeros((2, T), int)).blocks(0, q, k)
     np.testing.assert_array_equal(kept, plan.blocks(0, q, k))
 
 
 def test_a_plan_of_another_length_is_refused():
     q, k = inputs(3)
-    short = Attention(plan_of("gaussian"), np.zeros((2, 40), int))
+    short = Attention(plan_of("mean_query"), np.zeros((2, 40), int))
     with pytest.raises(ValueError, match=r"12 rows of blocks and the input 5: make it plan.at"):
         short.blocks(0, q[:, :40], k[:, :40])

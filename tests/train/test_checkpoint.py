@@ -52,7 +52,7 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize("plan", [None, plan_of(1), plan_of(1, "gaussian")])
+@pytest.mark.parametrize("plan", [None, plan_of(1), plan_of(1, "mean_query")])
 def test_what_is_read_is_what_was_saved(whole, plan):
     like, state = state_of(whole, 0, 9)
     checkpoints = Checkpoints(whole, "data")

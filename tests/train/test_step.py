@@ -155,7 +155,7 @@ def test_one_batch_is_learned_by_heart(eager, stream):
 
 def plan_of(counts, density):
     counts = np.broadcast_to(np.array(counts, np.int32), (2, 2, 3))
-    return Plan(counts, None, Terms(density, "kl", "gaussian", 16, 48, notes=(str(counts),)))
+    return Plan(counts, None, Terms(density, "kl", "mean_query", 16, 48, notes=(str(counts),)))
 
 
 def test_another_plan_is_another_result_but_no_other_program(whole, stream):

@@ -3,7 +3,7 @@
     dense   out = softmax(scale · q kᵀ) v over the keys that a query may see
     sparse  the same over the blocks that its head chose, which are all that is read:
 
-        scores [B, L, blocks] ─ choose ─ one flat list of (head, block), as long as all budgets:
+        mass [B, L, blocks] ─ choose ─ one flat list of (head, block), as long as all budgets:
         ┌ head 0 ┬── head 1 ──┬ head 2 ┐
         │ 0  5 7 │ 0 2 3 6 7  │ 0  7   │   each entry: one block of keys and values, gathered
         └────────┴────────────┴────────┘   softmax over a head's entries together
@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-SCORES = ("mean", "bound")
-
 
 class Chosen(NamedTuple):
     """Blocks to visit, flat: head after head, best first; entries that are not live are padding."""
@@ -30,7 +28,6 @@ class Chosen(NamedTuple):
     head: Array  # int32 [B, E]  which of the L lists
     block: Array  # int32 [B, E]
     live: Array  # bool [B, E]
-    lists: int  # L
 
 
 def dense(
@@ -59,15 +56,8 @@ def dense(
     Returns:
       [B, T, N, H] in q's dtype.
     """
-    B, T, N, H = q.shape
-    K = k.shape[2]
-    keys, values = (
-        lax.dynamic_slice(x, (layer, 0, 0, 0, 0), (1, B, K, span, H))[0] for x in (k, v)
-    )
-    seen = sees(positions[:, None, None, :], jnp.arange(span), window)  # [B, 1, 1, T, span]
-    queries = _grouped(q, K, scale)
-    s = jnp.einsum("bkgth,bksh->bkgts", queries, keys, preferred_element_type=jnp.float32)
-    s = jnp.where(seen, s, -jnp.inf)
+    s, seen = _logits(q, k, positions, layer, span, window, scale)
+    values = lax.dynamic_slice(v, (layer, 0, 0, 0, 0), (1, *v.shape[1:3], span, v.shape[4]))[0]
     p = jnp.where(seen, jnp.exp(s - s.max(-1, keepdims=True)), 0)
     l = p.sum(-1, keepdims=True)
     values = jnp.where(seen.any((1, 2, 3))[:, None, :, None], values, 0)  # 0 · NaN is NaN
@@ -85,6 +75,7 @@ def sparse(
     chosen: Chosen,
     *,
     layer: Any,
+    lists: int,
     block: int,
     window: int | None = None,
     scale: float | None = None,
@@ -98,13 +89,14 @@ def sparse(
       positions: int [B, T] of the queries.
       chosen: of `choose`.
       layer: which layer; may be traced.
+      lists: L, N or K.
       block: tokens per block.
       window: as in `dense`.
       scale: default 1/sqrt(H).
     """
     B = q.shape[0]
     K, S, H = k.shape[2:]
-    L = chosen.lists
+    L = lists
     row = jnp.arange(B)[:, None]
     place = (layer, row, chosen.head * K // L, chosen.block)
     keys, values = (
@@ -138,11 +130,13 @@ def choose(
     *,
     block: int,
     entries: int,
+    reach: int = 1,
     window: int | None = None,
 ) -> Chosen:
     """The counts[b, l] best blocks of every list: the first and the queries' own come before all.
 
     A list has no more blocks than its queries can see, and no fewer than those that are forced.
+    With `reach` the same lists serve the next reach - 1 tokens too: their blocks are forced.
 
     Args:
       scores: float [B, L, blocks]; larger is better.
@@ -150,11 +144,12 @@ def choose(
       counts: int [B, L], blocks to visit.
       block: tokens per block.
       entries: E, static: at least Σ counts over the lists of a row, forced ones included.
+      reach: tokens that the lists are for, from each row's last query on.
       window: as in `dense`; blocks outside it are not there to be chosen.
     """
     B, L, blocks = scores.shape
     j = jnp.arange(blocks)
-    own, last = (x[:, None] // block for x in (positions.min(1), positions.max(1)))
+    own, last = (x[:, None] // block for x in (positions.min(1), positions.max(1) + reach - 1))
     oldest = (
         0 if window is None else jnp.maximum(positions.min(1)[:, None] - window + 1, 0) // block
     )
@@ -162,7 +157,7 @@ def choose(
     forced = visible & ((j == 0) | (j >= own))
     ranked = jnp.where(visible[:, None], scores, -jnp.inf)
     ranked = jnp.where(forced[:, None], jnp.inf, ranked)
-    order = jnp.argsort(ranked, axis=-1, descending=True)
+    order = jnp.argsort(-ranked, axis=-1, stable=True)
     counts = jnp.clip(counts, *(x.sum(-1, dtype=jnp.int32)[:, None] for x in (forced, visible)))
     ends = jnp.cumsum(counts, axis=-1)
     entry = jnp.arange(entries, dtype=jnp.int32)
@@ -171,54 +166,44 @@ def choose(
     head = jnp.minimum(head, L - 1)
     row = jnp.arange(B)[:, None]
     rank = entry - (ends - counts)[row, head]
-    return Chosen(head, order[row, head, jnp.minimum(rank, blocks - 1)], live, L)
+    return Chosen(head, order[row, head, jnp.minimum(rank, blocks - 1)], live)
 
 
-def block_scores(
+def block_mass(
     q: Array,
-    total: Array,
-    low: Array,
-    high: Array,
+    k: Array,
     positions: Array,
     *,
+    layer: Any,
+    span: int,
     lists: int,
     block: int,
-    kind: str = "mean",
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Array:
-    """How much a list's queries are likely to want each block, float32 [B, L, blocks].
+    """The attention that each list's queries give to every block, float32 [B, L, blocks].
 
-        mean    q · (mean of the block's keys)
-        bound   Σ_h max(q_h · low_h, q_h · high_h), which no key of the block exceeds
-
-    and of these the largest over the list's query heads and the T queries.
-
-    Args:
-      q: [B, T, N, H].
-      total: float32 [B, K, blocks, H], the sum of each block's keys.
-      low: [B, K, blocks, H].
-      high: [B, K, blocks, H].
-      positions: int [B, T].
-      lists: L, N or K.
-      block: tokens per block.
-      kind: "mean" or "bound".
+    Exact, from all keys of the span but none of the values; summed over the list's query heads and
+    the T queries. Arguments as in `dense`; lists is L, N or K.
     """
-    if kind not in SCORES:
-        raise ValueError(f"score {kind!r} is not one of {list(SCORES)}")
-    B, T, N, H = q.shape
-    K, blocks = total.shape[1:3]
-    queries = _grouped(q, K, 1.0).astype(jnp.float32)  # [B, K, G, T, H]
-    held = jnp.clip(positions.max(1)[:, None] + 1 - jnp.arange(blocks) * block, 1, block)
-    if kind == "mean":
-        mean = total / held[:, None, :, None]
-        s = jnp.einsum("bkgth,bkjh->bkgtj", queries, mean)
-    else:
-        # the positive part of q meets the largest coordinates, the negative part the smallest;
-        # blocks that hold nothing are not visible, and their infinities must not meet a 0
-        some = (jnp.arange(blocks) * block <= positions.max(1)[:, None])[:, None, :, None]
-        low, high = (jnp.where(some, x.astype(jnp.float32), 0) for x in (low, high))
-        s = jnp.einsum("bkgth,bkjh->bkgtj", jnp.maximum(queries, 0), high)
-        s = s + jnp.einsum("bkgth,bkjh->bkgtj", jnp.minimum(queries, 0), low)
-    return s.max(3).reshape(B, lists, N // lists, blocks).max(2)
+    B, T, N, _ = q.shape
+    s, seen = _logits(q, k, positions, layer, span, window, scale)
+    p = jnp.where(seen, jnp.exp(s - s.max(-1, keepdims=True)), 0)
+    p = p / p.sum(-1, keepdims=True)
+    by_block = p.reshape(*p.shape[:-1], span // block, block).sum((3, 5))  # [B, K, G, blocks]
+    return by_block.reshape(B, lists, N // lists, -1).sum(2)
+
+
+def _logits(
+    q: Array, k: Array, positions: Array, layer: Any, span: int, window: Any, scale: Any
+) -> tuple[Array, Array]:
+    """(scale · q kᵀ [B, K, G, T, span], -inf where not seen; what is seen [B, 1, 1, T, span])."""
+    B, K, H = q.shape[0], k.shape[2], k.shape[4]
+    keys = lax.dynamic_slice(k, (layer, 0, 0, 0, 0), (1, B, K, span, H))[0]
+    seen = sees(positions[:, None, None, :], jnp.arange(span), window)
+    queries = _grouped(q, K, scale)
+    s = jnp.einsum("bkgth,bksh->bkgts", queries, keys, preferred_element_type=jnp.float32)
+    return jnp.where(seen, s, -jnp.inf), seen
 
 
 def sees(position: Array, slot: Array, window: int | None) -> Array:

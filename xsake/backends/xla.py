@@ -194,11 +194,11 @@ def _allowed(mask: BlockMask, needs_rule: Array, b: Array, n: Array, i: Array, j
     (bq, bk), S = mask.block, mask.shape[1]
     q = (i[:, None] * bq + jnp.arange(bq))[:, :, None]
     k = (j[:, None] * bk + jnp.arange(bk))[:, None, :]
-    allowed = k < S
-    if mask.rule is not None:
-        tokens = Tokens.at(b[:, None, None], n[:, None, None], q, k)
-        allowed = allowed & mask.rule.allows(tokens)
-    return allowed | ~needs_rule[:, None, None]
+    allowed = ~needs_rule[:, None, None]
+    if mask.rule is None:
+        return allowed | (k < S)
+    by_rule = mask.rule.allows(Tokens.at(b[:, None, None], n[:, None, None], q, k))
+    return allowed | (by_rule if S % bk == 0 else by_rule & (k < S))
 
 
 class BiasTiles:

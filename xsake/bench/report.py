@@ -11,6 +11,7 @@ Figures stand in such tables and nowhere else; tests/test_docs.py holds every pa
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -32,7 +33,8 @@ def filled(text: str, results: Path = RESULTS) -> str:
         if kind not in TABLES:
             raise ValueError(f"table {kind!r} is not one of {list(TABLES)}")
         report = json.loads((results / name).read_text())
-        return f"{head}\n{TABLES[kind](report['results'])}\n\n{_source(report, name)}\n\n{end}"
+        made = TABLES[kind](report.get("results", report))
+        return f"{head}\n{made}\n\n{_source(report, name)}\n\n{end}"
 
     return _TABLE.sub(write, text)
 
@@ -43,6 +45,7 @@ def outside(text: str) -> str:
 
 
 def _source(report: dict[str, Any], name: str) -> str:
+    report = report.get("provenance", report)
     machine, versions = report["machine"], report["versions"]
     return (
         f"`benchmarks/results/{name}`: {machine['device']}, JAX {versions['jax']}, "
@@ -129,7 +132,85 @@ def model(rows: Rows) -> str:
     return _markdown(head, lines)
 
 
-TABLES: dict[str, Callable[[Rows], str]] = {"hopper": hopper, "cpu": cpu, "model": model}
+def hads(column: str, table: dict[str, Any]) -> str:
+    """One column of `xsake evaluate --table`: a row for each method, a cell for each density."""
+    scale, digits = (100, 2) if column == "perplexity_gap" else (1, 4)
+    densities = sorted(table["densities"], key=float)
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for density in densities:
+        for row in table["densities"][density]["rows"]:
+            cells.setdefault((row["method"], row["kind"]), {})[density] = row
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        error = row[f"{column}_standard_error"]
+        spread = "" if error is None else f" ± {scale * error:.{digits}f}"
+        return f"{scale * row[column]:.{digits}f}{spread}"
+
+    def rank(by_density: dict[str, dict[str, Any]]) -> float:
+        values = [row[column] for row in by_density.values()]
+        mean = sum(values) / len(values)
+        return -mean if column == "recall" else mean
+
+    lines = [
+        [*name, *(cell(by_density.get(density)) for density in densities)]
+        for name, by_density in sorted(cells.items(), key=lambda item: rank(item[1]))
+    ]
+    unit = ", %" if column == "perplexity_gap" else ""
+    named = f"{column.replace('_', ' ')}{unit} at density"
+    return _markdown(("method", "knows", *(f"{named} {d}" for d in densities)), lines)
+
+
+def hads_speed(report: dict[str, Any]) -> str:
+    """`benchmarks/hads_table.py speed`: attention under a plan against dense, and decode."""
+    attention, decode = [], []
+    for row in report["rows"]:
+        share = f"{row['density_ratio']:.3f}"
+        if row["kind"] == "decode":
+            kl = row.get("logit_kl")
+            error = row.get("logit_kl_standard_error")
+            decode.append(
+                [
+                    f"decode at {row['tokens']:,} tokens, batch {row['batch']}",
+                    row.get("budget", ""),
+                    share,
+                    row.get("refresh", "") if row["density_ratio"] < 1 else "",
+                    f"{row['tokens_per_second']:,.0f}",
+                    "" if kl is None else f"{kl:.4f} ± {error:.4f}",
+                ]
+            )
+            continue
+        alone = row.get("selection_over_dense")
+        attention.append(
+            [
+                row["shape"] + (", activations" if row["kind"] == "activations" else ""),
+                row["selector"],
+                row["budget"],
+                share,
+                f"{1e3 * row['dense_seconds']:.3f}",
+                f"{1e3 * row['selection_and_sparse_seconds']:.3f}",
+                f"{row['selection_and_sparse_over_dense']:.2f}",
+                "" if alone is None else f"{alone:.3f}",
+                f"{row['kl']:.4f} ± {row['kl_standard_error']:.4f}" if "kl" in row else "",
+            ]
+        )
+    head = "B·N·T·H | selector | budget | density | dense ms | selection + sparse ms | ÷ dense"
+    above = [*head.split(" | "), "selection ÷ dense", "attention KL"]
+    below = ("what", "budget", "share of blocks", "chosen every", "tokens/s", "logit KL")
+    return _markdown(above, attention) + "\n\n" + _markdown(below, decode)
+
+
+TABLES: dict[str, Callable[[Any], str]] = {
+    "hopper": hopper,
+    "cpu": cpu,
+    "model": model,
+    "hads-speed": hads_speed,
+    **{
+        f"hads-{column.replace('_', '-')}": functools.partial(hads, column)
+        for column in ("kl", "recall", "error", "logit_kl", "perplexity_gap")
+    },
+}
 
 
 def main(paths: list[str]) -> None:

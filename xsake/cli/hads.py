@@ -23,7 +23,7 @@ def calibrate(
     documents: int = 16,
     block: int = 128,
     band: int = 0,
-    selectors: tuple[str, ...] = ("static", "gaussian", "oracle"),
+    selectors: tuple[str, ...] = ("static", "mean_query", "oracle"),
     seed: int = 0,
     dtype: Dtype = "float32",
     implementation: str | None = None,
@@ -80,7 +80,7 @@ def plan(
     density: float,
     out: Out,
     policy: str = "kl",
-    selector: str = "gaussian",
+    selector: str = "mean_query",
     top_p: float | None = None,
 ) -> None:
     """Makes a plan: a budget for every row of every head, and a way to choose blocks.
@@ -90,7 +90,7 @@ def plan(
       density: blocks visited ÷ blocks that causality allows, over all layers and heads.
       out: the plan, a safetensors file.
       policy: uniform, entropy, kl or output.
-      selector: static, pooled, antidiagonal or gaussian.
+      selector: static, pooled, antidiagonal, gaussian or mean_query.
       top_p: stop a row at this share of its estimated mass.
     """
     from xsake import hads

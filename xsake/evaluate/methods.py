@@ -4,10 +4,12 @@
     fixed     nothing           sliding_window, sink_window, longformer, bigbird, strided, random
     seed      entropies         seed_entropy: random blocks, as many as the head's entropy says
     static    calibration       static/uniform (uniform top-k), /entropy, /kl, /output
-    run time  this input        vertical_slash, and SELECTOR/POLICY for three selectors
-    oracle    this input's mass oracle/kl
+    run time  this input        vertical_slash, and SELECTOR/POLICY for four selectors
+    oracle    this input's p    oracle/kl, oracle/output
 
-A method is given blocks, or scores of the input and counts: the best of each row are kept.
+A method is given blocks, or scores of the input and counts: the best of each row are kept. The
+budgets of an oracle are calibrated as everybody's; its order is this input's true mass for `kl`,
+its true sensitivity for `output`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +25,21 @@ import numpy as np
 from jax import Array, lax
 
 from xsake.hads import Profile, baselines, budget, make, rows, select
-from xsake.hads.plan import Plan
+from xsake.hads.plan import Plan, gains
+from xsake.hads.statistics import measure
 
 # Where scores come from; the number of a source is an index into this.
-SOURCES = ("given", *select.ESTIMATES, "vertical_slash", "oracle")
+SOURCES = ("given", *select.ESTIMATES, "vertical_slash", "mass", "sensitivity")
+ORACLES = {"kl": "mass", "output": "sensitivity"}  # what the oracle of a policy goes by
+
+
+class Activations(NamedTuple):
+    """One sequence in one layer's attention."""
+
+    q: Any  # [T, N, H]
+    k: Any  # [T, K, H]
+    v: Any  # [T, K, Hv]
+    kernel: Any  # [N, Hv, width], the output projection
 
 
 @jax.tree_util.register_dataclass
@@ -45,24 +58,26 @@ class Method:
         """Without a name, so that compiled code serves all methods."""
         return dataclasses.replace(self, name="", kind="")
 
-    def blocks(self, layer: Any, q: Array, k: Array, block: int) -> Array:
-        """The blocks of one sequence, q [T, N, H] and k [T, K, H]: bool [N, n, n]."""
+    def blocks(self, layer: Any, seen: Activations, block: int) -> Array:
+        """The blocks that one sequence visits, bool [N, n, n]."""
 
-        def looked(source: str, q: Array, k: Array) -> Array:
-            return select.keep_top(scores_of(source, q, k, block), self.counts[layer])
+        def looked(source: str, seen: Activations) -> Array:
+            return select.keep_top(scores_of(source, seen, block), self.counts[layer])
 
-        branches = [lambda q, k: self.given[layer]]
+        branches = [lambda seen: self.given[layer]]
         branches += [functools.partial(looked, name) for name in SOURCES[1:]]
-        return lax.switch(self.source, branches, q, k)
+        return lax.switch(self.source, branches, seen)
 
 
-def scores_of(source: str, q: Array, k: Array, block: int) -> Array:
+def scores_of(source: str, seen: Activations, block: int) -> Array:
     """Scores of a source that looks at the input, float32 [N, n, n]."""
     if source == "vertical_slash":
-        return baselines.vertical_slash(q, k, block)
-    if source == "oracle":
-        return baselines.oracle(q, k, block)
-    return select.estimate(source, q, k, block)
+        return baselines.vertical_slash(seen.q, seen.k, block)
+    if source == "mass":
+        return baselines.oracle(seen.q, seen.k, block)
+    if source == "sensitivity":
+        return measure(*seen, block=block, curves=()).sensitivity
+    return select.estimate(source, seen.q, seen.k, block)
 
 
 def at_density(
@@ -96,30 +111,50 @@ def _fixed(profile: Profile, density: float, length: int) -> Iterator[Method]:
     yield _looking("vertical_slash", "run time", counts, "vertical_slash")
 
 
+# SELECTOR, POLICY of HADS; of a profile from elsewhere only TRANSFERRED is measured.
+TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in ("kl", "output"))
+FORMS = (
+    *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),
+    *((s, p) for s in ("pooled", "antidiagonal", "gaussian", "oracle") for p in ("kl", "output")),
+)
+
+
+def left_out(profile: Profile, others: dict[str, Profile] | None = None) -> list[str]:
+    """Methods that `at_density` cannot have: the profile has no cost curve for their selector."""
+    return [
+        _name(selector, policy, label)
+        for label, each in {"": profile, **(others or {})}.items()
+        for selector, policy in (TRANSFERRED if label else FORMS)
+        if not _has(each, selector, policy)
+    ]
+
+
+def _has(profile: Profile, selector: str, policy: str) -> bool:
+    return policy in ("uniform", "entropy") or selector in profile.statistics.cost[policy]
+
+
+def _name(selector: str, policy: str, label: str) -> str:
+    return f"{selector}/{policy} {label}".strip()
+
+
 def _planned(profile: Profile, density: float, length: int, label: str) -> Iterator[Method]:
     """The forms of HADS that a profile gives; of another's profile only those that matter."""
-    forms = [("static", "kl"), ("gaussian", "kl")]
-    if not label:
-        forms += [("static", policy) for policy in ("uniform", "entropy", "output")]
-        forms += [("pooled", "kl"), ("antidiagonal", "kl"), ("oracle", "kl")]
-        forms += [("gaussian", policy) for policy in ("uniform", "entropy", "output")]
-    curves = set(profile.statistics.cost["kl"])
-    for selector, policy in forms:
-        if policy in ("kl", "output") and selector not in curves:
+    for selector, policy in TRANSFERRED if label else FORMS:
+        if not _has(profile, selector, policy):
             continue
-        name = " ".join([f"{selector}/{policy}", label]).strip()
+        name = _name(selector, policy, label)
         if selector == "oracle":
-            counts = budget.by_cost(profile.cost(policy, "oracle"), density, profile.facts.band)
-            yield _looking(name, "oracle", _at(counts.counts, density, length, profile), "oracle")
+            counts = _oracle(profile, density, policy, length)
+            yield _looking(name, "oracle", counts, ORACLES[policy])
             continue
-        plan = make(profile, density, policy, selector).at(length)
+        plan = make(profile, density, policy, selector, length=length)
         if selector == "static":
             yield _given(
                 name, "static", select.keep_top(plan.scores, plan.counts, profile.facts.band)
             )
         else:
             yield _looking(name, "run time", plan.counts, selector)
-            if (selector, policy, label) == ("gaussian", "kl", ""):
+            if selector == "mean_query" and policy in ("kl", "output") and not label:
                 yield _looking(f"{name} + centroids", "run time", plan.counts, selector, True)
 
 
@@ -134,8 +169,12 @@ def of_plan(plan: Plan, length: int) -> Method:
     return _looking(name, "run time", plan.counts, terms.selector)
 
 
-def _at(counts: np.ndarray, density: float, length: int, profile: Profile) -> np.ndarray:
-    terms = make(profile, density, "uniform", "static").terms
+def _oracle(profile: Profile, density: float, policy: str, length: int) -> np.ndarray:
+    """The budgets of `policy` by the cost curves of the oracle, [layers, N, n]."""
+    band, n = profile.facts.band, rows.count_blocks(length, profile.facts.block)
+    here = rows.density_at(density, n, profile.size[2], band)
+    counts = budget.by_gains(gains(profile, policy, "oracle"), here, band).counts
+    terms = make(profile, density, "uniform", "static", length=length).terms
     return np.asarray(Plan(counts, None, terms).at(length).counts)
 
 

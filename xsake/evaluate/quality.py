@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 
 from xsake.hads import rows
-from xsake.hads.profile import ROWS_AT_ONCE, factors, softmax_rows
+from xsake.hads.statistics import ROWS_AT_ONCE, factors, softmax_rows
 
 
 class Quality(NamedTuple):

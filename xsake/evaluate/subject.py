@@ -9,9 +9,11 @@ import jax
 from flax import nnx
 from jax import Array
 
+from xsake.block_mask import BlockMask
 from xsake.hads import Profile, calibrate, corrected_attention
 from xsake.hads.profile import hash_of
 from xsake.model import Transformer
+from xsake.model.attend import by_mask
 from xsake.model.transformer import document_positions
 
 
@@ -46,20 +48,29 @@ class Subject:
             **how,
         )
 
-    def hidden(self, weights: Any, tokens: Array, mask: Any = None) -> Array:
-        """What the head is applied to, [T, width] for tokens [T]; `mask` as the model takes it."""
-        return nnx.merge(self.graph, weights).hidden(tokens[None], mask=mask)[0]
+    def hidden(self, weights: Any, tokens: Array) -> Array:
+        """What the head is applied to, [T, width] for tokens [T]."""
+        return nnx.merge(self.graph, weights).hidden(tokens[None])[0]
 
-    def corrected_hidden(self, weights: Any, tokens: Array, mask: Any) -> Array:
-        """The same with centroids for dropped blocks; `mask` is (layer, q, k) -> BlockMask."""
+    def sparse_hidden(
+        self, weights: Any, tokens: Array, choose: Callable[..., BlockMask], corrected: bool = False
+    ) -> Array:
+        """The same with the blocks that `choose` leaves each layer.
+
+        choose(layer, q, k, v, kernel) -> BlockMask for q, k, v [1, T, …] and the output projection
+        [N, Hv, width]; with `corrected`, centroids stand in for dropped blocks.
+        """
+        model = nnx.merge(self.graph, weights)
+        T, how = len(tokens), self.implementation
 
         def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-            chosen = mask(layer, q, k)
-            out = corrected_attention(q, k, v, chosen, implementation=self.implementation)
-            return out, state
+            mask = choose(layer, q, k, v, model.layer(layer).out.kernel[...])
+            if corrected:
+                return corrected_attention(q, k, v, mask, implementation=how), state
+            by_chosen = by_mask(model.config, lambda *_: mask, 1, T, implementation=how)
+            return by_chosen(layer, q, k, v, state)
 
-        model = nnx.merge(self.graph, weights)
-        return model.run(tokens[None], document_positions(1, len(tokens)), attend)[0][0]
+        return model.run(tokens[None], document_positions(1, T), attend)[0][0]
 
     def logits(self, weights: Any, hidden: Array) -> Array:
         """float32 [R, vocab] of hidden [R, width]."""

@@ -20,7 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.evaluate.methods import SOURCES, Method, at_density, scores_of
+from xsake.evaluate.methods import (
+    SOURCES,
+    Activations,
+    Method,
+    at_density,
+    left_out,
+    scores_of,
+)
 from xsake.evaluate.quality import Quality, compare, compare_predictions, mean_and_error
 from xsake.evaluate.subject import Subject
 from xsake.hads import Profile, rows, select
@@ -110,15 +117,15 @@ def _dense_pass(
     M, layers, N, _ = methods.counts.shape
 
     def fold(layer: Any, seen: Any, carry: Any) -> Any:
-        q, k, v = seen.q[0], seen.k[0], seen.v[0]
-        looked = jnp.stack([scores_of(name, q, k, block) for name in SOURCES[1:]])
+        given = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel)
+        looked = jnp.stack([scores_of(name, given, block) for name in SOURCES[1:]])
         ones = jnp.arange(M)
         kept = select.keep_top(
             looked[jnp.maximum(methods.source - 1, 0)], methods.counts[ones, layer]
         )
         is_given = (methods.source == 0)[:, None, None, None]
         blocks = jnp.where(is_given, methods.given[ones, layer], kept)
-        quality = compare(q, k, v, seen.kernel, blocks, block=block, corrected=corrected)
+        quality = compare(*given, blocks, block=block, corrected=corrected)
         every, counts = carry
         every = jax.tree.map(lambda all_, x: all_.at[layer].set(x), every, quality)
         return every, counts + blocks.sum((1, 2, 3), dtype=jnp.int32)
@@ -137,12 +144,11 @@ def _dense_hidden(weights: Any, tokens: Any, *, subject: Subject) -> Array:
 def _sparse_pass(
     weights: Any, tokens: Any, dense: Array, method: Method, *, subject: Subject, block: int
 ) -> Any:
-    def mask(layer: Any, q: Array, k: Array) -> Any:
-        blocks = method.blocks(layer, q[0], k[0], block)
+    def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> Any:
+        blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block)
         return select.to_mask(blocks, q.shape[1], block)
 
-    run = subject.corrected_hidden if method.corrected else subject.hidden
-    sparse = run(weights, tokens, mask)
+    sparse = subject.sparse_hidden(weights, tokens, choose, method.corrected)
     return compare_predictions(
         dense, sparse, tokens, functools.partial(subject.logits, weights), at_once=512
     )
@@ -203,7 +209,11 @@ def run_table(
             None if tell is None else functools.partial(_tell, tell, density),
         )
         seconds = time.perf_counter() - began
-        table["densities"][str(density)] = {"seconds": seconds, "rows": found}
+        table["densities"][str(density)] = {
+            "seconds": seconds,
+            "rows": found,
+            "left_out": left_out(profile, others),
+        }
         table["provenance"] = provenance or {}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
@@ -248,4 +258,6 @@ def to_markdown(table: dict[str, Any]) -> str:
                 shown = "" if error is None else f" ± {scale * error:.{digits}f}"
                 cells.append(f"{scale * row[name]:.{digits}f}{shown}{unit}")
             lines.append("| " + " | ".join(cells) + " |")
+        if part["left_out"]:
+            lines += ["", f"Left out, for want of a cost curve: {', '.join(part['left_out'])}."]
     return "\n".join(lines) + "\n"

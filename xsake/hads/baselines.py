@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 
 from xsake.hads import budget, rows, select
-from xsake.hads.profile import softmax_rows
+from xsake.hads.statistics import softmax_rows
 
 # name: how its counts are dealt out; see the table above
 COUNTS = {

@@ -119,12 +119,19 @@ def by_gains(gains: np.ndarray, density: float, band: int = 0) -> Budget:
     notes = _named("has a cost that is not a number and keeps the uniform share", lost)
     dead = ~lost & (gains.max((2, 3), initial=-np.inf) <= 0)
     notes += _named("gains nothing by any block and gets what the others leave", dead)
-    # the sort is stable and gains fall within a row, so what is taken of a row comes first in it
-    order = np.argsort(-gains, axis=None, kind="stable")
-    taken = np.zeros(gains.size, bool)
-    taken[order[: total - int(counts.sum())]] = True
-    counts += taken.reshape(gains.shape).sum(-1, dtype=np.int32)
+    counts += _largest(gains, total - int(counts.sum())).sum(-1, dtype=np.int32)
     return Budget(counts, density, notes)
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Marks the `count` largest; of equal ones the first, so that of a falling row a prefix."""
+    if count <= 0:
+        return np.zeros(values.shape, bool)
+    last = np.partition(values, values.size - count, axis=None)[values.size - count]
+    taken = values > last
+    level = np.flatnonzero(values == last)
+    taken.reshape(-1)[level[: count - int(taken.sum())]] = True
+    return taken
 
 
 def surrogate(mass: Any, band: int = 0) -> np.ndarray:

@@ -4,7 +4,8 @@
                                                                └─ plan.mask(layer, q, k)
 
 A plan is a pytree: its counts may be arguments of a compiled step and change without a recompile.
-It is also what a model takes as a mask, plan(layer, q, k) -> BlockMask.
+It is also what a model takes as a mask, plan(layer, q, k) -> BlockMask, for a whole text or, with
+`first`, for a part of one.
 
 At another length: a row of blocks sees the same prefix in a short text as in a long one, so shorter
 texts use the first rows. Rows past the calibrated ones take the mean share of the last quarter, and
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake import masks
 from xsake.block_mask import BlockMask
 from xsake.hads import budget, rows, select
 from xsake.hads.profile import Profile, read
@@ -61,12 +63,18 @@ class Plan:
 
     # --------------------------------------------------------------------------------------- masks
 
-    def __call__(self, layer: Any, q: Any, k: Any) -> BlockMask:
-        """The mask of one layer for this input; `layer` may be traced."""
-        return self.mask(layer, q, k)
+    def __call__(self, layer: Any, q: Any, k: Any, first: Any = None) -> BlockMask:
+        """The mask of one layer for this input; `layer` and `first` may be traced."""
+        return self.mask(layer, q, k, first=first)
 
     def mask(
-        self, layer: Any, q: Any = None, k: Any = None, *, length: int | None = None
+        self,
+        layer: Any,
+        q: Any = None,
+        k: Any = None,
+        *,
+        length: int | None = None,
+        first: Any = None,
     ) -> BlockMask:
         """The BlockMask of a layer, causal: [1, N] lists for `static`, [B, N] for the others.
 
@@ -75,36 +83,64 @@ class Plan:
           q: [B, T, N, H]; selectors that look at the input need it, and k [B, T, K, H].
           k: as they enter attention.
           length: T, where q is not given; default what the plan was calibrated at.
+          first: q is a part of the text, in whole blocks from this position on, and k [B, S, K, H]
+            all keys from 0 on, those after q not yet written: a mask of shape (T, S), with the
+            blocks that the same rows have if the text of S tokens is given at once.
         """
+        block = self.terms.block
+        length = self._length(q, k, length, first)
+        blocks = self.blocks(layer, q, k, length=length, first=first)
+        if first is None:
+            return select.to_mask(blocks, length, block)
+        T = q.shape[1]
+        rule = masks.at_positions(masks.causal(), (first + jnp.arange(T))[None])
+        return BlockMask.from_dense(blocks, rule, shape=(T, length), block=block)
+
+    def _length(self, q: Any, k: Any, length: int | None, first: Any) -> int:
+        """S: the tokens of the text that a mask is asked for."""
         if q is not None:
-            length = q.shape[1]
-        length = self.terms.length if length is None else length
-        return select.to_mask(self.blocks(layer, q, k, length=length), length, self.terms.block)
+            return int((q if first is None else k).shape[1])
+        return self.terms.length if length is None else length
 
     def blocks(
-        self, layer: Any, q: Any = None, k: Any = None, *, length: int | None = None
+        self,
+        layer: Any,
+        q: Any = None,
+        k: Any = None,
+        *,
+        length: int | None = None,
+        first: Any = None,
     ) -> Array:
-        """The blocks that `mask` lists, bool [1|B, N, n, n]."""
+        """The blocks that `mask` lists, bool [1|B, N, n, n], or R rows of them."""
         terms = self.terms
-        if q is not None:
-            length = q.shape[1]
-        length = terms.length if length is None else length
+        length = self._length(q, k, length, first)
         if rows.count_blocks(length, terms.block) != self.counts.shape[-1]:
-            return self.at(length).blocks(layer, q, k, length=length)
+            return self.at(length).blocks(layer, q, k, length=length, first=first)
+        if first is not None and q.shape[1] % terms.block:
+            raise ValueError(
+                f"a part of {q.shape[1]} tokens is not whole blocks of {terms.block}; "
+                "read the text in chunks of a multiple of that"
+            )
         if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < len(self.counts):
             raise ValueError(f"layer {layer} of a plan for {len(self.counts)} layers")
         counts = jnp.asarray(self.counts)[layer]
-        scores = self.scored(layer, q, k)
+        row = None if first is None else first // terms.block
+        counts = counts if row is None else _rows(counts, row, q.shape[1] // terms.block, 1)
+        scores = self.scored(layer, q, k, row)
+        row = 0 if row is None else row
         if terms.top_p is not None:
-            floor = rows.floors(counts.shape[-1], terms.band)
-            counts = select.counts_for_mass(scores, terms.top_p, floor, counts, terms.band)
-        return select.keep_top(scores, counts, terms.band)
+            counts = select.counts_for_mass(scores, terms.top_p, counts, terms.band, row)
+        return select.keep_top(scores, counts, terms.band, row)
 
-    def scored(self, layer: Any, q: Any = None, k: Any = None) -> Array:
-        """What blocks are chosen by, [1|B, N, n, n]: the calibrated order, or from this q and k."""
+    def scored(self, layer: Any, q: Any = None, k: Any = None, row: Any = None) -> Array:
+        """What blocks are chosen by, [1|B, N, n, n]: the calibrated order, or from this q and k.
+
+        With `row`, the rows of q alone, from that one on.
+        """
         terms, heads = self.terms, self.counts.shape[1]
         if terms.selector == "static":
-            return jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
+            scores = jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
+            return scores if row is None else _rows(scores, row, q.shape[1] // terms.block, 2)
         if q is None or k is None:
             raise ValueError(
                 f"a plan that selects by {terms.selector!r} looks at the input: "
@@ -112,7 +148,8 @@ class Plan:
             )
         if q.shape[2] != heads:
             raise ValueError(f"the plan is for {heads} heads, q has {q.shape[2]}")
-        return jax.vmap(lambda q, k: select.estimate(terms.selector, q, k, terms.block))(q, k)
+        row = 0 if row is None else row
+        return jax.vmap(lambda q, k: select.estimate(terms.selector, q, k, terms.block, row))(q, k)
 
     def stacked(self, length: int | None = None) -> BlockMask:
         """All layers of a static plan in one BlockMask with a leading axis of layers."""
@@ -242,9 +279,10 @@ def make(
     profile: Profile,
     density: float,
     policy: str = "kl",
-    selector: str = "gaussian",
+    selector: str = "mean_query",
     *,
     top_p: float | None = None,
+    length: int | None = None,
 ) -> Plan:
     """A plan from a profile.
 
@@ -254,6 +292,8 @@ def make(
       policy: one of `budget.POLICIES`. `kl` and `output` use the cost curves of `selector`.
       selector: one of `select.SELECTORS`.
       top_p: stop a row at this share of its estimated mass; counts are then caps.
+      length: of the texts it is for, if not that of the profile. `plan.at` serves any length too,
+        but a density that the forced blocks of a short calibration exceed is to be had only here.
     """
     if policy not in budget.POLICIES:
         raise ValueError(f"policy {policy!r} is not one of {list(budget.POLICIES)}")
@@ -262,15 +302,18 @@ def make(
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
     (layers, heads, n), facts = profile.size, profile.facts
+    asked = density
+    if length is not None:
+        density = rows.density_at(asked, rows.count_blocks(length, facts.block), n, facts.band)
     if policy == "uniform":
         found = budget.uniform(density, layers, heads, n, facts.band)
     elif policy == "entropy":
         found = budget.entropy(profile.statistics.entropy, density, n, facts.band)
     else:
-        found = budget.by_gains(_gains(profile, policy, selector), density, facts.band)
+        found = budget.by_gains(gains(profile, policy, selector), density, facts.band)
     scores = np.asarray(profile.scores(policy), np.float32) if selector == "static" else None
     terms = Terms(
-        density=density,
+        density=asked,
         policy=policy,
         selector=selector,
         block=facts.block,
@@ -281,13 +324,19 @@ def make(
         data_hash=facts.data_hash,
         notes=found.notes,
     )
-    return Plan(found.counts, scores, terms)
+    made = Plan(found.counts, scores, terms)
+    return made if length is None else made.at(length)
 
 
-@functools.lru_cache(maxsize=16)
-def _gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
-    """Kept, because they serve every density."""
+@functools.lru_cache(maxsize=32)
+def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
+    """`budget.falling_gains` of a profile's cost curve; kept, because they serve every density."""
     return budget.falling_gains(profile.cost(policy, selector), profile.facts.band)
+
+
+def _rows(x: Array, first: Any, count: int, axis: int) -> Array:
+    """Some rows of x; those past its end, which hold padding, are the last one again."""
+    return jnp.take(x, first + jnp.arange(count), axis, mode="clip")
 
 
 def stretched(scores: np.ndarray, n: int) -> np.ndarray:

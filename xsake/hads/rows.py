@@ -49,6 +49,22 @@ def least_density(n: int, band: int = 0) -> float:
     return float(floors(n, band).sum() / (n * (n + 1) / 2))
 
 
+def density_at(density: float, n: int, other: int, band: int = 0) -> float:
+    """The density of `other` rows whose unforced blocks are kept in the same share as those of n.
+
+    Forced blocks weigh more in a short text: what is little for a long one may be too little there.
+
+    >>> round(density_at(0.10, 128, 32), 3)
+    0.182
+    """
+    blocks_of_density(density, n, 1, band)  # refuses what n rows cannot have
+    if n == other:
+        return density
+    own, others = (least_density(x, band) for x in (n, other))
+    free = (density - own) / (1 - own) if own < 1 else 1.0
+    return others + max(free, 0.0) * (1 - others)
+
+
 def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
     """Blocks that `heads` heads of n rows keep in all at a density; refused below the forced."""
     most = heads * n * (n + 1) // 2

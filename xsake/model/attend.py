@@ -124,13 +124,27 @@ class Reading(NamedTuple):
 
     budget: Array  # [layers, L] of each list: blocks, or shares of the blocks so far
     entries: int  # blocks of a row's lists together, at most
-    score: str = "mean"  # of decode.block_scores
+    reach: int = 1  # tokens that a choice is for
+
+    def nothing(self, batch: int) -> decode.Chosen:
+        """Lists of all layers, [layers, B, E] each, for a state that nothing was chosen in yet."""
+        size = (len(self.budget), batch, self.entries)
+        number = jnp.zeros(size, jnp.int32)
+        return decode.Chosen(number, number, jnp.zeros(size, bool))
 
 
 def by_cache(
-    config: Config, positions: Array, count: Array, span: int, reading: Reading | None = None
+    config: Config,
+    positions: Array,
+    count: Array,
+    span: int,
+    reading: Reading | None = None,
+    *,
+    anew: bool = True,
 ) -> Attend:
-    """Attention of new tokens to the cache, which is the state: appended to, then read.
+    """Attention of new tokens to the cache, which is appended to, then read.
+
+    The state is the cache, or with `reading` (cache, lists of the blocks that are read).
 
     Args:
       config: whose heads and windows.
@@ -138,48 +152,71 @@ def by_cache(
       count: int [B], how many of the T each row appends.
       span: slots of the cache that may be looked at.
       reading: None: all slots.
+      anew: choose blocks by the attention of these tokens; else read what the state lists.
     """
+    if reading is None:
 
-    def attend(layer: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        cache = cache.append(layer, k, v, count)
+        def attend(layer: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+            cache = cache.append(layer, k, v, count)
 
-        def see(windowed: bool, q: Array, cache: KVCache) -> Array:
-            window = config.window if windowed else None
-            kv = cache.k, cache.v, positions
-            if reading is None:
+            def see(windowed: bool, q: Array, cache: KVCache) -> Array:
+                window = config.window if windowed else None
+                kv = cache.k, cache.v, positions
                 return decode.dense(q, *kv, layer=layer, span=span, window=window)
-            size = cache.block
-            chosen = decode.choose(
-                _scores(reading, layer, q, cache, positions, span),
+
+            return by_window(config, layer, see, q, cache), cache
+
+        return attend
+    return _by_lists(config, positions, count, span, reading, anew)
+
+
+def _by_lists(
+    config: Config, positions: Array, count: Array, span: int, reading: Reading, anew: bool
+) -> Attend:
+    lists = reading.budget.shape[1]
+
+    def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
+        cache, every = state
+        cache = cache.append(layer, k, v, count)
+        block = cache.block
+
+        def choose(windowed: bool, q: Array, cache: KVCache) -> decode.Chosen:
+            window = config.window if windowed else None
+            mass = decode.block_mass(
+                q,
+                cache.k,
                 positions,
-                _counts(reading, layer, positions, size),
-                block=size,
-                entries=reading.entries,
+                layer=layer,
+                span=span,
+                lists=lists,
+                block=block,
                 window=window,
             )
-            return decode.sparse(q, *kv, chosen, layer=layer, block=size, window=window)
+            return decode.choose(
+                mass,
+                positions,
+                _counts(reading, layer, positions, block),
+                block=block,
+                entries=reading.entries,
+                reach=reading.reach,
+                window=window,
+            )
 
-        return by_window(config, layer, see, q, cache), cache
+        def see(windowed: bool, q: Array, cache: KVCache, chosen: decode.Chosen) -> Array:
+            window = config.window if windowed else None
+            kv = cache.k, cache.v, positions
+            return decode.sparse(
+                q, *kv, chosen, layer=layer, lists=lists, block=block, window=window
+            )
+
+        if anew:
+            chosen = by_window(config, layer, choose, q, cache)
+            every = jax.tree.map(lambda all_, new: all_.at[layer].set(new), every, chosen)
+        else:
+            chosen = jax.tree.map(lambda all_: all_[layer], every)
+        return by_window(config, layer, see, q, cache, chosen), (cache, every)
 
     return attend
-
-
-def _scores(
-    reading: Reading, layer: Any, q: Array, cache: KVCache, positions: Array, span: int
-) -> Array:
-    """Of the blocks of the span, [B, L, blocks]."""
-    blocks = span // cache.block
-    total, low, high = (x[layer, :, :, :blocks] for x in (cache.total, cache.low, cache.high))
-    return decode.block_scores(
-        q,
-        total,
-        low,
-        high,
-        positions,
-        lists=reading.budget.shape[1],
-        block=cache.block,
-        kind=reading.score,
-    )
 
 
 def _counts(reading: Reading, layer: Any, positions: Array, block: int) -> Array:

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.backends import decode
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.rule import Rule
 from xsake.model.attend import Reading, by_cache, by_chunk, by_mask, is_made
@@ -34,6 +33,7 @@ __all__ = ["Completion", "Sampling", "generate", "stream"]
 
 CHUNK = 2048  # prompt tokens of one pass
 BURST = 16  # decode steps between two looks of the host
+REFRESH = 4  # decode steps that a choice of blocks serves
 FORCED = 2  # blocks that a token always reads: the first and its own
 SPAN = 256  # the shortest stretch of the cache that a step is compiled for; doubled as it fills
 
@@ -77,7 +77,7 @@ def stream(
     stop: Sequence[int] | None = None,
     mask: Any = None,
     budget: Any = None,
-    score: str = "mean",
+    refresh: int = REFRESH,
     chunk: int = CHUNK,
     burst: int = BURST,
 ) -> Iterator[list[Completion]]:
@@ -94,21 +94,21 @@ def stream(
       mask: narrows attention while prompts are read: a Rule, or a callable (layer, q, k) ->
         BlockMask. For prompts longer than `chunk` the callable takes `first` too: the position of
         the first query; k then holds all keys from position 0 on, and what lies after the queries
-        is not yet written.
+        is not yet written. A mask that has `at`, as a plan has, is made mask.at(tokens) before.
       budget: what a head reads of the cache for one token; None: all. Whole numbers are blocks,
         fractions a share of the blocks so far, rounded up; one for all, [heads] or [layers, heads];
         with one for each kv head, the query heads of a group choose and read together. The first
         block and the current one are always among them.
-      score: what blocks are chosen by: "mean" or "bound" (`backends.decode.block_scores`).
+      refresh: one token in so many chooses blocks, by its exact attention to all keys so far; those
+        that follow read the same. 1 is the most faithful, more is faster.
       chunk: prompt tokens of one pass.
       burst: tokens between two yields.
     """
     config = model.config
     lengths = _check_prompts(config, prompts, max_tokens)
-    if chunk < 1 or burst < 1:
-        raise ValueError(f"chunk and burst must be at least 1, got {chunk} and {burst}")
-    if score not in decode.SCORES:
-        raise ValueError(f"score {score!r} is not one of {list(decode.SCORES)}")
+    for name, value in (("chunk", chunk), ("burst", burst), ("refresh", refresh)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     budget = None if budget is None else check_budget(config, budget)
     _check_mask(mask, int(lengths.max()) > chunk, chunk)
     return _stream(
@@ -120,7 +120,7 @@ def stream(
         _ended_by(config.eos if stop is None else stop),
         mask,
         budget,
-        score,
+        refresh,
         chunk,
         burst,
     )
@@ -135,7 +135,7 @@ def _stream(
     stop: np.ndarray,
     mask: Any,
     budget: np.ndarray | None,
-    score: str,
+    refresh: int,
     chunk: int,
     burst: int,
 ) -> Iterator[list[Completion]]:
@@ -172,9 +172,9 @@ def _stream(
             np.int32(steps),
             budget,
             sampling=draw,
-            score=score,
             span=span,
-            entries=_entries(budget, span // cache.block),
+            entries=entries_of(budget, span, cache.block, refresh),
+            refresh=refresh,
             burst=burst,
         )
 
@@ -200,11 +200,13 @@ def prefill(
         step = min(256, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
         step = BLOCK if is_made(mask) else step
         tokens = _padded(prompts, -(-int(lengths.max()) // step) * step)
+        mask = mask.at(tokens.shape[1]) if hasattr(mask, "at") else mask
         return _prefill_whole(model, cache, tokens, jnp.asarray(lengths), mask)
     hidden = jnp.zeros((len(prompts), model.config.width), model.dtype)
     count = -(-int(lengths.max()) // chunk)
     tokens = _padded(prompts, count * chunk)
     span = _span(int(lengths.max()), cache)
+    mask = mask.at(span) if hasattr(mask, "at") else mask
     for first in range(0, count * chunk, chunk):
         cache, hidden = _prefill_chunk(
             model,
@@ -268,7 +270,7 @@ def _first(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sampling", "score", "span", "entries", "burst"),
+    static_argnames=("sampling", "span", "entries", "refresh", "burst"),
     donate_argnames="cache",
 )
 def _burst(
@@ -282,33 +284,58 @@ def _burst(
     budget: Any,
     *,
     sampling: Sampling,
-    score: str,
     span: int,
     entries: int,
+    refresh: int,
     burst: int,
 ) -> tuple[KVCache, Array, Array, Array]:
     """Up to `steps` tokens for every row that is not done, int32 [B, burst]; -1 where none."""
-    reading = None if budget is None else Reading(jnp.asarray(budget), entries, score)
+    reading = None if budget is None else Reading(jnp.asarray(budget), entries, refresh)
 
     def goes_on(state: Any) -> Array:
-        i, _, _, done, _ = state
+        i, *_, done, _ = state
         return (i < steps) & ~done.all()
 
-    def step(state: Any) -> Any:
-        i, cache, token, done, made = state
+    def step(state: Any, anew: bool = False) -> Any:
+        i, cache, lists, token, done, made = state
         count = (~done).astype(jnp.int32)
-        positions = cache.length[:, None]
-        attend = by_cache(model.config, positions, count, span, reading)
-        hidden, cache = model.run(token[:, None], positions, attend, cache)
-        cache = cache.advance(count)
-        token = sample(model.logits(hidden[:, 0]), sampling, seed, cache.length)
+        hidden, cache, lists = advance(model, cache, lists, token, count, span, reading, anew=anew)
+        token = sample(model.logits(hidden), sampling, seed, cache.length)
         done = done | (token[:, None] == stop).any(-1)
-        return i + 1, cache, token, done, made.at[:, i].set(jnp.where(done, -1, token))
+        return i + 1, cache, lists, token, done, made.at[:, i].set(jnp.where(done, -1, token))
 
     made = jnp.full((token.shape[0], burst), -1, jnp.int32)
-    state = (jnp.int32(0), cache, token, done, made)
-    _, cache, token, done, made = lax.while_loop(goes_on, step, state)
+    lists = None if reading is None else reading.nothing(token.shape[0])
+    state = (jnp.int32(0), cache, lists, token, done, made)
+
+    def refreshed(state: Any) -> Any:
+        """One step that chooses, and those that read what it chose."""
+        state = step(state, anew=True)
+        return lax.while_loop(lambda state: goes_on(state) & (state[0] % refresh > 0), step, state)
+
+    state = lax.while_loop(goes_on, step if reading is None else refreshed, state)
+    _, cache, _, token, done, made = state
     return cache, token, done, made
+
+
+def advance(
+    model: Transformer,
+    cache: KVCache,
+    lists: Any,
+    token: Array,
+    count: Array,
+    span: int,
+    reading: Reading | None,
+    *,
+    anew: bool,
+) -> tuple[Array, KVCache, Any]:
+    """One token a row through the model: (hidden [B, width], the cache with it, the lists)."""
+    positions = cache.length[:, None]
+    attend = by_cache(model.config, positions, count, span, reading, anew=anew)
+    state = cache if reading is None else (cache, lists)
+    hidden, state = model.run(token[:, None], positions, attend, state)
+    cache, lists = (state, None) if reading is None else state
+    return hidden[:, 0], cache.advance(count), lists
 
 
 # ------------------------------------------------------------------------------------------- checks
@@ -395,12 +422,14 @@ def _span(needed: int, cache: KVCache) -> int:
     return min(span, cache.capacity)
 
 
-def _entries(budget: np.ndarray | None, blocks: int) -> int:
+def entries_of(budget: np.ndarray | None, span: int, block: int, reach: int) -> int:
     """Blocks that all lists of a row can have together, in the layer that has most."""
     if budget is None:
         return 0
+    blocks = span // block
+    forced = FORCED - (1 - reach) // block  # a choice for many tokens reaches into more blocks
     wanted = np.ceil(budget * blocks) if budget.dtype == np.float32 else budget
-    return int(np.clip(wanted, FORCED, max(FORCED, blocks)).sum(1).max())
+    return int(np.clip(wanted, forced, max(forced, blocks)).sum(1).max())
 
 
 def _ended_by(tokens: Sequence[int]) -> np.ndarray:

@@ -1,9 +1,7 @@
-"""KVCache: the keys and values of every token so far, with a summary of each block of keys.
+"""KVCache: the keys and values of every token so far.
 
     k, v       [layers, B, K, capacity, H]       a head's keys lie together: a block is one read
     blocks      ├──64──┼──64──┼── … ──┤          the slots past length[b] are never looked at
-    total      [layers, B, K, blocks, H]         Σ of a block's keys, so total / count is their mean
-    low, high  [layers, B, K, blocks, H]         smallest and largest of each coordinate
     length     [B]                               tokens of each row; rows need not be equal
 
 Appending under jit updates the arrays in place when the cache is donated or carried by a loop.
@@ -31,9 +29,6 @@ class KVCache:
 
     k: Leaf  # [layers, B, K, capacity, H]
     v: Leaf  # [layers, B, K, capacity, H]
-    total: Leaf  # float32 [layers, B, K, blocks, H]
-    low: Leaf  # [layers, B, K, blocks, H]
-    high: Leaf  # [layers, B, K, blocks, H]
     length: Leaf  # int32 [B]
     block: int = dataclasses.field(metadata={"static": True})
 
@@ -54,13 +49,9 @@ class KVCache:
         blocks = -(-capacity // block)
         lead = (config.layers, batch, config.kv_heads)
         tokens = (*lead, blocks * block, config.head_size)
-        summary = (*lead, blocks, config.head_size)
         return cls(
             k=jnp.zeros(tokens, dtype),
             v=jnp.zeros(tokens, dtype),
-            total=jnp.zeros(summary, jnp.float32),
-            low=jnp.full(summary, jnp.inf, dtype),
-            high=jnp.full(summary, -jnp.inf, dtype),
             length=jnp.zeros(batch, jnp.int32),
             block=block,
         )
@@ -92,31 +83,8 @@ class KVCache:
             old.at[layer, row, :, at].set(new.astype(old.dtype), mode="drop")
             for old, new in ((self.k, k), (self.v, v))
         )
-        total, low, high = self._summaries(layer, k, count)
-        return dataclasses.replace(self, k=cached_k, v=cached_v, total=total, low=low, high=high)
+        return dataclasses.replace(self, k=cached_k, v=cached_v)
 
     def advance(self, count: Array) -> KVCache:
         """Row b is longer by count[b] tokens, which every layer has appended."""
         return dataclasses.replace(self, length=self.length + count)
-
-    def _summaries(self, layer: Any, k: Array, count: Array) -> tuple[Array, Array, Array]:
-        """The summaries with new keys [B, T, K, H] in: only the blocks that they fall in change."""
-        B, T, K, H = k.shape
-        touched = -(-(T - 1) // self.block) + 1  # blocks that T tokens in a row can fall in
-        first = self.length // self.block
-        # the new keys in a frame that begins where their first block begins
-        place = jnp.arange(touched * self.block) - (self.length % self.block)[:, None]
-        new = jnp.take_along_axis(k, jnp.clip(place, 0, T - 1)[..., None, None], axis=1)
-        is_new = ((place >= 0) & (place < count[:, None])).reshape(B, touched, self.block, 1, 1)
-        new = new.astype(self.k.dtype).reshape(B, touched, self.block, K, H)
-        total = jnp.where(is_new, new, 0).sum(2, dtype=jnp.float32)
-        low = jnp.where(is_new, new, jnp.inf).min(2)
-        high = jnp.where(is_new, new, -jnp.inf).max(2)
-
-        row, block = jnp.arange(B)[:, None], first[:, None] + jnp.arange(touched)
-        at = (layer, row, slice(None), block)
-        return (
-            self.total.at[at].add(total, mode="drop"),
-            self.low.at[at].min(low, mode="drop"),
-            self.high.at[at].max(high, mode="drop"),
-        )

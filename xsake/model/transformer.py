@@ -127,10 +127,12 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """hidden [..., width] -> float32 [..., vocab]."""
-        kernel = self.embed.tokens[...].T if self.head is None else self.head.kernel[...]
-        return jnp.matmul(
-            hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
-        ).astype(jnp.float32)
+        kernel = self.head_kernel().astype(hidden.dtype)
+        return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32).astype(jnp.float32)
+
+    def head_kernel(self) -> Array:
+        """What hidden states are multiplied with, [width, vocab]."""
+        return self.embed.tokens[...].T if self.head is None else self.head.kernel[...]
 
     def observe(
         self,

@@ -68,7 +68,7 @@ class Hads:
     ramp_steps: int = 0  # from from_density down to density, in a straight line
     documents: int = 4  # windows to calibrate on
     policy: str = "kl"  # uniform | entropy | kl | output
-    selector: str = "gaussian"  # static | pooled | antidiagonal | gaussian
+    selector: str = "mean_query"  # static | pooled | antidiagonal | gaussian | mean_query
     block: int = 64
     band: int = 0  # blocks before the diagonal that are always kept
 

@@ -17,9 +17,9 @@ from flax import nnx
 from jax import Array, lax
 
 from xsake.model import Transformer
-from xsake.train import optimizer
+from xsake.train import cross_entropy, optimizer
 from xsake.train.attention import Attention
-from xsake.train.config import Compute, Config
+from xsake.train.config import Config
 from xsake.train.data import Batch
 
 
@@ -82,33 +82,14 @@ def summed_loss(
     segments = batch.segment_ids if config.data.separate else None
     mask = plan if plan is None or segments is None else Attention(plan, segments)
     hidden = model.hidden(batch.tokens, mask=mask, segment_ids=segments)
-    total = _head_loss(model, hidden, batch.targets, batch.weights, config.compute)
+    total = cross_entropy.summed(
+        config.compute.loss_tokens,
+        hidden.reshape(-1, hidden.shape[-1]),
+        model.head_kernel(),
+        batch.targets.reshape(-1),
+        batch.weights.reshape(-1),
+    )
     return total, (total, batch.weights.sum())
-
-
-def _head_loss(
-    model: Transformer, hidden: Array, targets: Array, weights: Array, how: Compute
-) -> Array:
-    """Σ weight · -log p(target) of hidden [B, T, width], a part of the logits at a time."""
-
-    def part(hidden: Array, targets: Array, weights: Array) -> Array:
-        logits = model.logits(hidden)
-        said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-        return ((jax.nn.logsumexp(logits, axis=-1) - said) * weights).sum()
-
-    if not how.loss_tokens or how.loss_tokens >= targets.size:
-        return part(hidden, targets, weights)
-    count = -(-targets.size // how.loss_tokens)
-    room = count * how.loss_tokens - targets.size
-
-    def split(x: Array, *tail: int) -> Array:
-        x = x.reshape(-1, *tail)
-        return jnp.pad(x, [(0, room), *[(0, 0)] * len(tail)]).reshape(count, -1, *tail)
-
-    parts = split(hidden, hidden.shape[-1]), split(targets), split(weights)
-    # the logits of a part are computed again in the backward, and never all kept
-    sums = lax.map(jax.checkpoint(lambda x: part(*x)), parts)
-    return sums.sum()
 
 
 def update(state: State, batch: Batch, plan: Any, config: Config) -> tuple[State, Metrics]:

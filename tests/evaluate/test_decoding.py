@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+
+from tests.model.families import LLAMA, random_model, random_tokens
+from xsake.evaluate.decoding import budget_of, compare_decoding
+from xsake.hads.plan import Plan, Terms
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(LLAMA)
+
+
+def test_a_budget_of_everything_says_what_the_whole_cache_says(model):
+    tokens = random_tokens(LLAMA, 140)
+    said = compare_decoding(model, tokens, 20, 1.0, refresh=8)
+    assert abs(float(said.logit_kl)) < 1e-6
+    assert abs(float(said.loss - said.dense_loss)) < 1e-5
+
+
+def test_less_of_the_cache_says_something_else(model):
+    tokens = random_tokens(LLAMA, 280)
+    said = compare_decoding(model, tokens, 20, 2, refresh=8)
+    assert float(said.logit_kl) > 1e-4
+
+
+def test_dense_decoding_is_the_full_pass(model):
+    """The loss of tokens fed one by one is that of the same tokens in one pass."""
+    tokens = random_tokens(LLAMA, 60)
+    said = compare_decoding(model, tokens, 20, 1.0)
+    logits = np.asarray(model(tokens[None])[0], np.float64)[-20:-1]
+    chosen = logits[np.arange(19), tokens[-19:]]
+    loss = (np.log(np.exp(logits).sum(-1)) - chosen).mean()
+    assert abs(float(said.dense_loss) - loss) < 1e-4
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
+def test_shares_follow_the_last_row_and_meet_the_density(density):
+    counts = np.ones((2, 4, 8), np.int32)
+    counts[..., -1] = [[2, 2, 4, 8], [2, 3, 4, 5]]
+    terms = Terms(density=0.8, policy="kl", selector="mean_query", block=16, length=128)
+    shares = budget_of(Plan(counts, None, terms), density)
+    assert shares.mean() == pytest.approx(density, abs=1e-6)
+    assert shares.max() <= 1
+    whole = shares < 1
+    ratio = (shares / counts[..., -1])[whole]
+    assert ratio.max() == pytest.approx(ratio.min())
