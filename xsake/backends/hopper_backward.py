@@ -293,10 +293,6 @@ class _Kernel(BlockKernel):
             lambda: self.memory(q, k, v, d_out, lse, delta, work, index, **scratch),
         )
 
-    def shared(self, operands):
-        """The operands of `body`, with a work table that the kernel may write to."""
-        return (*operands[:6], self.shared_table(operands[6]), *operands[7:])
-
     def run_steps(self, wg, item, done, front, back):
         """front and back of every step t of an item that is this warpgroup's.
 
@@ -488,7 +484,6 @@ class _Columns(_Kernel):
 
     def __call__(self, operands, interpret):
         shape = self.shape
-        operands = self.shared(operands)
         q, k = operands[:2]
         out_type = tuple(
             jax.ShapeDtypeStruct((shape.batch, k.shape[1], shape.heads, size), q.dtype)
@@ -771,7 +766,6 @@ class _Rows(_Kernel):
         self.stages, self.v_stages = self.stages_of(tiling.key_stages)
 
     def __call__(self, operands, interpret):
-        operands = self.shared(operands)
         q = operands[0]
         out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
         name = "xsake_backward_dq"

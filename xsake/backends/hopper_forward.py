@@ -133,7 +133,7 @@ def forward(
         has_sinks=sinks is not None,
         interpret=interpret,
     )
-    operands = (q, k, v, kernel.shared_table(work), lists.kv_index.reshape(-1))
+    operands = (q, k, v, work, lists.kv_index.reshape(-1))
     out, lse = kernel.launch(
         "xsake_forward",
         kernel.body,

@@ -74,7 +74,7 @@ class Work(NamedTuple):
     """Where the items of a CTA are found."""
 
     # int32 [items + 1, 8]: rows of Item; the last row ends the work (count = -1), and its
-    # field COUNTER is the number of the next row that nobody took
+    # field COUNTER is the number of the first row that nobody took yet
     table: Any
     # with deal = "counter", the records of the items that are next
     record_smem: Any = None
@@ -161,10 +161,6 @@ class BlockKernel:
             ),
             **({"interpret": interpret} if interpret else {}),
         )(*operands)
-
-    def shared_table(self, work):
-        """The work table as an operand: with a counter, the kernel writes to it."""
-        return jax.new_ref(work) if self.counts else work
 
     def work_of(self, table, scratch):
         """(Work, the rest of a CTA's scratch)."""
@@ -274,7 +270,9 @@ class BlockKernel:
         """
         if self.interpret:
             return (turn + 1) * self.ctas + cta
-        return _counted(work.table.at[self.items, pl.ds(COUNTER, 1)])
+        counter = work.table.at[self.items, pl.ds(COUNTER, 1)]
+        # Every item but the first ones is drawn once, and every CTA draws once more, in vain.
+        return _counted(counter, self.ctas, self.ctas + self.items - 1)
 
     def first_row(self, item, wg):
         """Token index of this warpgroup's first row of an item."""
@@ -430,8 +428,12 @@ class Handover:
         return piece, values
 
 
-def _counted(counter):
-    """The number in global memory, which becomes one more.
+def _counted(counter, first, last):
+    """The number in global memory, which becomes one more; who draws `last` sets it to `first`.
+
+    So the table is what it was when the kernel ends: for XLA it is an operand like any other, which
+    may be constant or serve several kernels, one after the other. (A mutable reference would say
+    what happens, but JAX 0.11 cannot take the forward apart under remat then.)
 
     One thread adds, and its warp hears of it. That warp starts the warpgroup's copies; nobody else
     may use the number.
@@ -446,8 +448,9 @@ def _counted(counter):
         value = llvm.inline_asm(
             i32,
             [mgpu.utils.memref_ptr(counter)],
-            "{ .reg .pred first; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127;"
-            " setp.eq.u32 first, x, 0; mov.u32 x, 0; @first atom.global.add.u32 x, [$1], 1;"
+            "{ .reg .pred one; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127;"
+            " setp.eq.u32 one, x, 0; mov.u32 x, 0; @one atom.global.add.u32 x, [$1], 1;"
+            f" setp.eq.u32 one, x, {last}; @one st.global.u32 [$1], {first};"
             " shfl.sync.idx.b32 $0, x, 0, 31, -1; }",
             "=r,l",
             has_side_effects=True,
