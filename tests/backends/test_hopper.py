@@ -115,6 +115,7 @@ needs_interpreter = pytest.mark.skipif(
     [
         ((128, 128), {"persistent": False}),
         ((64, 64), {"deal": "counter", "sms": 2}),
+        ((128, 128), {"deal": "counter", "sms": 1, "q_stages": 2, "across": True}),
     ],
     ids=str,
 )

@@ -75,7 +75,7 @@ class BackwardTiling:
     key_stages: int | None = None
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     order: str = "sections"  # as in ForwardTiling
-    deal: str = "fixed"  # as in ForwardTiling
+    deal: str = "counter"  # as in ForwardTiling
     compute_registers: int = 240
     memory_registers: int = 24
     sms: int = 132  # CTAs of a persistent grid
@@ -293,10 +293,6 @@ class _Kernel(BlockKernel):
             lambda: self.memory(q, k, v, d_out, lse, delta, work, index, **scratch),
         )
 
-    def shared(self, operands):
-        """The operands of `body`, with a work table that the kernel may write to."""
-        return (*operands[:6], self.shared_table(operands[6]), *operands[7:])
-
     def run_steps(self, wg, item, done, front, back):
         """front and back of every step t of an item that is this warpgroup's.
 
@@ -414,7 +410,8 @@ class _Kernel(BlockKernel):
             piece = tiles(ROWS, PIECE, dtype=jnp.float32)
             out = tiles(1, ROWS, PIECE, dtype=dtype)
             return {"out_smem": out, "piece_smem": piece, **Handover.barriers()}
-        return {"out_smem": tiles(COMPUTE, ROWS, min(*sizes, OUT_COLUMNS), dtype=dtype)}
+        pieces = min(*sizes, OUT_COLUMNS) // PIECE
+        return {"out_smem": tiles(COMPUTE, pieces, ROWS, PIECE, dtype=dtype)}
 
     def store(self, wg, tile, scale, out_smem, gmem, handover):
         """scale * tile to global memory; rows past T are dropped.
@@ -438,15 +435,22 @@ class _Kernel(BlockKernel):
                 self.copy_out(piece, out_smem, gmem.at[:, pl.ds(column, PIECE)])
 
     def copy_out(self, tile, out_smem, gmem):
-        """Tile to global memory through shared memory, as many columns as fit there at a time."""
-        width = out_smem.shape[-1]
+        """Tile to global memory through shared memory, as many columns as fit there at a time.
+
+        out_smem is [64, columns], or [places, 64, 64] that take turns, this tile's after those of
+        the tile before: all copies but the last (places - 1) must have read their place.
+        """
         tile = tile.astype(out_smem.dtype)
-        for column in range(0, tile.shape[-1], width):
-            # The copy before this one must have read the buffer.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem[...] = tile[:, column : column + width]
+        places = [out_smem]
+        if len(out_smem.shape) == 3:
+            places = [out_smem.at[place] for place in range(out_smem.shape[0])]
+        width = out_smem.shape[-1]
+        for turn, column in enumerate(range(0, tile.shape[-1], width)):
+            place = places[turn % len(places)]
+            plgpu.wait_smem_to_gmem(len(places) - 1, wait_read_only=True)
+            place[...] = tile[:, column : column + width]
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem, gmem.at[:, pl.ds(column, width)])
+            plgpu.copy_smem_to_gmem(place, gmem.at[:, pl.ds(column, width)])
 
 
 class _Columns(_Kernel):
@@ -480,7 +484,6 @@ class _Columns(_Kernel):
 
     def __call__(self, operands, interpret):
         shape = self.shape
-        operands = self.shared(operands)
         q, k = operands[:2]
         out_type = tuple(
             jax.ShapeDtypeStruct((shape.batch, k.shape[1], shape.heads, size), q.dtype)
@@ -510,7 +513,7 @@ class _Columns(_Kernel):
             q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # Q and lse
             # d_out and delta
             d_out_ready=plgpu.Barrier(num_arrivals=1 + self.makes_dk, num_barriers=d_out_stages),
-            kv_free=plgpu.Barrier(num_arrivals=COMPUTE),
+            kv_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTE),
             q_free=plgpu.Barrier(num_barriers=stages, **free),
             d_out_free=plgpu.Barrier(num_barriers=d_out_stages, **free),
         )
@@ -547,7 +550,7 @@ class _Columns(_Kernel):
             if self.makes_dk:
                 copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[slot], ready)
 
-        def load_kv(item):
+        def load_kv(item, _):
             keys = pl.ds(item.i * self.item_block, self.item_block)
             copy(k_gmem.at[item.b, keys, self.kv_head(item)], k_smem, k_ready)
             if self.makes_dk:
@@ -672,7 +675,7 @@ class _Columns(_Kernel):
                     plgpu.barrier_wait(v_ready)
                 refs = dict(zip(self.sizes, accumulators, strict=True))
                 self.run_steps(wg, item, done, front, functools.partial(back, refs))
-                plgpu.barrier_arrive(kv_free)
+                plgpu.barrier_arrive(kv_free.at[0])
                 return tuple(ref[...] for ref in refs.values())
 
             sizes = [(ROWS, size) for size in self.sizes.values()]
@@ -763,7 +766,6 @@ class _Rows(_Kernel):
         self.stages, self.v_stages = self.stages_of(tiling.key_stages)
 
     def __call__(self, operands, interpret):
-        operands = self.shared(operands)
         q = operands[0]
         out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
         name = "xsake_backward_dq"
@@ -783,7 +785,7 @@ class _Rows(_Kernel):
             d_out_ready=plgpu.Barrier(),
             k_ready=plgpu.Barrier(num_barriers=stages),
             v_ready=plgpu.Barrier(num_barriers=v_stages),
-            q_free=plgpu.Barrier(num_arrivals=COMPUTE),  # d_out too
+            q_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTE),  # d_out too
             k_free=plgpu.Barrier(num_barriers=stages, **free),
             v_free=plgpu.Barrier(num_barriers=v_stages, **free),
         )
@@ -805,7 +807,7 @@ class _Rows(_Kernel):
         def load_v(item, keys, slot):
             copy(v_gmem.at[item.b, keys, self.kv_head(item)], v_smem.at[slot], v_ready.at[slot])
 
-        def load_q_d_out(item):
+        def load_q_d_out(item, _):
             queries = pl.ds(item.i * self.item_block, self.item_block)
             copy(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
             copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem, d_out_ready)
@@ -883,7 +885,7 @@ class _Rows(_Kernel):
                 plgpu.barrier_wait(q_ready)
                 plgpu.barrier_wait(d_out_ready)
                 self.run_steps(wg, item, done, front, functools.partial(back, dq_ref))
-                plgpu.barrier_arrive(q_free)
+                plgpu.barrier_arrive(q_free.at[0])
                 return (dq_ref[...],)
 
             (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))

@@ -66,12 +66,17 @@ class ForwardTiling:
     step: int | None = None
     # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
     stages: int | None = None
+    # Q tiles: with two, the next item's Q is loaded while this one is computed. No room at H = 256.
+    q_stages: int = 1
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
     order: str = "sections"
     # Persistent: which CTA takes which item, "fixed" or by a "counter" (hopper_items.py).
-    deal: str = "fixed"
+    deal: str = "counter"
     overlap: bool = True  # scores of the next visit are issued before the values of this one
+    # The values of an item's last visit are issued behind the scores of the next item's first one,
+    # and its output is stored meanwhile. Persistent, with overlap, rows of 128.
+    across: bool = False
     # The two compute warpgroups take turns at the tensor cores; with 64 rows they take none.
     take_turns: bool = True
     # A tile is freed by bar.arrive instead of an mbarrier arrival of every thread.
@@ -128,7 +133,7 @@ def forward(
         has_sinks=sinks is not None,
         interpret=interpret,
     )
-    operands = (q, k, v, kernel.shared_table(work), lists.kv_index.reshape(-1))
+    operands = (q, k, v, work, lists.kv_index.reshape(-1))
     out, lse = kernel.launch(
         "xsake_forward",
         kernel.body,
@@ -296,15 +301,15 @@ class _Kernel(BlockKernel):
         ready = plgpu.Barrier(num_barriers=stages)
         free = plgpu.Barrier(num_barriers=stages, num_arrivals=self.consumers)
         scratch = dict(
-            q_smem=tiles(shape.block[0], shape.size, dtype=dtype),
+            q_smem=tiles(self.tiling.q_stages, shape.block[0], shape.size, dtype=dtype),
             k_smem=tiles(stages, self.step, shape.size, dtype=dtype),
             v_smem=tiles(stages, self.step, shape.value_size, dtype=dtype),
             out_smem=tiles(self.consumers, ROWS, self.out_columns, dtype=dtype),
             lse_smem=plgpu.SMEM((self.consumers, ROWS), jnp.float32),
-            q_ready=plgpu.Barrier(),
+            q_ready=plgpu.Barrier(num_barriers=self.tiling.q_stages),
             k_ready=ready,
             v_ready=ready,
-            q_free=plgpu.Barrier(num_arrivals=COMPUTE),
+            q_free=plgpu.Barrier(num_barriers=self.tiling.q_stages, num_arrivals=COMPUTE),
             k_free=free,
             v_free=free,
         )
@@ -362,6 +367,11 @@ class _Kernel(BlockKernel):
             plgpu.barrier_wait(v_free.at[slot])
 
     @property
+    def across(self) -> bool:
+        tiling = self.tiling
+        return tiling.across and tiling.overlap and self.persistent and not self.alternate
+
+    @property
     def take_turns(self) -> bool:
         return self.tiling.take_turns and not self.alternate and not self.interpret
 
@@ -390,13 +400,14 @@ class _Kernel(BlockKernel):
             gmem = v_gmem.at[item.b, keys, self.kv_head(item)]
             plgpu.copy_gmem_to_smem(gmem, v_smem.at[slot], v_ready.at[slot])
 
-        def load_q(item):
+        def load_q(item, place):
             queries = pl.ds(item.i * self.item_block, self.item_block)
-            plgpu.copy_gmem_to_smem(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
+            gmem = q_gmem.at[item.b, queries, item.n]
+            plgpu.copy_gmem_to_smem(gmem, q_smem.at[place], q_ready.at[place])
 
         k_ring = Ring(self.stages, functools.partial(self.await_free_k, k_free), load_k)
         v_ring = Ring(self.stages, functools.partial(self.await_free_v, v_free), load_v)
-        self.stream(work, index, k_ring, v_ring, load_q, q_free)
+        self.stream(work, index, k_ring, v_ring, load_q, q_free, self.tiling.q_stages)
 
     # Compute warpgroups
 
@@ -407,10 +418,12 @@ class _Kernel(BlockKernel):
         piece_smem=None, m_l_smem=None, piece_ready=None, piece_taken=None,
     ):  # fmt: skip
         """64 rows of every item: online softmax over its visits, then one store."""
-        q_rows = q_smem if self.alternate else q_smem.at[pl.ds(wg * ROWS, ROWS)]
         handover = Handover(piece_smem, piece_ready, piece_taken)
 
-        def compute_item(item, done):
+        def visits_of(item, done, items_before):
+            """(visits, full, count) of an item, `done` steps and `items_before` that had any."""
+            place = self.slot(items_before, self.tiling.q_stages)
+            q_rows = q_smem.at[place, pl.ds(0 if self.alternate else wg * ROWS, ROWS)]
             first_row = self.first_row(item, wg)
             row_values = self.token_values(rows, item, first_row, ROWS, ROW)
 
@@ -425,35 +438,82 @@ class _Kernel(BlockKernel):
 
             first, full, count = self.own_steps(wg, item, done)
             visits = _Visits(
-                self, wg, done, first, mask,
-                q_rows, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
+                self, wg, done, first, mask, q_rows, k_smem, v_smem,
+                q_ready.at[place], k_ready, v_ready, q_free.at[place], k_free, v_free,
             )  # fmt: skip
+            return visits, full, count
+
+        def after(item, done, items_before):
+            return done + item.count * self.splits, items_before + (item.count > 0).astype(
+                jnp.int32
+            )
+
+        def store(item, acc, m, l):
+            self.store(item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem)
+
+        def compute_item(item, carry):
+            visits, full, count = visits_of(item, *carry)
             if self.alternate:  # a warpgroup without a step of its own takes part in this too
-                pl.when(item.count > 0)(lambda: plgpu.barrier_wait(q_ready))
+                pl.when(item.count > 0)(lambda: plgpu.barrier_wait(visits.q_ready))
             acc, m, l = (visits.overlapped if self.tiling.overlap else visits.plain)(full, count)
-            if self.alternate:
-                pl.when(item.count > 0)(lambda: plgpu.barrier_arrive(q_free))
-                m_l = [m_l_smem.at[0], m_l_smem.at[1]]
+            if not self.alternate:
+                store(item, acc, m, l)
+                return after(item, *carry)
+            pl.when(item.count > 0)(lambda: plgpu.barrier_arrive(visits.q_free))
+            m_l = [m_l_smem.at[0], m_l_smem.at[1]]
 
-                @pl.when(wg == 1)
-                def _():
-                    handover.give(acc, beside=zip(m_l, (m, l), strict=True))
+            @pl.when(wg == 1)
+            def _():
+                handover.give(acc, beside=zip(m_l, (m, l), strict=True))
 
-                @pl.when(wg == 0)
-                def _():
-                    self.store(
-                        item, 0, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem,
-                        lambda beside: handover.take(m_l if beside else ()),
-                    )  # fmt: skip
+            @pl.when(wg == 0)
+            def _():
+                self.store(
+                    item, 0, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem,
+                    lambda beside: handover.take(m_l if beside else ()),
+                )  # fmt: skip
 
-            else:
-                self.store(item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem)
-            return done + item.count * self.splits
+            return after(item, *carry)
+
+        def compute_across(item, carry):
+            """One item, and the end of the one before it, which still lacks its last values."""
+            done, items_before, before, state = carry
+            visits, full, count = visits_of(item, done, items_before)
+
+            def run():
+                acc, m, l, p = state
+                acc, new_m, new_l, p = visits.entered(full, acc, p, items_before > 0)
+                pl.when(items_before > 0)(lambda: store(before, acc, m, l))
+                acc, *_ = visits.init()
+                carry = (acc, new_m, new_l, p)
+                carry = visits.loop(1, full, count, visits.step, carry)
+                visits.free_q()
+                return carry
+
+            state = lax.cond(item.count > 0, run, lambda: state)
+            pl.when(item.count == 0)(lambda: store(item, *visits.init()))
+            before = jax.tree.map(lambda x, y: jnp.where(item.count > 0, x, y), item, before)
+            return *after(item, done, items_before), before, state
 
         # Warpgroup 0 begins; the pass below is taken up by its last take, so that no arrival is
         # left over.
         pl.when(wg == 1)(lambda: self.pass_turn(wg))
-        self.for_each_item(work, compute_item, 0)
+        if self.across:
+            nothing = Item(*[jnp.int32(0)] * len(Item._fields))
+            visits, *_ = visits_of(nothing, jnp.int32(0), jnp.int32(0))
+            acc, m, l = visits.init()
+            p = _splat(0.0, (ROWS, self.step), TILE).astype(v_smem.dtype)
+            done, items, before, (acc, m, l, p) = self.for_each_item(
+                work, compute_across, (0, 0, nothing, (acc, m, l, p))
+            )
+
+            @pl.when(items > 0)
+            def _():
+                visits, *_ = visits_of(before, done, items)
+                store(before, *visits.leave(acc, m, l, p, -1))
+
+        else:
+            self.for_each_item(work, compute_item, (0, 0))
         pl.when(wg == 0)(lambda: self.take_turn(wg))
         plgpu.wait_smem_to_gmem(0)
 
@@ -660,74 +720,134 @@ class _Visits:
 
         return carry
 
-    def overlapped(self, full, count):
+    def step(self, t, carry, masked):
         """Scores of step t are issued before the values of t - 1, whose p waits in registers."""
+        acc, m, l, p = carry
+
+        def softmax(s, m, l):
+            s = self.logits(s, t, masked)
+            p, m, l, shrink = self.softmax(s, m, l, masked)
+            return m, l, shrink, p
+
+        self.await_k(t)
+        self.await_v(t - 1)
+        self.kernel.take_turn(self.wg)
+        if self.kernel.interpret:
+            s = self.scores(t)
+            acc = self.add_values(acc, p, t - 1)
+            self.free_k(t)
+            m, l, shrink, p = softmax(s, m, l)
+        else:
+
+            def products(refs):
+                acc_ref, *new_refs = refs
+
+                def with_scores(s_ref):
+                    plgpu.wgmma(s_ref, self.q_rows, self.k(t))
+                    plgpu.wgmma(acc_ref, p, self.v(t - 1))
+                    self.kernel.pass_turn(self.wg)
+                    # Key values for the rule need 32 registers, which p occupies until its
+                    # product ends.
+                    crowded = masked and self.kernel.num_columns > 0
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if crowded else 1)
+                    self.free_k(t)
+                    for ref, new in zip(new_refs, softmax(s, m, l), strict=True):
+                        ref[...] = new
+
+                pl.run_scoped(with_scores, self.scores_type)
+
+            unset = _splat(0.0, self.scores_type.shape, TILE)
+            acc, m, l, shrink, p = pl.run_state(products)((plgpu.ACC.init(acc), m, l, m, unset))
+            # The product reads the old p until it ends: only now may the new one take its
+            # registers.
+            acc, p = lax.optimization_barrier((acc, p))
+        self.free_v(t - 1)
+        return self.rescale(acc, shrink), m, l, p.astype(self.v_smem.dtype)
+
+    def first_softmax(self, s, full):
+        """p, m, l of an item's first step."""
+        _, m, l = self.init()
+        s = self.logits(s, jnp.int32(0), masked=False)
+        if self.kernel.has_partial:
+            s = lax.cond(full > 0, lambda: s, lambda: self.mask(s, jnp.int32(0)))
+        p, m, l, _ = self.softmax(s, m, l, self.kernel.has_partial)
+        return p, m, l
+
+    def overlapped(self, full, count):
+        """An item by itself."""
         dtype = self.v_smem.dtype
 
-        def step(t, carry, masked):
-            acc, m, l, p = carry
-
-            def softmax(s, m, l):
-                s = self.logits(s, t, masked)
-                p, m, l, shrink = self.softmax(s, m, l, masked)
-                return m, l, shrink, p
-
-            self.await_k(t)
-            self.await_v(t - 1)
-            self.kernel.take_turn(self.wg)
-            if self.kernel.interpret:
-                s = self.scores(t)
-                acc = self.add_values(acc, p, t - 1)
-                self.free_k(t)
-                m, l, shrink, p = softmax(s, m, l)
-            else:
-
-                def products(refs):
-                    acc_ref, *new_refs = refs
-
-                    def with_scores(s_ref):
-                        plgpu.wgmma(s_ref, self.q_rows, self.k(t))
-                        plgpu.wgmma(acc_ref, p, self.v(t - 1))
-                        self.kernel.pass_turn(self.wg)
-                        # Key values for the rule need 32 registers, which p occupies until its
-                        # product ends.
-                        crowded = masked and self.kernel.num_columns > 0
-                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if crowded else 1)
-                        self.free_k(t)
-                        for ref, new in zip(new_refs, softmax(s, m, l), strict=True):
-                            ref[...] = new
-
-                    pl.run_scoped(with_scores, self.scores_type)
-
-                unset = _splat(0.0, self.scores_type.shape, TILE)
-                acc, m, l, shrink, p = pl.run_state(products)((plgpu.ACC.init(acc), m, l, m, unset))
-                # The product reads the old p until it ends: only now may the new one take its
-                # registers.
-                acc, p = lax.optimization_barrier((acc, p))
-            self.free_v(t - 1)
-            return self.rescale(acc, shrink), m, l, p.astype(dtype)
-
         def run():
-            acc, m, l = self.init()
+            acc, _, _ = self.init()
             self.await_k(jnp.int32(0))
             self.await_q()
             self.kernel.take_turn(self.wg)
             s = self.scores(jnp.int32(0), self.kernel.pass_turn)
             self.free_k(jnp.int32(0))
-            s = self.logits(s, jnp.int32(0), masked=False)
-            if self.kernel.has_partial:
-                s = lax.cond(full > 0, lambda: s, lambda: self.mask(s, jnp.int32(0)))
-            p, m, l, _ = self.softmax(s, m, l, self.kernel.has_partial)
-            acc, m, l, p = self.loop(1, full, count, step, (acc, m, l, p.astype(dtype)))
+            p, m, l = self.first_softmax(s, full)
+            acc, m, l, p = self.loop(1, full, count, self.step, (acc, m, l, p.astype(dtype)))
             self.free_q()
-            last = count - 1
-            self.await_v(last)
-            self.kernel.take_turn(self.wg)
-            acc = self.add_values(acc, p, last, lambda: self.kernel.pass_turn(self.wg))
-            self.free_v(last)
-            return acc, m, l
+            return self.leave(acc, m, l, p, count - 1)
 
         return lax.cond(count > 0, run, self.init)
+
+    def leave(self, acc, m, l, p, last):
+        """The values of an item's last step."""
+        self.await_v(last)
+        self.kernel.take_turn(self.wg)
+        acc = self.add_values(acc, p, last, lambda: self.kernel.pass_turn(self.wg))
+        self.free_v(last)
+        return acc, m, l
+
+    def entered(self, full, acc, p, has_before):
+        """The first step, with the values of the item before: its acc, and m, l, p of this one.
+
+        Where there was no item, the product is of anything with anything, and not used.
+        """
+        first, dtype = 0, self.v_smem.dtype  # a number: run_state cannot hold an array
+        before = -has_before.astype(jnp.int32)  # the step whose V is meant
+        self.await_k(first)
+        self.await_q()
+        pl.when(has_before)(lambda: self.await_v(before))
+        self.kernel.take_turn(self.wg)
+        if self.kernel.interpret or self.kernel.has_partial:
+            if self.kernel.interpret:
+                s = self.scores(first)
+                acc = lax.cond(has_before, lambda: self.add_values(acc, p, before), lambda: acc)
+            else:
+
+                def both(refs):
+                    acc_ref, s_ref = refs
+                    plgpu.wgmma(s_ref, self.q_rows, self.k(first))
+                    plgpu.wgmma(acc_ref, p, self.v(before))
+                    self.kernel.pass_turn(self.wg)
+
+                unset = _splat(0.0, self.scores_type.shape, TILE)
+                acc, s = pl.run_state(both)((plgpu.ACC.init(acc), plgpu.ACC.init(unset)))
+            self.free_k(first)
+            new_p, m, l = self.first_softmax(s, full)
+        else:
+
+            def products(refs):
+                acc_ref, *new_refs = refs
+
+                def with_scores(s_ref):
+                    plgpu.wgmma(s_ref, self.q_rows, self.k(first))
+                    plgpu.wgmma(acc_ref, p, self.v(before))
+                    self.kernel.pass_turn(self.wg)
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                    self.free_k(first)
+                    for ref, new in zip(new_refs, self.first_softmax(s, full), strict=True):
+                        ref[...] = new
+
+                pl.run_scoped(with_scores, self.scores_type)
+
+            unset = _splat(0.0, self.scores_type.shape, TILE)
+            _, m, l = self.init()
+            acc, new_p, m, l = pl.run_state(products)((plgpu.ACC.init(acc), unset, m, l))
+            acc, new_p = lax.optimization_barrier((acc, new_p))
+        pl.when(has_before)(lambda: self.free_v(before))
+        return acc, m, l, new_p.astype(dtype)
 
     def scores(self, t, after=lambda wg: None):
         def product(s_ref):

@@ -74,7 +74,7 @@ class Work(NamedTuple):
     """Where the items of a CTA are found."""
 
     # int32 [items + 1, 8]: rows of Item; the last row ends the work (count = -1), and its
-    # field COUNTER is the number of the next row that nobody took
+    # field COUNTER is the number of the first row that nobody took yet
     table: Any
     # with deal = "counter", the records of the items that are next
     record_smem: Any = None
@@ -162,10 +162,6 @@ class BlockKernel:
             **({"interpret": interpret} if interpret else {}),
         )(*operands)
 
-    def shared_table(self, work):
-        """The work table as an operand: with a counter, the kernel writes to it."""
-        return jax.new_ref(work) if self.counts else work
-
     def work_of(self, table, scratch):
         """(Work, the rest of a CTA's scratch)."""
         names = Work._fields[1:] if self.counts else ()
@@ -195,7 +191,7 @@ class BlockKernel:
         """
         if not self.persistent:
             return visit(self.record(work, lax.axis_index("cta")), init)
-        init = jax.tree.map(jnp.int32, init)
+        init = jax.tree.map(lambda x: jnp.int32(x) if isinstance(x, int) else x, init)
         if self.counts:
             return self.for_each_counted(work, visit, init, feeds)
         return self.for_each_dealt(work, visit, init)
@@ -274,7 +270,9 @@ class BlockKernel:
         """
         if self.interpret:
             return (turn + 1) * self.ctas + cta
-        return _counted(work.table.at[self.items, pl.ds(COUNTER, 1)])
+        counter = work.table.at[self.items, pl.ds(COUNTER, 1)]
+        # Every item but the first ones is drawn once, and every CTA draws once more, in vain.
+        return _counted(counter, self.ctas, self.ctas + self.items - 1)
 
     def first_row(self, item, wg):
         """Token index of this warpgroup's first row of an item."""
@@ -284,17 +282,27 @@ class BlockKernel:
     def kv_head(self, item):
         return lax.div(item.n, jnp.int32(self.shape.heads // self.shape.kv_heads))
 
-    def stream(self, work, index, first, second, load_once, item_free):
+    def stream(self, work, index, first, second, load_once, item_free, item_stages=1):
         """The memory role: both rings' tiles of every step, as soon as there is room for them.
 
-        load_once(item) starts the copies of what stays for a whole item; they are asked for behind
-        the first tile of the first ring, for which there may be room earlier. `item_free` completes
-        when an item was read.
+        load_once(item, place) starts the copies of what stays for a whole item. With one place they
+        are asked for behind the first tile of the first ring, for which there may be room earlier.
+        `item_free` completes when an item was read.
         """
 
         def load_item(item, carry):
             done, items_before = carry  # steps and items loaded so far
             steps = item.count * self.splits
+            place = self.slot(items_before, item_stages)
+
+            def load_its_own():
+                pl.when(items_before >= item_stages)(
+                    lambda: plgpu.barrier_wait(item_free.at[place])
+                )
+                load_once(item, place)
+
+            if item_stages > 1:
+                pl.when(steps > 0)(load_its_own)
 
             @pl.loop(0, steps)
             def _(t):
@@ -306,12 +314,8 @@ class BlockKernel:
                     ring.load(item, tokens, place)
 
                 fill(first)
-
-                @pl.when(t == 0)
-                def _():
-                    pl.when(items_before > 0)(lambda: plgpu.barrier_wait(item_free))
-                    load_once(item)
-
+                if item_stages == 1:
+                    pl.when(t == 0)(load_its_own)
                 fill(second)
 
             return done + steps, items_before + (steps > 0).astype(jnp.int32)
@@ -324,7 +328,9 @@ class BlockKernel:
                 def _(t, ring=ring):
                     ring.await_free(self.slot(t, ring.stages))
 
-            pl.when(items > 0)(lambda: plgpu.barrier_wait(item_free))
+            @pl.loop(jnp.maximum(items - item_stages, 0), items)
+            def _(t):
+                plgpu.barrier_wait(item_free.at[self.slot(t, item_stages)])
 
     # Steps
 
@@ -422,8 +428,12 @@ class Handover:
         return piece, values
 
 
-def _counted(counter):
-    """The number in global memory, which becomes one more.
+def _counted(counter, first, last):
+    """The number in global memory, which becomes one more; who draws `last` sets it to `first`.
+
+    So the table is what it was when the kernel ends: for XLA it is an operand like any other, which
+    may be constant or serve several kernels, one after the other. (A mutable reference would say
+    what happens, but JAX 0.11 cannot take the forward apart under remat then.)
 
     One thread adds, and its warp hears of it. That warp starts the warpgroup's copies; nobody else
     may use the number.
@@ -438,8 +448,9 @@ def _counted(counter):
         value = llvm.inline_asm(
             i32,
             [mgpu.utils.memref_ptr(counter)],
-            "{ .reg .pred first; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127;"
-            " setp.eq.u32 first, x, 0; mov.u32 x, 0; @first atom.global.add.u32 x, [$1], 1;"
+            "{ .reg .pred one; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127;"
+            " setp.eq.u32 one, x, 0; mov.u32 x, 0; @one atom.global.add.u32 x, [$1], 1;"
+            f" setp.eq.u32 one, x, {last}; @one st.global.u32 [$1], {first};"
             " shfl.sync.idx.b32 $0, x, 0, 31, -1; }",
             "=r,l",
             has_side_effects=True,

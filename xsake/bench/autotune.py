@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -20,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xsake.attention import dot_product_attention
-from xsake.backends import Options, Sizes, hopper_tilings
+from xsake import masks
+from xsake.backends import Options, Sizes, hopper, hopper_tilings
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.hopper import CAUSAL, visited_pairs
@@ -32,38 +33,50 @@ ROUNDS = 7
 SECONDS = 0.01  # of queued calls in one round
 
 # Fields of ForwardTiling and BackwardTiling that are tried.
-FORWARD: tuple[dict[str, Any], ...] = tuple(
-    {"persistent": persistent, "overlap": overlap, "lazy_rescale": lazy, "take_turns": turns}
-    for persistent in (True, False)
-    for overlap, lazy, turns in (
-        (True, 8.0, True),
-        (True, 8.0, False),
-        (True, 0.0, True),
-        (False, 8.0, True),
-        (False, 0.0, True),
+FORWARD: tuple[dict[str, Any], ...] = (
+    *(
+        {"order": order, "q_stages": 1 + across, "across": across, "take_turns": turns}
+        | {"lazy_rescale": 8.0}
+        for order in ("sections", "natural")
+        for across in (False, True)
+        for turns in (True, False)
+    ),
+    {"persistent": False, "lazy_rescale": 8.0, "take_turns": False},
+    {"overlap": False},
+)
+BACKWARD: tuple[dict[str, Any], ...] = tuple(
+    {"fused": fused, "persistent": persistent, "order": order}
+    for fused, persistent, order in (
+        (True, True, "sections"),
+        (True, True, "natural"),
+        (True, False, "sections"),
+        (True, False, "natural"),
+        (False, True, "sections"),
+        (False, True, "natural"),
     )
 )
-BACKWARD: tuple[dict[str, Any], ...] = (
-    {"fused": True, "persistent": True},
-    {"fused": True, "persistent": False},
-    {"fused": True, "persistent": False, "order": "natural"},
-    {"fused": False, "persistent": True},
-    {"fused": False, "persistent": False},
-)
 
 
-def classes() -> Iterator[tuple[str, list[Case]]]:
-    """Every class that is measured, with the calls that stand for it."""
+def groups() -> Iterator[dict[str, list[Case]]]:
+    """Classes with the calls that stand for them; those of a group are compiled once."""
     for H in (128, 64):
         for B, T in ((4, 4096), (1, 16384)):
-            groups = (
-                [hopper_case(B, T, H, 0.43), hopper_case(B, T, H, 0.20)],
-                [hopper_case(B, T, H, 0.10)],
-                [Case(f"{B}·16·{T}·{H} causal", B, T, N=16, H=H, dtype="bfloat16", rule=CAUSAL)],
-            )
-            for cases in groups:
-                q, k, v, mask = _inputs(cases[0])
-                yield hopper_tilings.call_class(Sizes.of(q, k, v), mask), cases
+            drawn = [[hopper_case(B, T, H, d) for d in ds] for ds in ((0.43, 0.20), (0.10,))]
+            causal = Case(f"{B}·16·{T}·{H} causal", B, T, N=16, H=H, dtype="bfloat16", rule=CAUSAL)
+            for classes in (drawn, [[causal]]):
+                sizes = Sizes(B, T, T, 16, 16, H, H)
+                yield {
+                    hopper_tilings.call_class(sizes, mask_of(cases[0])): cases for cases in classes
+                }
+
+
+def mask_of(case: Case, room: int | None = None) -> BlockMask:
+    """The lists of a case, with room for the drawn blocks only unless `room` says otherwise."""
+    blocks = case.blocks()
+    if blocks is None:
+        return BlockMask.from_rule(case.rule or masks.everything(), (case.T, case.T))
+    room = room or int(blocks.sum((2, 3)).max())
+    return BlockMask.from_dense(blocks, case.rule, shape=(case.T, case.T), capacity=room)
 
 
 def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> dict[str, Any]:
@@ -79,32 +92,38 @@ def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> 
         **provenance(),
         "classes": {direction: told.get(direction, {}) for direction in ("forward", "backward")},
     }
-    for name, cases in classes():
-        if only not in name:
+    for group in groups():
+        group = {name: cases for name, cases in group.items() if only in name}
+        if not group:
             continue
         for direction, kind, candidates in (
             ("forward", ForwardTiling, FORWARD),
             ("backward", BackwardTiling, BACKWARD),
         ):
             tilings = [kind(**fields) for fields in candidates]
-            speeds = [_speeds(direction, tilings, case) for case in cases]
-            means = [
-                math.prod(s[i] for s in speeds) ** (1 / len(speeds)) for i in range(len(tilings))
-            ]
-            best = max(range(len(tilings)), key=means.__getitem__)
-            plain = dataclasses.asdict(kind())
-            report["classes"][direction][name] = {
-                "tiling": {f: x for f, x in candidates[best].items() if x != plain[f]},
-                "date": report["date"],
-                "commit": report["commit"],
-                "cases": [case.name for case in cases],
-                "teraflops": [round(s[best], 1) for s in speeds],
-                "candidates": [[c, round(m, 1)] for c, m in zip(candidates, means, strict=True)],
-            }
-            row = report["classes"][direction][name]
-            tell(f"{direction:<9} {name:<18} {row['teraflops']} {row['tiling']}")
+            speeds = _speeds(
+                direction, tilings, [case for cases in group.values() for case in cases]
+            )
+            for name, cases in group.items():
+                row = _best(kind, candidates, {case.name: speeds[case.name] for case in cases})
+                row |= {"date": report["date"], "commit": report["commit"]}
+                report["classes"][direction][name] = row
+                tell(f"{direction:<9} {name:<18} {row['teraflops']} {row['tiling']}")
             out.write_text(_one_line_a_class(report))
     return report
+
+
+def _best(kind: Any, candidates: Any, speeds: dict[str, list[float]]) -> dict[str, Any]:
+    """The candidate with the largest geometric mean over some calls, as a row of the table."""
+    means = [math.prod(taken) ** (1 / len(speeds)) for taken in zip(*speeds.values(), strict=True)]
+    best = max(range(len(means)), key=means.__getitem__)
+    plain = dataclasses.asdict(kind())
+    return {
+        "tiling": {f: x for f, x in candidates[best].items() if x != plain[f]},
+        "cases": list(speeds),
+        "teraflops": [round(taken[best], 1) for taken in speeds.values()],
+        "candidates": [[c, round(m, 1)] for c, m in zip(candidates, means, strict=True)],
+    }
 
 
 def _one_line_a_class(report: dict[str, Any]) -> str:
@@ -122,56 +141,64 @@ def _one_line_a_class(report: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(whole) + "\n}\n"
 
 
-def _inputs(case: Case) -> tuple[Any, Any, Any, BlockMask]:
-    given = case.arguments(on_device=True)
-    mask = given["mask"]
-    if not isinstance(mask, BlockMask):
-        mask = BlockMask.from_rule(mask, (case.T, case.T))
-    return given["query"], given["key"], given["value"], mask
+def _speeds(direction: str, tilings: list[Any], cases: list[Case]) -> dict[str, list[float]]:
+    """TFLOP/s of every tiling on calls of one shape, timed whole, as a user makes them.
 
+    The masks are arguments with equal room: one executable per tiling serves all calls, and what is
+    made of the lists on the device is timed with it.
+    """
+    given = cases[0].arguments(on_device=True)
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    room = max(mask_of(case).kv_index.shape[-1] for case in cases)
+    block_masks = [mask_of(case, room) for case in cases]
+    scale = 1 / math.sqrt(cases[0].H)
 
-def _speeds(direction: str, tilings: list[Any], case: Case) -> list[float]:
-    """TFLOP/s of every tiling on one call, timed whole, as a user makes it."""
-    q, k, v, mask = _inputs(case)
-    cotangent = jnp.cos(jnp.arange(v.size)).reshape(v.shape).astype(v.dtype)
+    def call(tiling: Any) -> Callable[..., Any]:
+        settings = hopper.Settings(scale, None, Options(**{f"hopper_{direction}": tiling}))
+        return functools.partial(getattr(hopper, f"_{direction}"), settings)
 
-    def compiled(tiling: Any) -> Any:
-        options = Options(**{f"hopper_{direction}": tiling})
-
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            return dot_product_attention(
-                q, k, v, mask=mask, implementation="hopper", options=options
-            )
-
+    def arguments(mask: BlockMask) -> tuple[Any, ...]:
         if direction == "forward":
-            return jax.jit(attend).lower(q, k, v).compile(), (q, k, v)
-        _, pull_back = jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
-        run = jax.jit(lambda pull_back, x: pull_back(x))
-        return run.lower(pull_back, cotangent).compile(), (pull_back, cotangent)
+            return (q, k, v, mask)
+        out, lse = hopper._forward(hopper.Settings(scale, None, Options()), q, k, v, mask)
+        d_out = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
+        return (q, k, v, mask, out, lse), (d_out, jnp.zeros_like(lse))
 
+    each = [arguments(mask) for mask in block_masks]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = list(pool.map(compiled, tilings))
-    first: Any = None
-    for tiling, (run, args) in zip(tilings, runs, strict=True):
-        got = [x.astype(jnp.float32) for x in jax.tree.leaves(run(*args))]
-        first = got if first is None else first
+        runs = list(pool.map(lambda x: jax.jit(call(x)).lower(*each[0]).compile(), tilings))
+    speeds = {}
+    for case, mask, args in zip(cases, block_masks, each, strict=True):
+        _check_agreement(tilings, [run(*args) for run in runs], ERROR_LIMIT[str(q.dtype)])
+        work = 2 * visited_pairs(case, mask) * (q.shape[-1] + v.shape[-1])
+        work *= 1 if direction == "forward" else 2.5
+        calls = max(3, round(SECONDS / (work / 4e14)))
+        taken = _seconds_by_turns(runs, args, calls)
+        speeds[case.name] = [work / seconds / 1e12 for seconds in taken]
+    return speeds
+
+
+def _check_agreement(tilings: list[Any], results: list[Any], limit: float) -> None:
+    first = [x.astype(jnp.float32) for x in jax.tree.leaves(results[0])]
+    for tiling, result in zip(tilings, results, strict=True):
         error = max(
-            float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in zip(got, first, strict=True)
+            float(jnp.abs(x.astype(jnp.float32) - y).max() / jnp.abs(y).max())
+            for x, y in zip(jax.tree.leaves(result), first, strict=True)
         )
-        if not error <= ERROR_LIMIT[str(q.dtype)]:
+        if not error <= limit:
             raise WrongResultError(f"{tiling} differs from the first tiling by {error}")
-    work = 2 * visited_pairs(case, mask) * (q.shape[-1] + v.shape[-1])
-    work *= 1 if direction == "forward" else 2.5
-    calls = max(3, round(SECONDS / (work / 4e14)))
+
+
+def _seconds_by_turns(runs: list[Any], args: tuple[Any, ...], calls: int) -> list[float]:
+    """Median seconds of each; they take turns, and begin with another one every round."""
     seconds: list[list[float]] = [[] for _ in runs]
     for turn in range(ROUNDS):
         for at in range(len(runs)):
             at = (at + turn) % len(runs)
-            run, args = runs[at]
-            jax.block_until_ready(run(*args))
+            jax.block_until_ready(runs[at](*args))
             began = time.perf_counter()
             for _ in range(calls):
-                result = run(*args)
+                result = runs[at](*args)
             jax.block_until_ready(result)
             seconds[at].append((time.perf_counter() - began) / calls)
-    return [work / statistics.median(taken) / 1e12 for taken in seconds]
+    return [statistics.median(taken) for taken in seconds]
