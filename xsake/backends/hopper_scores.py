@@ -15,7 +15,6 @@ cuts the whole work into runs of consecutive blocks that take about the same tim
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +31,7 @@ from xsake.backends.hopper_items import LOG2E, ROWS, TILE, check_sizes, tiles
 class ScoresTiling:
     """What may change the speed, never the values."""
 
-    warpgroups: int = 2  # that compute
+    warpgroups: int = 3  # that compute
     q_bytes: int = 64 << 10  # of shared memory for tiles of queries
     k_bytes: int = 128 << 10  # for blocks of keys
     sms: int = 132  # CTAs
@@ -79,7 +78,7 @@ def scores(
     # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies.
     k = jnp.pad(k, ((0, 0), (0, -k.shape[1] % 8), (0, 0), (0, 0)))
     table = segments(shape, tiling)
-    kernel = _Kernel(shape, tiling, table.shape[0], interpret)
+    kernel = _Kernel(shape, tiling, interpret)
     found = plgpu.kernel(
         kernel.body,
         out_type=jax.ShapeDtypeStruct((B, N, shape.blocks, shape.head_tiles * ROWS), jnp.float32),
@@ -207,7 +206,7 @@ def segments(shape: _Shape, tiling: ScoresTiling) -> np.ndarray:
 class _Kernel:
     """The kernel body and its roles; `self` holds what is static."""
 
-    def __init__(self, shape, tiling, ctas, interpret):
+    def __init__(self, shape, tiling, interpret):
         self.shape = shape
         self.warpgroups = tiling.warpgroups
         self.interpret = bool(interpret)
@@ -256,7 +255,9 @@ class _Kernel:
 
     # Memory warpgroup
 
-    def memory(self, q_gmem, k_gmem, table, *, q_smem, k_smem, q_ready, k_ready, q_free, k_free, **_):
+    def memory(
+        self, q_gmem, k_gmem, table, *, q_smem, k_smem, q_ready, k_ready, q_free, k_free, **_
+    ):
         """Copies a group of tiles per segment and its blocks, as soon as there is room."""
         shape = self.shape
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from xsake import masks
+from xsake.backends import scores as kernels
 from xsake.block_mask import BlockMask
 from xsake.hads import rows
 
@@ -114,8 +115,8 @@ def counts_for_mass(scores: Any, share: float, cap: Any, band: int = 0, first: A
 def estimate(selector: str, q: Any, k: Any, block: int, first: Any = 0) -> Array:
     """Scores of one sequence's blocks, float32 [N, R, n], from q [T, N, H] and k [S, K, H].
 
-    They are logarithms of estimated mass up to a constant for each row. q may be a part of the
-    text: R whole blocks from row `first` on, may be traced.
+    They are logarithms of estimated mass up to a constant for each row, and have no gradient. q may
+    be a part of the text: R whole blocks from row `first` on, may be traced. A batch is `jax.vmap`.
     """
     if selector not in ESTIMATES:
         raise ValueError(
@@ -126,7 +127,7 @@ def estimate(selector: str, q: Any, k: Any, block: int, first: Any = 0) -> Array
             "q must be [T, N, H] and k [S, K, H] with T up to S and K dividing N, "
             f"got {list(q.shape)} and {list(k.shape)}"
         )
-    return ESTIMATES[selector](q, k, block, first)
+    return ESTIMATES[selector](*jax.lax.stop_gradient((q, k)), block, first)
 
 
 def pooled(q: Array, k: Array, block: int, first: Any = 0) -> Array:
@@ -140,9 +141,14 @@ def pooled(q: Array, k: Array, block: int, first: Any = 0) -> Array:
 def mean_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
     """Mean query against every key: score[i, j] = log Σ_{k of j} exp(q̄_i · k / √H).
 
-    Exact but for the mean over a block's queries. The cost is that of q·kᵀ ÷ block.
+    Exact but for the mean over a block's queries. The cost is that of q·kᵀ ÷ block. One kernel
+    where `backends.scores.why_not` has no objection.
     """
-    queries = _means(q, block, block) / math.sqrt(q.shape[-1])
+    means = _means(q, block, block)
+    if kernels.why_not(k, block) is None:
+        whole = len(means) == rows.count_blocks(len(k), block)
+        return kernels.summed_by_block(means, k, block, causal=whole)
+    queries = means / math.sqrt(q.shape[-1])
     rest = -k.shape[0] % block
     keys = jnp.pad(k, ((0, rest), (0, 0), (0, 0)))
     past = jnp.pad(jnp.zeros(k.shape[0]), (0, rest), constant_values=-jnp.inf) if rest else None
