@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake import masks
+from xsake import _jax, masks
 from xsake.backends import scores as kernels
 from xsake.block_mask import BlockMask
 from xsake.hads import rows
 
+COUNTED = 256  # blocks of a row, up to which a GPU finds the best without sorting
 STRIPS = 4  # of rows, in which sums over keys are computed
 LARGE = 3e38  # finite in float32: scores that are not stay below the forced blocks
 
@@ -47,6 +48,18 @@ def keep_top(scores: Any, counts: Any, band: int = 0, first: Any = 0) -> Array:
     >>> keep_top(jnp.zeros((4, 4)), jnp.array([1, 2, 2, 3])).sum(-1)
     Array([1, 2, 2, 3], dtype=int32)
     """
+    counted = _jax.platform() == "gpu" and jnp.shape(scores)[-1] <= COUNTED
+    return (_kept_by_counting if counted else _kept_by_sorting)(scores, counts, band, first)
+
+
+def _kept_by_counting(scores: Any, counts: Any, band: int, first: Any) -> Array:
+    """`keep_top` in few steps but n² for a row: on a GPU, the number of steps is what costs."""
+    always, may = _standing(scores, band, first)
+    return (always | (ranks(scores, band, first) < jnp.asarray(counts)[..., None])) & may
+
+
+def _kept_by_sorting(scores: Any, counts: Any, band: int, first: Any) -> Array:
+    """`keep_top` for long rows, and where a device does one thing after another."""
     s = _with_forced(scores, band, first)
     n = s.shape[-1]
     always, may = _standing(s, band, first)
