@@ -1,4 +1,4 @@
-"""The kernel of block scores without a GPU: interpreted, lowered, refused, batched and selected."""
+"""The kernels of block scores without a GPU: interpreted, lowered, refused and selected by."""
 
 from __future__ import annotations
 
@@ -79,6 +79,24 @@ def test_the_kernel_sums_over_the_keys_of_every_block(
 
 
 @pytest.mark.parametrize(
+    ("batch", "T", "N", "size", "block"), [(2, 301, 3, 64, 128), (1, 200, 4, 128, 64)]
+)
+@needs_interpreter
+def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block):
+    """A short last block, and heads that do not fill the last tile."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends import hopper_means
+
+    q = drawn(batch, T, N, size)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    got = np.asarray(hopper_means.means(q, block, scale=3.0, interpret=interpret), np.float64)
+    exact = np.asarray(q, np.float64)
+    want = 3 * np.stack([exact[:, i : i + block].mean(1) for i in range(0, T, block)], 1)
+    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5)  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize(
     ("sizes", "tiling"),
     [
         ((1, 64, 8192, 4, 4, 64, 128), {}),
@@ -134,7 +152,9 @@ def test_it_lowers_for_cuda(block, size, dtype):
 @pytest.fixture
 def kernel_taken(monkeypatch):
     """select takes the kernel, interpreted; returns the shapes that it was called with."""
-    from xsake.backends import hopper_scores
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends import hopper_means, hopper_scores
 
     calls = []
     kernel = hopper_scores.scores
@@ -143,9 +163,11 @@ def kernel_taken(monkeypatch):
         calls.append((queries.shape, k.shape, causal))
         return interpreted(queries, k, block, causal=causal, run=kernel, sms=2)
 
+    means = functools.partial(hopper_means.means, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(hopper_means, "means", means)
     scores._batchable.cache_clear()
     select.estimate.clear_cache()
-    monkeypatch.setattr(scores, "why_not", lambda k, block: None)
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
     monkeypatch.setattr(hopper_scores, "scores", run)
     yield calls
     scores._batchable.cache_clear()
@@ -163,7 +185,7 @@ def test_a_plan_has_one_kernel_for_the_batch_and_the_scores_of_plain_jax(kernel_
     plan = plan_for(4, 3)
     got = np.asarray(plan.scored(0, q, k))
     assert kernel_taken[-1] == ((2, 3, 4, 64), (2, 190, 2, 64), True)
-    monkeypatch.setattr(scores, "why_not", lambda k, block: "not now")
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
     want = jax.vmap(lambda q, k: select.mean_query(q, k, 64))(
         *(x.astype(jnp.float32) for x in (q, k))
     )
@@ -204,8 +226,8 @@ def test_gradients_go_around_the_choice(kernel_taken):
 
 @needs_newer_jax
 def test_a_training_step_lowers_for_cuda(monkeypatch):
-    """Layers in a scan, computed again backward: one kernel each way, for the whole batch."""
-    monkeypatch.setattr(scores, "why_not", lambda k, block: None)
+    """Layers in a scan, computed again backward: two kernels each way, for the whole batch."""
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
     select.estimate.clear_cache()
     plan = plan_for(2, 3)
 
@@ -220,7 +242,7 @@ def test_a_training_step_lowers_for_cuda(monkeypatch):
     x = jax.ShapeDtypeStruct((3, 192, 2, 64), jnp.bfloat16)
     text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     select.estimate.clear_cache()
-    assert text.count("@mosaic_gpu") == 2
+    assert text.count("@mosaic_gpu") == 4
     assert "3x2x3x64xf32" in text  # [B, N, blocks, rows of a tile]
 
 
@@ -231,6 +253,7 @@ def test_a_training_step_lowers_for_cuda(monkeypatch):
         ({"capability": (10, 0)}, "compute capability 9.0"),
         ({"version": (0, 10, 2)}, "needs JAX 0.11 or newer"),
         ({"dtype": "float32"}, "bfloat16 and float16; this is float32"),
+        ({"query": "float32"}, "of one type; these are float32 and bfloat16"),
         ({"size": 96}, "heads of 64, 128 and 256; these are 96"),
         ({"block": 32}, "blocks of 64 and 128; these are 32"),
         ({}, None),
@@ -243,5 +266,6 @@ def test_every_refusal_has_its_reason(change, reason, monkeypatch):
     monkeypatch.setattr(_jax, "compute_capability", lambda: change.get("capability", (9, 0)))
     monkeypatch.setattr(_jax, "version", lambda: change.get("version", (0, 11, 2)))
     k = jax.ShapeDtypeStruct((256, 1, change.get("size", 64)), change.get("dtype", "bfloat16"))
-    said = scores.why_not(k, change.get("block", 64))
+    q = jax.ShapeDtypeStruct(k.shape, change.get("query", k.dtype))
+    said = scores.why_not(q, k, change.get("block", 64))
     assert (said is None) if reason is None else (reason in said)

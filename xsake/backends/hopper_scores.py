@@ -70,13 +70,9 @@ def scores(
       interpret: plgpu.InterpretGPUParams, for machines without a GPU.
     """
     shape = _Shape.of(queries, k, block, causal, tiling)
-    B, R, N, H = queries.shape
-    K = shape.kv_heads
-    # [B, K, tiles · 64, H]: every head's rows filled up to whole tiles
-    q = jnp.pad(queries, ((0, 0), (0, shape.head_tiles * ROWS - R), (0, 0), (0, 0)))
-    q = q.transpose(0, 2, 1, 3).reshape(B, K, shape.tiles * ROWS, H)
+    B, R, N, _ = queries.shape
     # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies.
-    k = jnp.pad(k, ((0, 0), (0, -k.shape[1] % 8), (0, 0), (0, 0)))
+    q, k = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0))) for x in (queries, k))
     table = segments(shape, tiling)
     kernel = _Kernel(shape, tiling, interpret)
     found = plgpu.kernel(
@@ -253,6 +249,12 @@ class _Kernel:
         )
         return number, done
 
+    def place_of(self, segment, tile):
+        """(query head, first row) of a tile of the segment's kv head."""
+        shape = self.shape
+        head, tile = (f(tile, jnp.int32(shape.head_tiles)) for f in (lax.div, lax.rem))
+        return segment.h * (shape.heads // shape.kv_heads) + head, tile * ROWS
+
     # Memory warpgroup
 
     def memory(
@@ -266,10 +268,11 @@ class _Kernel:
                 place = slot(number, shape.q_stages)
                 pl.when(number >= shape.q_stages)(lambda: plgpu.barrier_wait(q_free.at[place]))
                 for m in range(shape.resident):
-                    # A group may reach past the last tile: the copy engine fills in zeros.
-                    rows = pl.ds((segment.group * shape.resident + m) * ROWS, ROWS)
+                    # A group may reach past the last tile, which it then has twice.
+                    tile = jnp.minimum(segment.group * shape.resident + m, shape.tiles - 1)
+                    n, first_row = self.place_of(segment, tile)
                     plgpu.copy_gmem_to_smem(
-                        q_gmem.at[segment.b, segment.h, rows],
+                        q_gmem.at[segment.b, pl.ds(first_row, ROWS), n],
                         q_smem.at[place, m],
                         q_ready.at[place],
                     )
@@ -340,8 +343,7 @@ class _Kernel:
     def score(self, segment, j, tile, q, k, scores_smem, scores_gmem):
         """The 64 scores of one tile and block j, if there is a row that sees it."""
         shape = self.shape
-        head = lax.div(tile, jnp.int32(shape.head_tiles))
-        first_row = lax.rem(tile, jnp.int32(shape.head_tiles)) * ROWS
+        n, first_row = self.place_of(segment, tile)
         live = tile < shape.tiles
         if shape.causal:
             live &= first_row + ROWS > j
@@ -361,7 +363,6 @@ class _Kernel:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             scores_smem[...] = (m + jnp.log2(l)) * (1 / LOG2E)
             plgpu.commit_smem()
-            n = segment.h * (shape.heads // shape.kv_heads) + head
             plgpu.copy_smem_to_gmem(
                 scores_smem, scores_gmem.at[segment.b, n, j, pl.ds(first_row, ROWS)]
             )

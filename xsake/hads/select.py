@@ -154,14 +154,12 @@ def pooled(q: Array, k: Array, block: int, first: Any = 0) -> Array:
 def mean_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
     """Mean query against every key: score[i, j] = log Σ_{k of j} exp(q̄_i · k / √H).
 
-    Exact but for the mean over a block's queries. The cost is that of q·kᵀ ÷ block. One kernel
+    Exact but for the mean over a block's queries. The cost is that of q·kᵀ ÷ block. By kernels
     where `backends.scores.why_not` has no objection.
     """
-    means = _means(q, block, block)
-    if kernels.why_not(k, block) is None:
-        whole = len(means) == rows.count_blocks(len(k), block)
-        return kernels.summed_by_block(means, k, block, causal=whole)
-    queries = means / math.sqrt(q.shape[-1])
+    if kernels.why_not(q, k, block) is None:
+        return kernels.mean_query(q, k, block)
+    queries = _means(q, block, block) / math.sqrt(q.shape[-1])
     rest = -k.shape[0] % block
     keys = jnp.pad(k, ((0, rest), (0, 0), (0, 0)))
     past = jnp.pad(jnp.zeros(k.shape[0]), (0, rest), constant_values=-jnp.inf) if rest else None
