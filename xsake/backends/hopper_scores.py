@@ -96,7 +96,7 @@ def scores(
     if not causal:
         return found
     # what no row of a tile sees was not written
-    return jnp.where(np.tri(R, shape.blocks, dtype=bool), found, -jnp.inf)
+    return jnp.where(jnp.arange(shape.blocks) <= jnp.arange(R)[:, None], found, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
