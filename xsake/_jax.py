@@ -22,3 +22,15 @@ def compute_capability() -> tuple[int, ...]:
     """Of the first GPU: (9, 0) for an H100 or H200; () where JAX does not say."""
     said = getattr(jax.devices()[0], "compute_capability", "")
     return tuple(int(part) for part in str(said).split(".") if part.isdigit())
+
+
+def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
+    """Why kernels for Hopper cannot run here; None where they can."""
+    if platform() != "gpu":
+        return f"needs a Hopper GPU (H100, H200); this is a {platform()}"
+    if compute_capability() != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200); this is {device_kind()}"
+    if version() < needs_jax:
+        needed = ".".join(map(str, needs_jax))
+        return f"needs JAX {needed} or newer; this is {jax.__version__}"
+    return None

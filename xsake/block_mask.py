@@ -136,8 +136,10 @@ class BlockMask:
                 f"but blocks has {list(blocks.shape[2:])}"
             )
         ruled = _numbered(ruled, grid)
-        capacity = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
-        lists = lists_of_blocks(blocks, ruled, grid, capacity)
+        room = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
+        lists = lists_of_blocks(blocks, ruled, grid, room)
+        if capacity is None:  # there is room for all that the rule allows
+            lists = lists._replace(overflow=jnp.zeros((), bool))
         return _made(lists, None if rule is None else ruled, grid)
 
     @staticmethod

@@ -30,6 +30,20 @@ def test_every_row_keeps_exactly_its_count(seed, n, band, ties):
     np.testing.assert_array_equal(np.asarray(select.ranks(scores, band)) < counts[..., None], kept)
 
 
+@pytest.mark.parametrize(("n", "first", "band"), [(3, 0, 0), (8, 0, 2), (8, 5, 1), (8, 7, 0)])
+def test_counting_keeps_what_sorting_keeps(n, first, band):
+    """Ties, NaN, counts below the forced and above the allowed, rows past the end of a text."""
+    rng = np.random.default_rng(n + first)
+    scores = rng.integers(0, 4, (2, 3, 3, n)).astype(np.float32)
+    scores[scores == 3] = np.nan
+    counts = rng.integers(-1, n + 3, (3, 3))
+    kept = [
+        np.asarray(form(scores, counts, band, first))
+        for form in (select._kept_by_counting, select._kept_by_sorting)
+    ]
+    np.testing.assert_array_equal(*kept)
+
+
 def test_the_highest_scores_are_kept():
     scores = np.arange(36.0).reshape(6, 6)[:, ::-1].copy()  # falling along the row
     kept = np.asarray(select.keep_top(scores, np.full(6, 4)))

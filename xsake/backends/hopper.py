@@ -40,12 +40,8 @@ def why_not(
     options: Options,
 ) -> str | None:
     """The first thing that keeps the kernels from running this call."""
-    if _jax.platform() != "gpu":
-        return f"needs a Hopper GPU (H100, H200); this is a {_jax.platform()}"
-    if _jax.compute_capability() != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200); this is {_jax.device_kind()}"
-    if _jax.version() < NEEDS_JAX:
-        return f"needs JAX 0.11 or newer; this is {jax.__version__}"
+    if reason := _jax.why_no_hopper(NEEDS_JAX):
+        return reason
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16; this is {q.dtype}"
     if bias is not None:

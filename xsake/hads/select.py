@@ -21,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake import masks
+from xsake import _jax, masks
+from xsake.backends import scores as kernels
 from xsake.block_mask import BlockMask
 from xsake.hads import rows
 
+COUNTED = 256  # blocks of a row, up to which a GPU finds the best without sorting
 STRIPS = 4  # of rows, in which sums over keys are computed
 LARGE = 3e38  # finite in float32: scores that are not stay below the forced blocks
 
@@ -46,6 +48,18 @@ def keep_top(scores: Any, counts: Any, band: int = 0, first: Any = 0) -> Array:
     >>> keep_top(jnp.zeros((4, 4)), jnp.array([1, 2, 2, 3])).sum(-1)
     Array([1, 2, 2, 3], dtype=int32)
     """
+    counted = _jax.platform() == "gpu" and jnp.shape(scores)[-1] <= COUNTED
+    return (_kept_by_counting if counted else _kept_by_sorting)(scores, counts, band, first)
+
+
+def _kept_by_counting(scores: Any, counts: Any, band: int, first: Any) -> Array:
+    """`keep_top` in few steps but n² for a row: on a GPU, the number of steps is what costs."""
+    always, may = _standing(scores, band, first)
+    return (always | (ranks(scores, band, first) < jnp.asarray(counts)[..., None])) & may
+
+
+def _kept_by_sorting(scores: Any, counts: Any, band: int, first: Any) -> Array:
+    """`keep_top` for long rows, and where a device does one thing after another."""
     s = _with_forced(scores, band, first)
     n = s.shape[-1]
     always, may = _standing(s, band, first)
@@ -114,8 +128,8 @@ def counts_for_mass(scores: Any, share: float, cap: Any, band: int = 0, first: A
 def estimate(selector: str, q: Any, k: Any, block: int, first: Any = 0) -> Array:
     """Scores of one sequence's blocks, float32 [N, R, n], from q [T, N, H] and k [S, K, H].
 
-    They are logarithms of estimated mass up to a constant for each row. q may be a part of the
-    text: R whole blocks from row `first` on, may be traced.
+    They are logarithms of estimated mass up to a constant for each row, and have no gradient. q may
+    be a part of the text: R whole blocks from row `first` on, may be traced. A batch is `jax.vmap`.
     """
     if selector not in ESTIMATES:
         raise ValueError(
@@ -126,7 +140,7 @@ def estimate(selector: str, q: Any, k: Any, block: int, first: Any = 0) -> Array
             "q must be [T, N, H] and k [S, K, H] with T up to S and K dividing N, "
             f"got {list(q.shape)} and {list(k.shape)}"
         )
-    return ESTIMATES[selector](q, k, block, first)
+    return ESTIMATES[selector](*jax.lax.stop_gradient((q, k)), block, first)
 
 
 def pooled(q: Array, k: Array, block: int, first: Any = 0) -> Array:
@@ -140,8 +154,11 @@ def pooled(q: Array, k: Array, block: int, first: Any = 0) -> Array:
 def mean_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
     """Mean query against every key: score[i, j] = log Σ_{k of j} exp(q̄_i · k / √H).
 
-    Exact but for the mean over a block's queries. The cost is that of q·kᵀ ÷ block.
+    Exact but for the mean over a block's queries. The cost is that of q·kᵀ ÷ block. By kernels
+    where `backends.scores.why_not` has no objection.
     """
+    if kernels.why_not(q, k, block) is None:
+        return kernels.mean_query(q, k, block)
     queries = _means(q, block, block) / math.sqrt(q.shape[-1])
     rest = -k.shape[0] % block
     keys = jnp.pad(k, ((0, rest), (0, 0), (0, 0)))
