@@ -48,7 +48,7 @@ def problem(variant: str, length: int, tokens: int, block: int) -> tuple[Any, An
     config = Config(
         model=model,
         data=Data(length=length, rows=count, separate=False),
-        compute=Compute(dtype="bfloat16", loss_tokens=8192),
+        compute=Compute(dtype="bfloat16", scan=False, loss_tokens=8192),
     )
     plan = None
     if variant.startswith("hads"):

@@ -100,9 +100,9 @@ def _attention(
 def _attention_fwd(settings: Settings, q: Any, k: Any, v: Any, mask: Any) -> Any:
     run = first_order_only("hopper", functools.partial(_forward, settings))
     out, logsumexp = run(q, k, v, mask)
-    # Empty rows are 0 already. But what a scan over layers stacks must not be the kernel's bare
-    # result: XLA would fuse the stacking with the kernel and run it a second time for other users.
-    out = jnp.where(logsumexp[..., None] == -jnp.inf, 0, out)
+    # What a scan over layers stacks must not be the kernel's bare result: XLA would fuse the
+    # stacking with the kernel and run it a second time for other users.
+    out = jax.lax.optimization_barrier(out)
     return (out, logsumexp), (q, k, v, mask, out, logsumexp)
 
 

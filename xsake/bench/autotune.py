@@ -80,9 +80,9 @@ def mask_of(case: Case, room: int | None = None) -> BlockMask:
 
 
 def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measures the classes whose name contains `only` and writes the table, class by class.
+    """Measures the rows whose name ("backward 128 long mixed") contains `only`, class by class.
 
-    Rows of other classes stay as they are in `out`.
+    Other rows stay as they are in `out`.
     """
     from xsake.backends.hopper_backward import BackwardTiling
     from xsake.backends.hopper_forward import ForwardTiling
@@ -92,14 +92,14 @@ def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> 
         **provenance(),
         "classes": {direction: told.get(direction, {}) for direction in ("forward", "backward")},
     }
-    for group in groups():
-        group = {name: cases for name, cases in group.items() if only in name}
-        if not group:
-            continue
+    for whole in groups():
         for direction, kind, candidates in (
             ("forward", ForwardTiling, FORWARD),
             ("backward", BackwardTiling, BACKWARD),
         ):
+            group = {name: cases for name, cases in whole.items() if only in f"{direction} {name}"}
+            if not group:
+                continue
             tilings = [kind(**fields) for fields in candidates]
             speeds = _speeds(
                 direction, tilings, [case for cases in group.values() for case in cases]

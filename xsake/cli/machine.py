@@ -48,7 +48,7 @@ def bench(
       model: the checkpoint that the suite "model" measures.
       autotune: instead of a suite, time every tiling of the Hopper kernels on this card and write
         the table that they choose from; `out` defaults to the installed package's own.
-      only: part of the names of the cases (autotune: classes) to measure; default all.
+      only: part of the names of the cases (autotune: of directions and classes); default all.
     """
     if autotune:
         table = out or hopper_tilings.TABLE

@@ -26,7 +26,7 @@ from xsake.backends import scores as kernels
 from xsake.block_mask import BlockMask
 from xsake.hads import rows
 
-COUNTED = 256  # blocks of a row, up to which a GPU finds the best without sorting
+COUNTED = 64  # blocks of a row, up to which a GPU finds the best without sorting
 STRIPS = 4  # of rows, in which sums over keys are computed
 LARGE = 3e38  # finite in float32: scores that are not stay below the forced blocks
 

@@ -91,7 +91,7 @@ class Compute:
     """How a step is computed."""
 
     dtype: str = "float32"  # of activations; parameters and their sums are float32
-    scan: bool = True  # one compiled layer for all, instead of one each
+    scan: bool = True  # one compiled layer for all: compiles sooner, runs slower
     remat: bool = False  # compute activations again in the backward, for memory
     loss_tokens: int = 0  # whose logits are in memory at once; 0: all of a micro-batch
     implementation: str | None = None  # of attention; None: the fastest that can run
@@ -330,7 +330,7 @@ _SHIPPED = Config(
     data=Data(length=2048, rows=32),
     optimizer=Optimizer(learning_rate=3e-3, ema_decay=0.999),
     schedule=Schedule(steps=8000, warmup_steps=500, final_ratio=0.02),
-    compute=Compute(dtype="bfloat16"),
+    compute=Compute(dtype="bfloat16", scan=False),
     evaluation=Evaluation(every=1000, windows=128, rows=32),
     checkpoint=Checkpoint(every=1000, export_dtype="bfloat16"),
     observe=Observe(every=20),
@@ -355,7 +355,7 @@ _GPT = Config(
     optimizer=Optimizer(learning_rate=1e-3),
     schedule=Schedule(steps=10_000, warmup_steps=500, final_ratio=0.1),
     hads=Hads(warmup_steps=1000, every=1000, documents=8),
-    compute=Compute(dtype="bfloat16"),
+    compute=Compute(dtype="bfloat16", scan=False),
     evaluation=Evaluation(every=500, windows=256, rows=16),
     checkpoint=Checkpoint(every=1000),
     observe=Observe(every=20),
