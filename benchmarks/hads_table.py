@@ -203,13 +203,17 @@ def speed(
     tell(_on_activations(subject, made, np.stack(held_out), implementation))
     narrow = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
     quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
-    for name, wanted, refresh in (
-        ("dense", None, 1),
-        (made.terms.policy, budget_of(made, 0.43), REFRESH),
-        *((made.terms.policy, budget_of(made, 0.25), refresh) for refresh in (1, REFRESH, 4, 16)),
-        ("uniform", quarter, REFRESH),
+    half, some = (budget_of(made, share) for share in (0.43, 0.25))
+    policy = made.terms.policy
+    for name, wanted, refresh, batches in (
+        ("dense", None, 1, (1, 8)),
+        (policy, half, REFRESH, (1, 8)),
+        (policy, some, REFRESH, (1, 8)),
+        (policy, some, 1, (1,)),
+        (policy, some, 4, (1,)),
+        ("uniform", quarter, REFRESH, (1,)),
     ):
-        for batch in (1, 8):
+        for batch in batches:
             row = _decoding(narrow, held_out, new, batch, wanted, refresh)
             tell({"budget": name, "refresh": refresh, **row})
 
