@@ -141,7 +141,9 @@ def _errors(part: Any, seen: Array, scale: Any, soft_cap: float | None) -> dict[
     def error(x: Array, y: Array) -> Array:
         return jnp.abs(x.astype(jnp.float32) - y).max() / jnp.abs(y).max()
 
-    return {
-        kind: jnp.stack([error(*pair) for pair in zip(part[kind], wanted, strict=True)]).max()
-        for kind, wanted in want.items()
-    }
+    def worst(pairs: list[tuple[Array, Array]]) -> Array:
+        # On a CPU XLA's max drops a NaN, and with it what it had found so far.
+        finite = jnp.stack([jnp.isfinite(x).all() for pair in pairs for x in pair]).all()
+        return jnp.where(finite, jnp.stack([error(*pair) for pair in pairs]).max(), jnp.nan)
+
+    return {kind: worst(list(zip(part[kind], want[kind], strict=True))) for kind in want}

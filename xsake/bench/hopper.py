@@ -21,7 +21,7 @@ from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import checked
-from xsake.bench.peers import Peer, cudnn, flex_attention
+from xsake.bench.peers import Peer, cudnn, flash_attention_4, flex_attention
 from xsake.bench.timing import compile_directions, time_directions, time_queued
 from xsake.block_mask import BlockMask
 
@@ -40,7 +40,7 @@ def suite(quick: bool = False) -> Iterator[Part]:
                 dense,
                 dataclasses.replace(dense, name=f"{B}·16·{T}·{H} causal", rule=CAUSAL),
             ):
-                yield case.name, functools.partial(_cell, case, cudnn=cudnn)
+                yield case.name, functools.partial(dense_cell, case)
             for density in (0.43,) if quick else (0.43, 0.20, 0.10):
                 case = hopper_case(B, T, H, density)
                 yield case.name, functools.partial(sparse_cell, case, dense)
@@ -65,10 +65,19 @@ def _cell(case: Case, done: list[Row], backend: str = "hopper", **others: Peer) 
     return measure(case, others, backend)
 
 
+def dense_cell(case: Case, done: list[Row]) -> Iterator[Row]:
+    """A full or causal cell beside its peers."""
+    return measure(case, {"cudnn": cudnn, "flash_attention_4": flash_attention_4})
+
+
 def sparse_cell(case: Case, dense: Case, done: list[Row]) -> Iterator[Row]:
-    """A block-sparse cell beside FlexAttention, and against our own dense time."""
+    """A block-sparse cell beside its peers, and against our own dense time."""
     own = _rows_of(dense, done)
-    for row in measure(case, {"flex_attention": flex_attention}):
+    peers: dict[str, Peer] = {
+        "flex_attention": flex_attention,
+        "flash_attention_4": flash_attention_4,
+    }
+    for row in measure(case, peers):
         seconds = own[row["direction"]]["median_seconds"]
         yield row | {
             "over_density_times_dense": row["median_seconds"] / (row["density_ratio"] * seconds)
@@ -156,7 +165,6 @@ def plain_jax(T: int) -> Iterator[Part]:
         yield case.name, functools.partial(_cell, case, backend="xla", jax_nn=_jax_nn)
 
 
-@functools.lru_cache(maxsize=1)
 def _jax_nn(case: Case) -> dict[str, float]:
     """jax.nn's own XLA path, with the same bias or token mask; dense where the case is sparse."""
     given = case.arguments(on_device=True)
@@ -242,6 +250,7 @@ def measure(case: Case, others: dict[str, Peer], backend: str = "hopper") -> Ite
     errors = checked(case, given, calls["backward"][1][1], out, gradients)
     del out, gradients
     seconds = time_directions(calls)
+    beside = {name: _peer_seconds(peer, case) for name, peer in others.items()}
     B, T, S, N, _, H, Hv = case.sizes
     pairs = visited_pairs(case, given["mask"])
     for direction, factor in (("forward", 1.0), ("backward", 2.5)):
@@ -258,15 +267,23 @@ def measure(case: Case, others: dict[str, Peer], backend: str = "hopper") -> Ite
             "teraflops": work / seconds[direction] / 1e12,
             "error": errors["output" if direction == "forward" else "gradients"],
         }
-        for name, peer in others.items():
-            try:
-                taken = peer(case)[direction]
-            except ImportError as error:
-                row[f"{name}_missing"] = str(error)
+        for name, taken in beside.items():
+            if isinstance(taken, str):
+                row[f"{name}_missing"] = taken
                 continue
-            row[f"{name}_teraflops"] = work / taken / 1e12
-            row[f"times_faster_than_{name}"] = taken / seconds[direction]
+            row[f"{name}_teraflops"] = work / taken[direction] / 1e12
+            row[f"times_faster_than_{name}"] = taken[direction] / seconds[direction]
         yield row
+
+
+def _peer_seconds(peer: Peer, case: Case) -> dict[str, float] | str:
+    """Its seconds, or why there are none: our own time stands without them."""
+    try:
+        return peer(case)
+    except ImportError as error:
+        return str(error)
+    except Exception as error:  # whatever a foreign library raises, and WrongResultError
+        return f"{type(error).__name__}: {error}"
 
 
 def visited_pairs(case: Case, mask: Any) -> float:

@@ -1,6 +1,7 @@
 """What a user would pick instead, timed in the same run where it can be imported.
 
-A peer is a function of a Case that returns seconds, {"forward": …, "backward": …}.
+A peer is a function of a Case that returns seconds, {"forward": …, "backward": …}. Peers that skip
+blocks are given the case's blocks as full ones, a different mask for every batch row and head.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from xsake.bench.cases import Case
+from xsake.bench.checks import checked
 from xsake.bench.timing import compile_directions, time_directions
 
 Peer = Callable[[Case], dict[str, float]]
 
 
-@functools.lru_cache(maxsize=4)
 def cudnn(case: Case) -> dict[str, float]:
     """`jax.nn.dot_product_attention` on cuDNN, dense or causal."""
     given = case.arguments(on_device=True)
     arrays = [given[name] for name in ("query", "key", "value")]
-    is_causal = case.rule is not None and case.rule.is_causal
+    is_causal = _is_causal(case)
 
     def attend(q: Any, k: Any, v: Any, _: None) -> Any:
         return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn")
@@ -32,16 +34,13 @@ def cudnn(case: Case) -> dict[str, float]:
     return time_directions(compile_directions(attend, arrays, None))
 
 
-@functools.lru_cache(maxsize=4)
 def flex_attention(case: Case) -> dict[str, float]:
     """PyTorch's FlexAttention, compiled, with the case's blocks as full blocks."""
     import torch
     from torch.nn.attention import flex_attention as flex
 
     B, T, _, N, _, H, _ = case.sizes
-    blocks = torch.from_numpy(np.asarray(case.blocks())).to("cuda")
-    count = blocks.sum(-1).int()
-    index = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
+    count, index = (torch.from_numpy(x).to("cuda") for x in block_lists(np.asarray(case.blocks())))
     mask = flex.BlockMask.from_kv_blocks(
         torch.zeros_like(count), torch.zeros_like(index), count, index, BLOCK_SIZE=case.block[0]
     )
@@ -63,6 +62,79 @@ def flex_attention(case: Case) -> dict[str, float]:
     return {"forward": _time_torch(forward), "backward": _time_torch(backward)}
 
 
+def flash_attention_4(case: Case) -> dict[str, float]:
+    """FlashAttention-4: its plain kernels where no blocks are drawn, else its block-sparse ones.
+
+    It is given the case's own q, k and v, and its output and gradients are checked as ours are.
+    """
+    import torch
+    from flash_attn.cute import flash_attn_func
+
+    given = case.arguments(on_device=True)
+    shape = (*given["query"].shape[:3], case.sizes[-1])
+    d_out = jax.random.normal(jax.random.key(0), shape, case.dtype)
+    q, k, v = (_to_torch(given[name]).requires_grad_() for name in ("query", "key", "value"))
+    out_gradient = _to_torch(d_out)
+    options: dict[str, Any] = {"causal": _is_causal(case)}
+    blocks = case.blocks()
+    if blocks is not None:
+        options["block_sparse_tensors"] = _full_blocks(blocks, case.block, q.device)
+        options["block_sparse_tensors_bwd"] = _full_blocks(blocks.mT, case.block, q.device)
+
+    def attend() -> Any:
+        return flash_attn_func(q, k, v, **options)[0]
+
+    out = attend()
+
+    def pull_back() -> Any:
+        return torch.autograd.grad(out, (q, k, v), out_gradient, retain_graph=True)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend()
+
+    results = [out, *pull_back()]
+    torch.cuda.synchronize()
+    first, *gradients = (jnp.from_dlpack(x.detach()) for x in results)
+    checked(case, given, d_out, first, gradients)
+    return {"forward": _time_torch(forward), "backward": _time_torch(pull_back)}
+
+
+def _full_blocks(blocks: np.ndarray, size: tuple[int, int], device: Any) -> Any:
+    """FlashAttention-4's lists: [B, N, rows] counts and [B, N, rows, columns] numbers, int32.
+
+    `size` is (query, key) rows of a block also in the backward, whose lists go by key block.
+    """
+    import torch
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    count, index = (torch.from_numpy(x).to(device) for x in block_lists(blocks))
+    nothing = (torch.zeros_like(count), torch.zeros_like(index))  # no block needs a token mask
+    return BlockSparseTensorsTorch(*nothing, count, index, block_size=size)
+
+
+def block_lists(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many blocks of a row are kept, and the numbers of all blocks, kept ones first in order.
+
+    >>> [x.tolist() for x in block_lists(np.array([[False, True, True]]))]
+    [[2], [[1, 2, 0]]]
+    """
+    found = blocks.sum(-1), np.argsort(~blocks, axis=-1, kind="stable")
+    count, index = (np.ascontiguousarray(x, dtype=np.int32) for x in found)
+    return count, index
+
+
+def _is_causal(case: Case) -> bool:
+    return case.rule is not None and case.rule.is_causal
+
+
+def _to_torch(x: jax.Array) -> Any:
+    """A copy: JAX's array stays its own."""
+    import torch
+
+    return torch.from_dlpack(x).clone(memory_format=torch.contiguous_format)
+
+
 @functools.cache
 def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     import torch
@@ -72,7 +144,7 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(fn, dynamic=False)  # every shape its own kernel, as a user would have it
 
 
-def _time_torch(call: Callable[[], None], calls: int = 30, rounds: int = 5) -> float:
+def _time_torch(call: Callable[[], Any], calls: int = 30, rounds: int = 5) -> float:
     """Seconds by device events around queued calls, the median of some rounds."""
     import torch
 

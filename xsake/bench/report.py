@@ -68,12 +68,20 @@ def _pairs(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def hopper(rows: Rows) -> str:
-    """Cells: TFLOP/s forward / backward, the peer's in the same run, time ÷ (density × dense)."""
+    """Cells: TFLOP/s forward / backward, the peers' in the same run, time ÷ (density × dense).
+
+    FlashAttention-4 has its columns where the file holds it, beside cuDNN or FlexAttention.
+    """
 
     def both(case: dict[str, dict[str, Any]], key: str, shape: str) -> str:
         values = [case[d][key] for d in ("forward", "backward") if key in case[d]]
         return " / ".join(format(x, shape) for x in values)
 
+    def beside(case: dict[str, dict[str, Any]], peer: str, label: str = "") -> list[str]:
+        speeds = both(case, f"{peer}_teraflops", ".0f")
+        return [label + speeds, both(case, f"times_faster_than_{peer}", ".2f")]
+
+    fourth = any("flash_attention_4_teraflops" in row for row in rows)
     lines = []
     for name, case in _pairs(rows).items():
         if "forward" not in case or "backward" not in case or "teraflops" not in case["forward"]:
@@ -86,12 +94,13 @@ def hopper(rows: Rows) -> str:
             [
                 name,
                 both(case, "teraflops", ".0f"),
-                label + both(case, f"{peer}_teraflops", ".0f"),
-                both(case, f"times_faster_than_{peer}", ".2f"),
+                *beside(case, peer, label),
+                *(beside(case, "flash_attention_4") if fourth else ()),
                 both(case, "over_density_times_dense", ".2f"),
             ]
         )
-    head = ("B·N·T·H", "XSAKE TFLOP/s", "peer", "× peer", "÷ (density × own dense)")
+    more = ("FlashAttention-4", "× FlashAttention-4") if fourth else ()
+    head = ("B·N·T·H", "XSAKE TFLOP/s", "peer", "× peer", *more, "÷ (density × own dense)")
     return _markdown(head, lines)
 
 

@@ -1,0 +1,211 @@
+"""Peers are given the case's blocks, are checked as we are, and stand beside us in the tables."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xsake import masks
+from xsake.bench import hopper, peers, report
+from xsake.bench.cases import Case
+from xsake.bench.checks import WrongResultError
+
+SPARSE = Case("sparse", B=2, T=256, N=2, H=16, block=(32, 64), head_densities=(0.2, 0.6))
+CASES = {
+    "sparse": SPARSE,
+    "causal": Case("causal", T=64, N=2, H=16, rule=masks.causal()),
+    "full": Case("full", T=64, N=2, H=16, rule=masks.everything()),
+}
+
+
+class Tensor(np.ndarray):
+    """What the peers ask of a torch tensor; `by_key` is who sees whom in the backward."""
+
+    by_key: Any = None
+
+    def clone(self, memory_format):
+        return np.array(self).view(Tensor)
+
+    def requires_grad_(self):
+        return self
+
+    def detach(self):
+        return np.asarray(self)
+
+    def to(self, device):
+        return self
+
+
+class Lists(NamedTuple):
+    """BlockSparseTensorsTorch, as far as it is used."""
+
+    mask_block_cnt: Any
+    mask_block_idx: Any
+    full_block_cnt: Any
+    full_block_idx: Any
+    block_size: tuple[int, int]
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """torch and FlashAttention-4 in plain JAX; `made` holds the lists, `spoil` changes results."""
+    state = types.SimpleNamespace(made=[], spoil={})
+
+    def lists(*args, **more):
+        state.made.append(Lists(*args, **more))
+        return state.made[-1]
+
+    def attend(q, k, v, seen):
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
+        p = jnp.where(seen, jnp.exp(logits - logits.max(-1, keepdims=True)), 0)
+        p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)  # a row without blocks is zero
+        return jnp.einsum("bnts,bsnh->btnh", p, v)
+
+    def tensor(x, name):
+        x = np.array(x)
+        x[0, 3, 0, 3] += state.spoil.get(name, 0)
+        return x.view(Tensor)
+
+    def flash_attn_func(q, k, v, causal, block_sparse_tensors=None, block_sparse_tensors_bwd=None):
+        seen = by_key = np.tri(q.shape[1], dtype=bool) if causal else np.ones(1, bool)
+        if block_sparse_tensors is not None:
+            size = block_sparse_tensors.block_size
+            seen = _tokens(block_sparse_tensors, size)
+            by_key = _tokens(block_sparse_tensors_bwd, size[::-1]).mT
+        out = tensor(attend(*map(np.asarray, (q, k, v)), seen), "out")
+        out.by_key = by_key
+        return out, None
+
+    def grad(out, inputs, d_out, retain_graph):
+        inputs = map(np.asarray, inputs)
+        pull_back = jax.vjp(lambda *x: attend(*x, out.by_key), *inputs)[1]
+        names = ("dq", "dk", "dv")
+        found = zip(pull_back(np.asarray(d_out)), names, strict=True)
+        return tuple(tensor(*pair) for pair in found)
+
+    torch = types.ModuleType("torch")
+    torch.__dict__.update(
+        from_dlpack=lambda x: np.asarray(x).view(Tensor),
+        from_numpy=lambda x: x.view(Tensor),
+        zeros_like=np.zeros_like,
+        contiguous_format=None,
+        no_grad=contextlib.nullcontext,
+        cuda=types.SimpleNamespace(synchronize=lambda: None),
+        autograd=types.SimpleNamespace(grad=grad),
+    )
+    cute = types.ModuleType("flash_attn.cute")
+    sparsity = types.ModuleType("flash_attn.cute.block_sparsity")
+    cute.__dict__.update(flash_attn_func=flash_attn_func)
+    sparsity.__dict__.update(BlockSparseTensorsTorch=lists)
+    for module in (torch, types.ModuleType("flash_attn"), cute, sparsity):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(peers, "_time_torch", lambda call: (call(), 1.0)[1])
+    return state
+
+
+def _tokens(lists, size):
+    """Who sees whom, bool [B, N, rows, columns] of tokens, by one list per row of blocks."""
+    count, index = lists.full_block_cnt, lists.full_block_idx
+    kept = np.zeros(index.shape, bool)
+    np.put_along_axis(kept, index, np.arange(index.shape[-1]) < count[..., None], -1)
+    return kept.repeat(size[0], -2).repeat(size[1], -1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flash_attention_4_computes_the_case(flash, name):
+    """Forward by lists per query block, backward by lists per key block: both are checked."""
+    assert peers.flash_attention_4(CASES[name]) == {"forward": 1.0, "backward": 1.0}
+    assert len(flash.made) == (2 if name == "sparse" else 0)
+
+
+def test_flash_attention_4_is_given_full_blocks_only(flash):
+    """int32 and contiguous, for the kernels assume it; no block is left to a token mask."""
+    peers.flash_attention_4(SPARSE)
+    for lists, shape in zip(flash.made, ((2, 2, 8, 4), (2, 2, 4, 8)), strict=True):
+        assert lists.full_block_idx.shape == shape
+        assert lists.full_block_cnt.sum() == SPARSE.blocks().sum()
+        assert not lists.mask_block_cnt.any()
+        assert lists.block_size == SPARSE.block
+        for x in lists[:4]:
+            assert x.dtype == np.int32
+            assert x.flags["C_CONTIGUOUS"]
+
+
+@pytest.mark.parametrize("what", ["out", "dq", "dk", "dv"])
+def test_a_wrong_flash_attention_4_has_no_time(flash, what):
+    flash.spoil[what] = 0.1
+    with pytest.raises(WrongResultError, match="no time is reported"):
+        peers.flash_attention_4(SPARSE)
+
+
+def test_flash_attention_4_stands_in_every_cell_of_the_suite(monkeypatch):
+    """Beside cuDNN where the cell is dense, beside FlexAttention where it is sparse."""
+    asked = {}
+
+    def measure(case, others, backend="hopper"):
+        asked[case.name] = others
+        for direction in ("forward", "backward"):
+            row = {"case": case.name, "direction": direction}
+            yield row | {"median_seconds": 1.0, "density_ratio": 1.0}
+
+    monkeypatch.setattr(hopper, "measure", measure)
+    done: list[hopper.Row] = []
+    for _, part in hopper.suite(quick=True):
+        done.extend(part(done))
+    assert len(asked) == 6
+    for name, others in asked.items():
+        first = "flex_attention" if "density" in name else "cudnn"
+        assert list(others) == [first, "flash_attention_4"]
+        assert others["flash_attention_4"] is peers.flash_attention_4
+
+
+def test_a_peer_that_fails_leaves_its_reason_and_our_time():
+    """One that is not installed, one that is wrong, one that breaks; each is asked once."""
+    asked = []
+
+    def failing(error):
+        def peer(case):
+            asked.append(error)
+            raise error
+
+        return peer
+
+    others = {
+        "absent": failing(ImportError("no module flash_attn")),
+        "wrong": failing(WrongResultError("errors exceed")),
+        "broken": failing(AssertionError("sm90 only")),
+        "there": lambda case: {"forward": 1.0, "backward": 2.0},
+    }
+    rows = list(hopper.measure(CASES["causal"], others, "xla"))
+    assert len(asked) == 3
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    for row, seconds in zip(rows, (1.0, 2.0), strict=True):
+        assert row["absent_missing"] == "no module flash_attn"
+        assert row["wrong_missing"] == "WrongResultError: errors exceed"
+        assert row["broken_missing"] == "AssertionError: sm90 only"
+        assert row["times_faster_than_there"] == seconds / row["median_seconds"]
+        assert not any(f"{name}_teraflops" in row for name in ("absent", "wrong", "broken"))
+
+
+def test_a_table_has_flash_attention_4_where_the_file_holds_it():
+    def row(direction, **more):
+        mine = {"case": "a", "direction": direction, "teraflops": 600.0}
+        return mine | {"cudnn_teraflops": 500.0, "times_faster_than_cudnn": 1.2} | more
+
+    fourth = {"flash_attention_4_teraflops": 640.0, "times_faster_than_flash_attention_4": 0.9375}
+    directions = ("forward", "backward")
+    table = report.hopper([row(direction, **fourth) for direction in directions]).splitlines()
+    assert "| × peer | FlashAttention-4 | × FlashAttention-4 |" in table[0]
+    assert (
+        table[2] == "| a | 600 / 600 | cuDNN 500 / 500 | 1.20 / 1.20 | 640 / 640 | 0.94 / 0.94 |  |"
+    )
+    without = report.hopper([row(direction) for direction in directions]).splitlines()
+    assert "FlashAttention-4" not in without[0]
+    assert without[2] == "| a | 600 / 600 | cuDNN 500 / 500 | 1.20 / 1.20 |  |"
