@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -20,6 +21,13 @@ from xsake.bench.checks import checked
 from xsake.bench.timing import compile_directions, time_directions
 
 Peer = Callable[[Case], dict[str, float]]
+PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that peers are made of, as far as they are installed."""
+    installed = {found.name for found in metadata.distributions()}
+    return {name: metadata.version(name) for name in PACKAGES if name in installed}
 
 
 def cudnn(case: Case) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xsake.bench import cpu, hopper
+from xsake.bench import cpu, hopper, peers
 from xsake.bench.timing import provenance
 
 Suite = Callable[[bool], Iterable[hopper.Part]]
@@ -42,6 +42,8 @@ def run_suite(
         raise ValueError(f"suite {name!r} has no case with {only!r} in its name: {list(parts)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     facts, began = provenance() | {"quick": quick}, time.perf_counter()
+    if name == "hopper":
+        facts["versions"] |= peers.versions()
     report = _earlier(out, facts)
     rows = [row for row in report["results"] if row["case"] in parts]
     held, seconds_before = {row["case"] for row in rows}, report["seconds"]
