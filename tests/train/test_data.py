@@ -96,19 +96,20 @@ def test_a_tokenizer_of_our_own_begins_every_text_with_bos(tmp_path):
         assert part.tolist() == [*tokenizer.encode(document), 0]
 
 
+@pytest.mark.parametrize("unknown", ["w", "<e>"])  # what a word outside the vocabulary becomes
 @pytest.mark.parametrize(
     ("template", "written"),
-    [(None, "aa<e>"), ("<b> $A", "<b>aa<e>"), ("$A <e>", "aa<e>"), ("<b> $A <e>", "<b>aa<e>")],
+    [(None, "ww<e>"), ("<b> $A", "<b>ww<e>"), ("$A <e>", "ww<e>"), ("<b> $A <e>", "<b>ww<e>")],
 )
-def test_what_a_tokenizer_puts_around_a_text_is_written_once(tmp_path, template, written):
-    words = {"a": 0, "<b>": 1, "<e>": 2}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+def test_what_a_tokenizer_puts_around_a_text_is_written_once(tmp_path, template, written, unknown):
+    words = {"w": 0, "<b>": 1, "<e>": 2}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=unknown))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     if template is not None:
         inner.post_processor = tokenizers.processors.TemplateProcessing(
             single=template, special_tokens=[("<b>", 1), ("<e>", 2)]
         )
-    file = tokenize(["a a", "a a"], Tokenizer(inner, bos=1, eos=(2,)), tmp_path / "text")
+    file = tokenize(["w w", "w w"], Tokenizer(inner, bos=1, eos=(2,)), tmp_path / "text")
     assert "".join(map(inner.id_to_token, file.tokens.tolist())) == written * 2
 
 

@@ -163,8 +163,9 @@ def _write(
 
 
 def _puts_after(tokenizer: Tokenizer, end: int) -> bool:
-    """Whether `encode` ends a text with this token."""
-    return tokenizer.encode("a")[-1:] == [end] != tokenizer.encode("a", special=False)[-1:]
+    """Whether `encode` puts this token after a text of its own accord."""
+    seen = tokenizer.inner.encode("a")
+    return bool(seen.ids[-1:] == [end] and seen.special_tokens_mask[-1])
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
