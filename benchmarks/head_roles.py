@@ -5,6 +5,8 @@ python benchmarks/head_roles.py --out benchmarks/results/head-roles.json
 previous   weight on the token before, mean over queries, on text
 sink       weight on the first token, mean over queries from the 64th on, on text
 induction  weight on the token after the last occurrence of this one, on random tokens repeated
+
+Texts begin as the model's tokenizer begins them; random ones do, too.
 """
 
 from __future__ import annotations
@@ -56,11 +58,12 @@ def main() -> None:
     assert loaded.tokenizer is not None
     texts = load_documents([shipped.HELD_OUT_TEXT], loaded.tokenizer.encode, 2 * PERIOD, 4)
     drawn = np.random.default_rng(0).integers(1, model.config.vocab_size, (4, PERIOD))
-    repeated = [np.tile(line, 2) for line in drawn]
+    before = loaded.tokenizer.encode("")
+    repeated = [np.asarray([*before, *line, *line]) for line in drawn]
     roles = {
         "previous": (texts, 1, 1),
         "sink": (texts, 0, 64),
-        "induction": (repeated, PERIOD - 1, PERIOD),
+        "induction": (repeated, PERIOD - 1, PERIOD + len(before)),
     }
     rows = []
     for role, (lines, back, first) in roles.items():

@@ -49,6 +49,7 @@ def test_the_hash_covers_what_changes_the_numbers_and_nothing_else():
     ("change", "told"),
     [
         ({"data__length": 300}, "data.length = 300 is more than model.context = 256"),
+        ({"data__bos": True}, "model.bos, which is None; set model.bos to the id of a token"),
         ({"optimizer__accumulate": 3}, "data.rows = 8 is not a multiple"),
         ({"optimizer__ema_decay": 1.0}, "ema_decay must be at least 0 and below 1"),
         ({"hads__density": 0.01}, "density 0.01 is below"),
@@ -80,6 +81,13 @@ def test_the_presets_have_the_sizes_they_are_meant_to():
         sizes[name] = sum(map(math.prod, shapes))
     assert 2 * sizes["shipped"] < 12e6  # bytes in bfloat16
     assert 30e6 < sizes["gpt-37m"] < 40e6
+
+
+def test_rows_begin_with_bos_where_the_preset_says_so():
+    """And a run that was begun without is another run."""
+    shipped = PRESETS["shipped"]
+    assert {name for name, config in PRESETS.items() if config.data.bos} == {"shipped"}
+    assert changed(shipped, data__bos=False).hash != shipped.hash
 
 
 def test_arithmetic_by_hand_for_a_model_without_frills():

@@ -165,6 +165,18 @@ def test_evaluation_is_the_mean_over_targets_of_the_exported_model(undisturbed, 
     assert loaded.tokenizer.decode(begin.tolist()) == documents()[0]
 
 
+def test_rows_begin_with_the_bos_of_the_model_if_the_data_say_so(whole, monkeypatch):
+    """Those of training and those of evaluation."""
+    seen = []
+    dealt = loop.devices.dealt
+    note = lambda batch, mesh: seen.append(batch.tokens) or dealt(batch, mesh)  # noqa: E731
+    monkeypatch.setattr(loop.devices, "dealt", note)
+    model = dataclasses.replace(whole.model, bos=7)
+    loop.train(changed(whole, model=model, data__bos=True, run__stop_at=1, evaluation__every=1))
+    assert len(seen) > 2
+    assert {int(token) for tokens in seen for token in tokens[:, 0]} == {7}
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_by_name(whole):
     """Only after so many in a row; the checkpoint before is left as it is."""
     broken = changed(whole, optimizer__learning_rate=1e30, run__bad_steps=3, hads=Hads())

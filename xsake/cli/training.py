@@ -25,7 +25,8 @@ def tokenize(
       out: the folder to write.
       tokenizer: a tokenizer.json. With `vocabulary` it is where to write a new one.
       vocabulary: learns a byte-level BPE of so many entries from the text first.
-      end: the tokenizer's token that is put after each document.
+      end: the tokenizer's token that is put after each document; one that is learned also begins
+        each with it.
       field: of JSON lines, which holds the text.
     """
     from xsake import text as texts

@@ -31,6 +31,7 @@ class Data:
     length: int = 256  # T, tokens of a row
     rows: int = 8  # of one update, over all micro-batches
     separate: bool = True  # documents in a row do not see each other
+    bos: bool = False  # every row begins with the model's bos token
     verify: bool = True  # read every byte once at the start and compare its hash
 
 
@@ -285,6 +286,11 @@ def _check(config: Config) -> None:
             f"data.length = {data.length} is more than model.context = {config.model.context}; "
             "raise the context"
         )
+    if data.bos and config.model.bos is None:
+        raise ValueError(
+            "data.bos begins every row with model.bos, which is None; set model.bos to the id of "
+            "a token, or data.bos to False"
+        )
     for name, choice, choices in (
         ("compute.dtype", config.compute.dtype, ("float32", "bfloat16", "float16")),
         ("checkpoint.export_dtype", config.checkpoint.export_dtype, ("float32", "bfloat16")),
@@ -327,7 +333,7 @@ _SHIPPED = Config(
         head_size=32,
         mlp_width=512,
     ),
-    data=Data(length=2048, rows=32),
+    data=Data(length=2048, rows=32, bos=True),
     optimizer=Optimizer(learning_rate=3e-3, ema_decay=0.999),
     schedule=Schedule(steps=8000, warmup_steps=500, final_ratio=0.02),
     compute=Compute(dtype="bfloat16", scan=False),

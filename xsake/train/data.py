@@ -6,6 +6,15 @@
     segments   0  0  0  0   1  1                                   which document, in this window
     weights    1  1  1  0   1                                      0 where the target is another's
 
+With a bos token b every row begins with it. A document may begin with its own, by its tokenizer;
+where that one is the first of a window it is the row's, and the row's last place has no target.
+
+    tokens     b  d0 d0 d0 │ d0 e  b  d1 │ d1 d1 d1 e │ …          two documents in windows of T = 4
+    rows       b  d0 d0 d0   b  d0 e  b    b  d1 d1 d1
+    targets    d0 d0 d0 ·    d0 e  b  d1   d1 d1 d1 e              each token once, but that first b
+    segments   0  0  0  0    0  0  0  1    0  0  0  0
+    weights    1  1  1  0    1  1  0  1    1  1  1  1
+
 Every epoch the windows are shuffled anew and the first begins elsewhere. Nothing is kept between
 steps: the step is the position in the data, and it is all that a resumed run needs. Rows are dealt
 out in order, so that processes together read what one process alone would.
@@ -36,25 +45,32 @@ class Batch(NamedTuple):
 class Stream:
     """Windows of `length` tokens over some files, which count as one.
 
-    Not `separate`: a row is one segment, whatever documents it holds.
+    Not `separate`: a row is one segment, whatever documents it holds. `bos`: every row begins with
+    this token.
     """
 
     def __init__(
-        self, files: Sequence[TokenFile], length: int, seed: int = 0, separate: bool = True
+        self,
+        files: Sequence[TokenFile],
+        length: int,
+        seed: int = 0,
+        separate: bool = True,
+        bos: int | None = None,
     ) -> None:
         if not files:
             raise ValueError("no token files are given; `xsake tokenize` writes them")
         self.files, self.length, self.seed = list(files), length, seed
-        self.separate = separate
+        self.separate, self.bos = separate, bos
         self._ends = list(itertools.accumulate(len(file) for file in self.files))
         self.starts = boundaries(self.files)
         self.hash = hash_of_files(self.files)
         self.tokens = self._ends[-1]
-        self.windows = (self.tokens - 1) // length
+        self.targets = self.tokens - (bos is None)  # nothing precedes the first token but bos
+        self.windows = self.targets // length
         if self.windows < 1:
             raise ValueError(
-                f"{self.tokens:,} tokens are too few for a window of {length:,} and its next "
-                "token; give more text or a smaller length"
+                f"{self.tokens:,} tokens are too few for a window of {length:,} targets; "
+                "give more text or a smaller length"
             )
         self._order = functools.lru_cache(maxsize=2)(self._new_order)
 
@@ -82,29 +98,39 @@ class Stream:
     def long_windows(self, count: int, step: int) -> np.ndarray:
         """Windows to calibrate on at `step`, int32 [count, T], each of one document if any is long.
 
-        Documents are drawn in proportion to how many windows begin in them.
+        Documents are drawn in proportion to how many windows begin in them. Their first token is
+        replaced by bos, if there is one.
         """
         draw = np.random.default_rng([self.seed, step, 1])
         ends = np.append(self.starts[1:], self.tokens)
         room = ends - self.starts - self.length  # places in a document where a window may begin
         starts = self.starts[room >= 0]
         if not len(starts):
-            begins = draw.integers(0, self.tokens - self.length, count)
+            begins = draw.integers(0, self.targets - self.length + 1, count)
         else:
             places = np.cumsum(room[room >= 0] + 1)
             chosen = draw.integers(0, places[-1], count)
             which = np.searchsorted(places, chosen, side="right")
             begins = starts[which] + chosen - np.append(0, places)[which]
-        return np.stack([self._read(int(begin), self.length) for begin in begins])
+        windows = np.stack([self._read(int(begin), self.length) for begin in begins])
+        if self.bos is not None:
+            windows[:, 0] = self.bos
+        return windows
 
     def at(self, begins: Sequence[int]) -> Batch:
         """The windows that begin at these places."""
-        length = self.length
-        rows = np.stack([self._read(begin, length + 1) for begin in begins])
-        places = np.asarray(begins, np.int64)[:, None] + np.arange(length + 1)
+        count = self.length + (self.bos is None)
+        rows = np.stack([self._read(begin, count) for begin in begins])
+        places = np.asarray(begins, np.int64)[:, None] + np.arange(count)
         document = np.searchsorted(self.starts, places, side="right")
         segments = (document - document[:, :1]).astype(np.int32) * self.separate
+        has_own = np.zeros(len(rows), bool)
+        if self.bos is not None:
+            is_start = places[:, 0] == self.starts[document[:, 0] - 1]
+            has_own = is_start & (rows[:, 0] == self.bos)
+            rows, segments = (_led(x, by, has_own) for x, by in ((rows, self.bos), (segments, 0)))
         same = segments[:, :-1] == segments[:, 1:]
+        same[has_own, -1] = False
         return Batch(rows[:, :-1], rows[:, 1:], segments[:, :-1], same.astype(np.float32))
 
     def _begin(self, number: int) -> int:
@@ -115,7 +141,7 @@ class Stream:
 
     def _new_order(self, epoch: int) -> tuple[int, np.ndarray]:
         draw = np.random.default_rng([self.seed, epoch, 0])
-        spare = (self.tokens - 1) - self.windows * self.length
+        spare = self.targets - self.windows * self.length
         return int(draw.integers(0, spare + 1)), draw.permutation(self.windows)
 
     def _read(self, begin: int, count: int) -> np.ndarray:
@@ -129,3 +155,9 @@ class Stream:
             parts.append(part)
             begin, count = begin + len(part), count - len(part)
         return np.concatenate(parts).astype(np.int32)
+
+
+def _led(rows: np.ndarray, by: int, is_led: np.ndarray) -> np.ndarray:
+    """[B, n + 1]: `by` before each row [n], or after it where the row is led already."""
+    before = np.pad(rows, ((0, 0), (1, 0)), constant_values=by)
+    return np.where(is_led[:, None], np.roll(before, -1, axis=1), before)

@@ -59,8 +59,8 @@ def train(config: Config, *more: sinks.Sink) -> Outcome:
       config: what to do.
       more: sinks beside those that the config asks for.
     """
-    stream = Stream(_files(config), config.data.length, config.seed, config.data.separate)
-    others = {Path(x).name: _evaluation(config, x) for x in config.evaluation.files}
+    stream = _stream(config, _files(config), config.seed)
+    others = {Path(x).name: _stream(config, [_checked(config, x)]) for x in config.evaluation.files}
     with _claimed(config), _stop_signals() as stop:
         return _Session(config, stream, others, more).run(stop)
 
@@ -337,8 +337,9 @@ def _files(config: Config) -> list[TokenFile]:
     return [_checked(config, path) for path in config.data.train]
 
 
-def _evaluation(config: Config, path: str) -> Stream:
-    return Stream([_checked(config, path)], config.data.length, separate=config.data.separate)
+def _stream(config: Config, files: list[TokenFile], seed: int = 0) -> Stream:
+    data = config.data
+    return Stream(files, data.length, seed, data.separate, config.model.bos if data.bos else None)
 
 
 def _checked(config: Config, path: str) -> TokenFile:

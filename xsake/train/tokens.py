@@ -1,6 +1,7 @@
 """TokenFile: documents as token ids in a folder, read through memory maps.
 
-NAME/tokens.bin      uint16 or uint32, all documents one after another, each with its end token
+NAME/tokens.bin      uint16 or uint32, all documents one after another, each with its end token and,
+                     where the tokenizer begins a text with one, its bos
 NAME/starts.bin      uint64, where each document begins
 NAME/tokenizer.json  what made them, so that a model trained on them can speak
 NAME/header.json     sizes, vocabulary, hash; written last: without it, the folder is unfinished
@@ -102,9 +103,10 @@ def tokenize(
 
     Args:
       texts: the documents.
-      tokenizer: its special tokens are not added.
+      tokenizer: what it puts before a text, such as bos, begins every document.
       out: the folder, which must not exist.
-      end: a token to put after each document; default the tokenizer's first eos, if it has one.
+      end: a token to put after each document, unless the tokenizer does; default the tokenizer's
+        first eos, if it has one.
       sources: names to remember in the header.
       tell: called with (documents, tokens) so far.
     """
@@ -146,9 +148,10 @@ def _write(
     tell: Callable[[int, int], None] | None,
 ) -> tuple[int, int]:
     count = documents = 0
+    after = [] if end is None or _puts_after(tokenizer, end) else [end]
     for batch in _batches(texts):
-        for encoded in tokenizer.inner.encode_batch(batch, add_special_tokens=False):
-            ids = [*encoded.ids, *([] if end is None else [end])]
+        for encoded in tokenizer.inner.encode_batch(batch):
+            ids = [*encoded.ids, *after]
             if not ids:
                 continue
             starts.write(np.uint64(count).tobytes())
@@ -157,6 +160,12 @@ def _write(
         if tell is not None:
             tell(documents, count)
     return count, documents
+
+
+def _puts_after(tokenizer: Tokenizer, end: int) -> bool:
+    """Whether `encode` puts this token after a text of its own accord."""
+    seen = tokenizer.inner.encode("a")
+    return bool(seen.ids[-1:] == [end] and seen.special_tokens_mask[-1])
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -171,9 +180,12 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def train_tokenizer(texts: Iterable[str], size: int, end: str = "<|endoftext|>") -> Tokenizer:
-    """A byte-level BPE of at most `size` entries, learned from texts; `end` is its entry 0."""
+    """A byte-level BPE of at most `size` entries, learned from texts.
+
+    `end` is its entry 0, which `encode` puts before a text and `tokenize` after it, too.
+    """
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     if size < 257:
         raise ValueError(f"a byte-level BPE has 256 bytes and an end: size {size} is below 257")
@@ -187,6 +199,9 @@ def train_tokenizer(texts: Iterable[str], size: int, end: str = "<|endoftext|>")
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single="bos $A", special_tokens=[{"id": "bos", "ids": [0], "tokens": [end]}]
+    )
     return Tokenizer(inner, bos=0, eos=(0,))
 
 
