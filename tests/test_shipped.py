@@ -48,11 +48,26 @@ def test_it_predicts_a_novel_that_it_never_saw(loaded):
     assert -said[jnp.arange(511), tokens[1:]].mean() < entropy - 1
 
 
+def test_a_text_begins_with_bos_and_some_head_rests_on_it(loaded):
+    """Over 512 tokens; attending to all keys alike gives the first one 0.01 at most."""
+    tokens = load_documents([shipped.HELD_OUT_TEXT], loaded.tokenizer.encode, 512, 1)[0]
+    assert tokens[0] == loaded.config.bos
+    assert loaded.config.bos not in tokens[1:]
+
+    def fold(layer, seen, carry):
+        logits = jnp.einsum("tnh,snh->nts", seen.q[0], seen.k[0]) / seen.q.shape[-1] ** 0.5
+        p = jax.nn.softmax(jnp.where(np.tri(512, dtype=bool), logits, -jnp.inf))
+        return jnp.maximum(carry, p[:, 128:, 0].mean(-1).max())
+
+    assert loaded.model.observe(tokens[None], fold, jnp.zeros(())) > 0.3
+
+
 def test_its_run_is_the_preset_and_finished():
     config, preset = Config.read(shipped.FOLDER / "training.json"), PRESETS["shipped"]
     for name in ("model", "seed", "optimizer", "schedule", "compute"):
         assert getattr(config, name) == getattr(preset, name), name
-    assert (config.data.length, config.data.rows) == (preset.data.length, preset.data.rows)
+    for name in ("length", "rows", "separate", "bos"):
+        assert getattr(config.data, name) == getattr(preset.data, name), name
     assert config.hads.density is None
     events = sinks.read(shipped.FOLDER / "events.jsonl")
     (began,) = (event for event in events if isinstance(event, RunStarted))
