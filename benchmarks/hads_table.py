@@ -10,6 +10,7 @@ functions can be called. Profiles and densities that are there already are not m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -200,7 +201,10 @@ def speed(
     subject = _subject(model, "bfloat16", implementation)
     length = made.terms.length
     held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
-    tell(_on_activations(subject, made, np.stack(held_out), implementation))
+    for selector in selectors:
+        terms = dataclasses.replace(made.terms, selector=selector)
+        plan_of_it = dataclasses.replace(made, terms=terms)
+        tell(_on_activations(subject, plan_of_it, np.stack(held_out), implementation))
     narrow = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
     quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
     half, some = (budget_of(made, share) for share in (0.43, 0.25))

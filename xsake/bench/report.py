@@ -104,6 +104,85 @@ def hopper(rows: Rows) -> str:
     return _markdown(head, lines)
 
 
+def hopper_costs(rows: Rows) -> str:
+    """Of the same file: what uneven heads and new lists cost."""
+    lines: list[list[str]] = []
+    for name, case in _pairs(rows).items():
+        row = case.get("forward", case.get("", {}))
+        if "over_uniform_heads" in row:
+            ratios = " / ".join(f"{case[d]['over_uniform_heads']:.3f}" for d in case)
+            lines.append([name, "time of a visited block ÷ that of even heads", ratios])
+        if "share_of_backward" in row:
+            lines.append([name, "share of the backward", f"{row['share_of_backward']:.3f}"])
+            count = row["compilations_for_two_masks"]
+            lines.append([name, "compilations for two masks", str(count)])
+    return _markdown(("B·N·T·H", "what", "forward / backward"), lines)
+
+
+def features(rows: Rows) -> str:
+    """The suite hopper-features: every feature once, checked and timed."""
+    lines = []
+    for name, case in _pairs(rows).items():
+        if "median_seconds" not in case.get("forward", {}):
+            continue
+        cells = [name]
+        for direction in ("forward", "backward"):
+            row = case[direction]
+            beside = row.get("jax_nn_teraflops")
+            dense = "" if beside is None else f" (jax.nn {beside:.1f})"
+            cells += [f"{1e3 * row['median_seconds']:.2f}", f"{row['teraflops']:.1f}{dense}"]
+        lines.append([*cells, f"{max(row['error'] for row in case.values()):.1e}"])
+    head = ("what", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "error")
+    return _markdown(head, lines)
+
+
+def memory(rows: Rows) -> str:
+    """Of the same file: bytes beyond inputs and outputs."""
+    lines = [
+        [
+            row["case"].removeprefix("memory "),
+            row["direction"],
+            f"{row['temporary_bytes'] / 2**20:,.1f}",
+            f"{row['temporary_bytes_per_token']:,.0f}",
+            f"{row['list_bytes'] / 2**20:.1f}",
+        ]
+        for row in rows
+        if "temporary_bytes" in row
+    ]
+    head = ("B·N·T·H", "direction", "MiB beyond inputs and outputs", "bytes a token", "lists MiB")
+    return _markdown(head, lines)
+
+
+def counters(rows: Rows) -> str:
+    """`benchmarks/counters.py`: one column a kernel."""
+    names = {
+        "seconds": ("µs, one launch alone", 1e6, ".0f"),
+        "tensor_active_percent": ("tensor cores active, %", 1, ".0f"),
+        "special_function_active_percent": ("exp and log units active, %", 1, ".0f"),
+        "issue_active_percent": ("instruction issue active, %", 1, ".0f"),
+        "l2_hit_percent": ("L2 hits, %", 1, ".0f"),
+        "dram_percent": ("memory bandwidth, %", 1, ".1f"),
+        "registers_per_thread": ("registers a thread", 1, ".0f"),
+        "local_loads": ("loads of spilled registers", 1, ".0f"),
+    }
+    lines = [
+        [label, *(format(scale * row[key], shape) for row in rows)]
+        for key, (label, scale, shape) in names.items()
+    ]
+    clocks = [f"{row['cycles'] / row['seconds'] / 1e9:.2f}" for row in rows]
+    waits = [
+        ", ".join(f"{name} {x:.1f}" for name, x in list(row["stalled_warps_per_issue"].items())[:4])
+        for row in rows
+    ]
+    lines += [["clock, GHz", *clocks], ["warps that wait, for each issue", *waits]]
+    short = {"xsake_forward": "forward", "xsake_backward": "backward"}
+    head = [
+        next(x for name, x in short.items() if row["kernel"].startswith(name)) + f", {row['case']}"
+        for row in rows
+    ]
+    return _markdown(("", *head), lines)
+
+
 def cpu(rows: Rows) -> str:
     """Milliseconds by density, forward and forward+backward."""
     lines = []
@@ -149,8 +228,8 @@ def training(rows: Rows) -> str:
         cells = [row["run"], attention, row["seed"], f"{row['steps']:,}"]
         for file, value in row["perplexity"].items():
             cells.append(f"{value:.2f} ({row['perplexity_gap'][file]:+.2%})")
-        lines.append([*cells, f"{row['median_tokens_per_second']:,.0f}"])
-    head = ("run", "attention", "seed", "steps", *rows[0]["perplexity"], "tokens/s")
+        lines.append(cells)
+    head = ("run", "attention", "seed", "steps", *rows[0]["perplexity"])
     return _markdown(head, lines)
 
 
@@ -279,6 +358,10 @@ def hads_speed(report: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[Any], str]] = {
     "hopper": hopper,
+    "hopper-costs": hopper_costs,
+    "hopper-features": features,
+    "hopper-memory": memory,
+    "counters": counters,
     "cpu": cpu,
     "model": model,
     "head-roles": head_roles,
