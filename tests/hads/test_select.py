@@ -96,6 +96,37 @@ def test_the_mean_query_meets_every_key(scores):
     np.testing.assert_allclose(got[:, may], want[:, may], rtol=1e-4, atol=1e-4)
 
 
+def test_past_query_decides_nothing_by_a_later_token():
+    """Other tokens from block 5 on: the rows up to the fifth keep their blocks, and no other does.
+
+    Of `mean_query` the fifth row itself changes: its first query would see what its last says.
+    """
+    (q, k, _, _), (other_q, other_k, _, _) = attention(128), attention(128, seed=1)
+    counts = np.maximum(rows.floors(8), rows.ceilings(8) // 2)
+    late = (np.arange(128) >= 80)[:, None, None]
+
+    def same_rows(selector):
+        first, second = (
+            select.keep_top(select.estimate(selector, q, k, 16), counts)
+            for q, k in ((q, k), (jnp.where(late, other_q, q), jnp.where(late, other_k, k)))
+        )
+        return np.asarray(first == second).all((0, 2))
+
+    assert same_rows("past_query")[:6].all()
+    assert not same_rows("past_query")[6:].all()
+    assert not same_rows("mean_query")[5]
+
+
+def test_past_query_is_the_mean_query_of_the_row_before():
+    q, k, _, _ = attention(117)
+    scores, past = (
+        np.asarray(select.estimate(name, q, k, 16)) for name in ("mean_query", "past_query")
+    )
+    for i in range(1, 8):
+        np.testing.assert_array_equal(past[:, i, :i], scores[:, i - 1, :i])
+        np.testing.assert_array_equal(past[:, i, i], scores[:, i - 1, i - 1])
+
+
 def test_the_second_moment_of_keys_finds_a_block_that_the_mean_misses():
     """Two blocks with one mean; in one of them two keys stand out and carry the attention."""
     q = jnp.ones((48, 1, 8)) * 3

@@ -91,7 +91,7 @@ def plan(
       density: blocks visited ÷ blocks that causality allows, over all layers and heads.
       out: the plan, a safetensors file.
       policy: uniform, entropy, kl or output.
-      selector: static, pooled, antidiagonal, gaussian or mean_query.
+      selector: static, pooled, antidiagonal, gaussian, mean_query or past_query.
       top_p: stop a row at this share of its estimated mass.
     """
     from xsake import hads

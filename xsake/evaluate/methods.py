@@ -128,7 +128,11 @@ def _fixed(profile: Profile, density: float, length: int) -> Iterator[Method]:
 TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in ("kl", "output"))
 FORMS = (
     *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),
-    *((s, p) for s in ("pooled", "antidiagonal", "gaussian", "oracle") for p in ("kl", "output")),
+    *(
+        (s, p)
+        for s in ("past_query", "pooled", "antidiagonal", "gaussian", "oracle")
+        for p in ("kl", "output")
+    ),
 )
 
 

@@ -1,6 +1,6 @@
 """Which blocks: from calibration or from this input, as many as the budget of each row says.
 
-    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query
+    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | past_query
     k [T, K, H] ─┴─ estimate ─┐
     calibrated mass ─ static ─┴─ scores [N, n, n] ─┐
                                    counts [N, n] ──┴─ keep_top ─ bool [N, n, n] ─ BlockMask
@@ -166,6 +166,24 @@ def mean_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
     return _summed_by_block(queries.astype(k.dtype), keys, past, block)
 
 
+def past_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
+    """`mean_query` with the queries of the block before: nothing is decided by a later token.
+
+        score[i, j] = mean_query[i - 1, j], j < i;  score[i, i] = mean_query[i - 1, i - 1]
+
+    The others look at all queries of a block, so that what its first query may see depends on its
+    last. The first row of a part of a text, without the queries before it, takes its own.
+    """
+    scores = mean_query(q, k, block, first)
+    R, n = scores.shape[-2:]
+    before = jnp.concatenate([scores[:, :1], scores[:, :-1]], axis=1)
+    row = first + jnp.arange(R)
+    diagonal = row[:, None] == jnp.arange(n)
+    own = jnp.where(diagonal, scores, -jnp.inf).max(-1, keepdims=True)
+    own = jnp.concatenate([own[:, :1], own[:, :-1]], axis=1)
+    return jnp.where(diagonal, own, before)
+
+
 def gaussian(q: Array, k: Array, block: int, first: Any = 0, part: int = 4) -> Array:
     """Mean query against the mean and variance of every `part` keys, summed over the block.
 
@@ -240,6 +258,7 @@ ESTIMATES = {
     "antidiagonal": antidiagonal,
     "gaussian": gaussian,
     "mean_query": mean_query,
+    "past_query": past_query,
 }
 SELECTORS = ("static", *ESTIMATES)
 

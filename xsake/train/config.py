@@ -69,7 +69,9 @@ class Hads:
     ramp_steps: int = 0  # from from_density down to density, in a straight line
     documents: int = 4  # windows to calibrate on
     policy: str = "output"  # uniform | entropy | kl | output
-    selector: str = "mean_query"  # static | pooled | antidiagonal | gaussian | mean_query
+    # static | pooled | antidiagonal | gaussian | mean_query | past_query, which looks at no later
+    # token: the others let a model see, by what it may see, a little of what it is to predict
+    selector: str = "past_query"
     block: int = 64
     band: int = 0  # blocks before the diagonal that are always kept
 
