@@ -66,7 +66,8 @@ def test_every_method_has_the_density_asked_for(profile):
 def test_a_method_without_a_cost_curve_is_named(profile):
     """The fixture calibrates static, mean_query and oracle."""
     names = {method.name for method in methods.at_density(profile, 0.6, LENGTH)}
-    wanted = {f"{s}/{p}" for s in ("pooled", "antidiagonal", "gaussian") for p in ("kl", "output")}
+    others = ("past_query", "pooled", "antidiagonal", "gaussian")
+    wanted = {f"{s}/{p}" for s in others for p in ("kl", "output")}
     assert set(methods.left_out(profile)) == wanted
     assert not names & wanted
     with pytest.raises(ValueError, match=r"density 0\.1 is below 0\.417"):
@@ -109,7 +110,7 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
     found = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
     rows = {row["method"]: row for row in found["densities"]["0.6"]["rows"]}
     assert len(said) == 2 * len(rows)
-    assert "for want of a cost curve: pooled/kl, " in out.with_suffix(".md").read_text()
+    assert "for want of a cost curve: past_query/kl, " in out.with_suffix(".md").read_text()
     compiled = [f._cache_size() for f in (table._dense_pass, table._sparse_pass)]
     more = table.run_table(subject, profile, documents[2:], [0.6, 0.7], out)
     assert set(more["densities"]) == {"0.6", "0.7"}
