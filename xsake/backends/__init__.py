@@ -26,23 +26,15 @@ class Options:
 
     Attributes:
       deterministic: gradients bit-equal from run to run, where that costs speed.
-      xla_rows: query rows that the `xla` backend takes together; default by device.
-      xla_keys: keys that each of them meets in one batched product; default by device.
+      xla: an xla_chunks.Steps instead of the device's.
       hopper_forward: a hopper_forward.ForwardTiling instead of the measured table's.
       hopper_backward: a hopper_backward.BackwardTiling instead of the measured table's.
     """
 
     deterministic: bool = False
-    xla_rows: int | None = None
-    xla_keys: int | None = None
+    xla: Any = None
     hopper_forward: Any = None
     hopper_backward: Any = None
-
-    def __post_init__(self) -> None:
-        for name in ("xla_rows", "xla_keys"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"Options.{name} must be at least 1, got {size}")
 
 
 class Sizes(NamedTuple):

@@ -29,6 +29,7 @@ from xsake.backends import Options, Sizes, accumulator, first_order_only
 from xsake.backends.xla_chunks import (
     BiasBlocks,
     Chunk,
+    Steps,
     Visit,
     add,
     has_own_bias,
@@ -73,16 +74,8 @@ def forward(
     options: Options,
 ) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
-    # A CPU's step stays in its cache; a GPU's is worth its dozen launches, and what it writes
-    # (float32 logits of rows x keys) is still of the size of an L2 cache.
-    rows, keys = (512, 1) if _jax.platform() == "cpu" else (16384, 512)
-    settings = Settings(
-        float(scale),
-        soft_cap,
-        options.xla_rows or rows,
-        options.xla_keys or keys,
-        options.deterministic,
-    )
+    steps = options.xla or Steps.of_device(_jax.platform(), options.deterministic)
+    settings = Settings(float(scale), soft_cap, steps)
     return _attention(settings, q, k, v, bias, mask)
 
 
@@ -92,13 +85,7 @@ class Settings:
 
     scale: float
     soft_cap: float | None
-    rows: int  # tokens of a chunk
-    keys: int  # tokens that each of its rows meets in one step, at least one block
-    dq_by_rows: bool  # in a pass of its own, or added to by columns
-
-    def width(self, mask: BlockMask) -> int:
-        """Blocks that a row meets in one step."""
-        return min(max(1, self.keys // mask.block[1]), mask.grid.counts[1])
+    steps: Steps
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -160,7 +147,7 @@ def _visit_rows(
     B, T, _, N, K, _, Hv = sizes
     bq = mask.block[0]
     biases = None if bias is None else BiasBlocks(bias, mask, sizes)
-    order, went = work_order(mask, sizes, settings.rows)
+    order, went = work_order(mask, sizes, settings.steps.rows)
 
     def rows(chunk: Chunk) -> tuple[Array, Array]:
         q_rows = _operand(take(q, chunk.b, chunk.tokens(bq), chunk.n))
@@ -189,7 +176,7 @@ def _visit_rows(
         R = chunk.b.shape[0]
         m = jnp.full((R, bq), -jnp.inf, dtype)
         start = m, jnp.zeros((R, bq), dtype), jnp.zeros((R, bq, Hv), dtype)
-        m, l, acc = chunk.loop(mask, settings.width(mask), False, step, start)
+        m, l, acc = chunk.loop(mask, settings.steps.width(mask), False, step, start)
         # l is 0 where nothing was seen; a row without blocks was fed blocks that are not its own
         seen = (l != 0) & (chunk.count > 0)[:, None]
         out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
@@ -219,9 +206,9 @@ def _gradients(settings: Settings, saved: Any, cotangents: Any) -> Any:
     biases = None if bias is None else BiasBlocks(bias, mask, sizes)
     given = Given(settings, sizes, q, k, v, d_out.astype(q.dtype), level, delta, mask, biases)
     dq, dk, dv, dbias = _visit_columns(given)
-    if settings.dq_by_rows:
+    if dq is None:
         dq = _visit_rows_again(given)
-    d_bias = None if biases is None else biases.whole(dbias)
+    d_bias = None if biases is None or dbias is None else biases.whole(dbias)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_bias
 
 
@@ -280,13 +267,13 @@ class Given:
         return p, ds if cap is None else ds * (1 - (capped / cap) ** 2), ds
 
 
-def _visit_columns(given: Given) -> tuple[Array, Array, Array, Any]:
-    """(dq, dk, dv, dbias), float32; dq is left out where it is taken by rows."""
+def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | None]:
+    """(dq, dk, dv, dbias), float32; dq is None where it is taken by rows."""
     settings, sizes, mask, dtype = given.settings, given.sizes, given.mask, given.dtype
     B, T, S, N, K, H, Hv = sizes
     bq, bk = mask.block
     columns, biases = mask.transpose(), given.biases
-    order, went = work_order(columns, sizes, settings.rows)
+    order, went = work_order(columns, sizes, settings.steps.rows)
 
     def column_chunk(carry: Any, chunk: Chunk) -> tuple[Any, Any]:
         k_rows, v_rows = given.k_side(chunk.b, chunk.tokens(bk), chunk.n)
@@ -311,12 +298,12 @@ def _visit_columns(given: Given) -> tuple[Array, Array, Array, Any]:
 
         R = chunk.b.shape[0]
         zeros = jnp.zeros((R, bk, H), dtype), jnp.zeros((R, bk, Hv), dtype)
-        width = settings.width(columns)
+        width = settings.steps.width(columns)
         dq, dbias, dk, dv = chunk.loop(columns, width, True, step, (*carry, *zeros))
         some = (chunk.count > 0)[:, None, None]
         return (dq, dbias), (jnp.where(some, dk * settings.scale, 0), jnp.where(some, dv, 0))
 
-    dq = None if settings.dq_by_rows else jnp.zeros((B, T + -T % bq, N, H), dtype)
+    dq = None if settings.steps.dq_by_rows else jnp.zeros((B, T + -T % bq, N, H), dtype)
     dbias = None if biases is None else jnp.zeros(biases.padded.shape, dtype)
     (dq, dbias), columns_done = lax.scan(column_chunk, (dq, dbias), order)
     # what the query heads of a group gave to their kv head
@@ -328,7 +315,7 @@ def _visit_rows_again(given: Given) -> Array:
     """dq [B, T, N, H] in float32, each row of blocks by the lists that the forward pass visits."""
     settings, sizes, mask, dtype = given.settings, given.sizes, given.mask, given.dtype
     bq = mask.block[0]
-    order, went = work_order(mask, sizes, settings.rows)
+    order, went = work_order(mask, sizes, settings.steps.rows)
 
     def rows(chunk: Chunk) -> Array:
         q_rows, *others = given.q_side(chunk.b, chunk.tokens(bq), chunk.n)
@@ -340,7 +327,7 @@ def _visit_rows_again(given: Given) -> Array:
             return dq + _product("rqk,rkh->rqh", ds.astype(q_rows.dtype), k_side[0], dtype)
 
         start = jnp.zeros((chunk.b.shape[0], bq, sizes.H), dtype)
-        dq = chunk.loop(mask, settings.width(mask), False, step, start)
+        dq = chunk.loop(mask, settings.steps.width(mask), False, step, start)
         return jnp.where((chunk.count > 0)[:, None, None], dq * settings.scale, 0)
 
     return in_order(lax.map(rows, order), went, sizes, sizes.T)

@@ -25,6 +25,37 @@ from xsake.backends import Sizes, mask_place
 from xsake.block_mask import BlockMask
 from xsake.masks.rule import Leaf, Tokens
 
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """How much is worked on at once, and how dq is summed."""
+
+    rows: int  # query rows of a chunk; by columns, keys
+    keys: (
+        int  # keys that each of them meets in one step, at least one block; by columns, query rows
+    )
+    dq_by_rows: bool = False  # in a pass of its own: two products more, nothing is added in place
+
+    def __post_init__(self) -> None:
+        for name, size in (("rows", self.rows), ("keys", self.keys)):
+            if size < 1:
+                raise ValueError(f"Steps.{name} must be at least 1, got {size}")
+
+    @classmethod
+    def of_device(cls, platform: str, deterministic: bool) -> Steps:
+        """A CPU's step stays in its cache and adds in order; a GPU's is worth a dozen launches.
+
+        What a GPU's step writes (float32 logits, rows x keys) is still of the size of its L2 cache.
+        """
+        if platform == "cpu":
+            return cls(512, 1)
+        return cls(16384, 512, dq_by_rows=deterministic)
+
+    def width(self, mask: BlockMask) -> int:
+        """Blocks that a row meets in one step."""
+        return min(max(1, self.keys // mask.block[1]), mask.grid.counts[1])
+
+
 # ---------------------------------------------------------------------------- reading and writing
 
 
@@ -102,7 +133,8 @@ class Visit(NamedTuple):
         if mask.rule is None:
             inside = k < S
         else:
-            inside = mask.rule.allows(Tokens.at(*(x[:, None, None] for x in self[:2]), q, k))
+            b, n = self.b[:, None, None], self.n[:, None, None]
+            inside = mask.rule.allows(Tokens.at(b, n, q, k))
             inside = inside if S % bk == 0 else inside & (k < S)
         return self.spread(self.live, mask) & (~self.spread(self.needs_rule, mask) | inside)
 
