@@ -88,6 +88,22 @@ def test_a_dropped_block_cannot_leak_into_a_large_step(options):
     assert not any(grad.any() for grad in grads)
 
 
+@large_steps
+def test_a_row_that_drops_a_block_cannot_see_it_in_a_large_step(options):
+    """NaN in a block that the next row's list begins with: lists end, some before they begin."""
+    q, k, v, d_out, d_lse = random_arrays(1, 64, 70, 4, 2, 8)
+    bits = np.zeros((1, 4, 4, 5), bool)
+    # row 0 ends within its first step, and row 1, which is empty in two heads of a chunk of them
+    bits[:, :, 0, 2] = bits[:, 2:, 1, 2] = bits[:, :, 2:, :4] = True
+    mask = BlockMask.from_dense(jnp.asarray(bits), shape=(64, 70), block=16)
+    clean = run("xla", q, k, v, d_out, d_lse, mask=mask, options=options)
+    poison = [x.at[:, :16].set(jnp.nan) for x in (k, v)]
+    poisoned = run("xla", q, *poison, d_out, d_lse, mask=mask, options=options)
+    for name, x, y in zip(("out", "lse", "dq"), clean, poisoned, strict=False):
+        assert np.asarray(x[:, :32]).tobytes() == np.asarray(y[:, :32]).tobytes(), name
+        assert np.isnan(y[:, 32:]).all(), "the other rows do see it"
+
+
 def test_new_contents_of_a_mask_keep_the_program_of_large_steps():
     x = random_arrays(1, 64, 64, 2, 2, 8)
     programs, seen = run._cache_size(), set()

@@ -177,8 +177,7 @@ def _visit_rows(
         m = jnp.full((R, bq), -jnp.inf, dtype)
         start = m, jnp.zeros((R, bq), dtype), jnp.zeros((R, bq, Hv), dtype)
         m, l, acc = chunk.loop(mask, settings.steps.width(mask), False, step, start)
-        # l is 0 where nothing was seen; a row without blocks was fed blocks that are not its own
-        seen = (l != 0) & (chunk.count > 0)[:, None]
+        seen = l != 0  # acc may be anything elsewhere: it was fed blocks that are not its own
         out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
         lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
         return out, lse[..., None]
