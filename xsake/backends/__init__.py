@@ -26,19 +26,15 @@ class Options:
 
     Attributes:
       deterministic: gradients bit-equal from run to run, where that costs speed.
-      xla_rows: query rows that the `xla` backend handles in one batched product.
+      xla: an xla_chunks.Steps instead of the device's.
       hopper_forward: a hopper_forward.ForwardTiling instead of the measured table's.
       hopper_backward: a hopper_backward.BackwardTiling instead of the measured table's.
     """
 
     deterministic: bool = False
-    xla_rows: int = 512
+    xla: Any = None
     hopper_forward: Any = None
     hopper_backward: Any = None
-
-    def __post_init__(self) -> None:
-        if self.xla_rows < 1:
-            raise ValueError(f"Options.xla_rows must be at least 1, got {self.xla_rows}")
 
 
 class Sizes(NamedTuple):
