@@ -105,6 +105,14 @@ def test_deterministic_gradients_come_from_two_kernels(block):
     assert kernels_lowered(mask, 128, deterministic=True) == 3
 
 
+@needs_newer_jax
+def test_whole_eights_of_tokens_have_a_kernel_for_delta():
+    """It runs before the fused backward or before the two kernels; other lengths take XLA."""
+    assert kernels_lowered(mask_of(masks.causal(), 504), 128) == 3
+    assert kernels_lowered(mask_of(masks.causal(), 504), 128, deterministic=True) == 4
+    assert kernels_lowered(mask_of(masks.causal(), 500), 128) == 2
+
+
 needs_interpreter = pytest.mark.skipif(
     _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"
 )

@@ -1,6 +1,6 @@
 """Block-sparse attention backward on Hopper (sm90), in Pallas Mosaic GPU.
 
-    delta = rowsum(d_out * out) - d_lse                                  plain XLA, one pass
+    delta = rowsum(d_out * out) - d_lse, zeros for dq           hopper_delta, one pass over memory
 
     seven products, bitwise repeatable:
       _Columns  one item = a kv block, visits its row blocks:   dv += pT d_out     dk += dsT q
@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
+from xsake.backends import hopper_delta
 from xsake.backends.hopper_forward import _pad_tokens, work_table
 from xsake.backends.hopper_items import (
     COLUMN,
@@ -114,7 +115,8 @@ def backward(
     """
     shape = _Shape.of(q, k, v, lists, columns, block, tiling)
     rule = rule or TokenRule(None)
-    statistics = _statistics(out, lse, d_out, d_lse, shape)
+    fused = tiling.fused and max(shape.size, shape.value_size) <= FUSED_SIZE
+    statistics, zeros = _statistics(out, lse, d_out, d_lse, shape, fused, tiling, interpret)
     # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies from and to.
     padded = tuple(_pad_tokens(x, -(-x.shape[1] // 8) * 8) for x in (q, k, v, d_out))
     # A tile of these may be read past the end; what it finds there is masked.
@@ -128,13 +130,13 @@ def backward(
     )
     if column_work is None:
         column_work = column_table(columns, shape.batch, shape.heads, shape.head_bytes, tiling)
-    fused = tiling.fused and max(shape.size, shape.value_size) <= FUSED_SIZE
     made: dict[str, jax.Array] = {}
     together = shape.size + shape.value_size <= MOST_COLUMNS
     for makes in (("dk", "dv"),) if together else (("dk",), ("dv",)):
         by_columns = _Columns(shape, tiling, makes=makes, fused=fused, **common)
         made |= by_columns(
             (*padded, *statistics, column_work, columns.kv_index.reshape(-1), *rows, *keys),
+            zeros,
             interpret,
         )
     if not fused:
@@ -161,11 +163,20 @@ def row_table(lists, batch, heads, kv_heads, shape, tiling) -> jax.Array:
     return work_table(lists, batch, heads, kv_heads, shape.kv_bytes, tiling)
 
 
-def _statistics(out, lse, d_out, d_lse, shape):
-    """lse in base 2 and delta, float32 [B, N, whole row blocks].
+def _statistics(out, lse, d_out, d_lse, shape, fused, tiling, interpret):
+    """(lse in base 2, delta), float32 [B, N, whole row blocks]; fused, zeros to add dq to.
 
-    +inf and 0 where a row is empty or past T.
+    lse is +inf and delta 0 where a row is empty or past T. The zeros are float32 [B, T, N, H], T in
+    whole eights, or None. Lengths that are no multiple of 8, which hopper_delta has no copies for,
+    take plain XLA: a pass for delta and one for the zeros.
     """
+    rows = shape.row_blocks * shape.block[0]
+    if hopper_delta.fits(out):
+        size = shape.size if fused else None
+        lse, delta, *zeros = hopper_delta.statistics(
+            out, d_out, lse, d_lse, rows=rows, zeros=size, sms=tiling.sms, interpret=interpret
+        )
+        return (lse, delta), zeros[0] if fused else None
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
     # Fused with the transposes around it, the sum is no row reduction, and many times slower.
     delta = jax.lax.optimization_barrier(delta).swapaxes(1, 2)
@@ -174,8 +185,12 @@ def _statistics(out, lse, d_out, d_lse, shape):
     empty = lse == -jnp.inf
     lse = jnp.where(empty, jnp.inf, lse * LOG2E)
     delta = jnp.where(empty, 0.0, delta)
-    past = ((0, 0), (0, 0), (0, shape.row_blocks * shape.block[0] - shape.queries))
-    return jnp.pad(lse, past, constant_values=jnp.inf), jnp.pad(delta, past)
+    past = ((0, 0), (0, 0), (0, rows - shape.queries))
+    statistics = jnp.pad(lse, past, constant_values=jnp.inf), jnp.pad(delta, past)
+    if not fused:
+        return statistics, None
+    tokens = -(-shape.queries // 8) * 8
+    return statistics, jnp.zeros((shape.batch, tokens, shape.heads, shape.size), jnp.float32)
 
 
 def _sum_heads(x, group):
@@ -484,7 +499,7 @@ class _Columns(_Kernel):
         """Whether shared memory has no room for dk."""
         return self.makes_dk and super().lean
 
-    def __call__(self, operands, interpret):
+    def __call__(self, operands, zeros, interpret):
         shape = self.shape
         q, k = operands[:2]
         out_type = tuple(
@@ -496,7 +511,7 @@ class _Columns(_Kernel):
         if not self.fused:
             results = self.launch(name, self.body, operands, out_type, scratch, interpret)
             return dict(zip(self.sizes, results, strict=True))
-        sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+        sums = jax.new_ref(zeros)
         dk, dv = self.launch(name + "q", self.body, (*operands, sums), out_type, scratch, interpret)
         return {"dk": dk, "dv": dv, "dq": (jax.freeze(sums) * self.scale).astype(q.dtype)}
 
