@@ -194,6 +194,55 @@ def test_a_small_backward_agrees_when_interpreted():
         assert oracle.relative_error(gradient, want[name]) <= 1e-2, name
 
 
+@pytest.mark.parametrize("used", ["out", "logsumexp", "both"])
+@needs_interpreter
+def test_gradients_flow_through_what_is_used(used, monkeypatch):
+    """The output, its logsumexp or both, interpreted; what is not used is not read."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends import hopper_backward, hopper_forward
+
+    seen = {}
+
+    def backward(*args, **rest):
+        seen["d_lse"] = args[6]
+        return run(*args, **rest, interpret=plgpu.InterpretGPUParams())
+
+    forward = functools.partial(hopper_forward.forward, interpret=plgpu.InterpretGPUParams())
+    run = hopper_backward.backward
+    monkeypatch.setattr(hopper_forward, "forward", forward)
+    monkeypatch.setattr(hopper_backward, "backward", backward)
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((1, 64, 1, 64)), jnp.bfloat16) for _ in range(4)
+    )
+    d_lse = jnp.asarray(rng.standard_normal((1, 64, 1)), jnp.float32)
+    mask = mask_of(masks.causal(), 64, (64, 64))
+    options = Options(
+        deterministic=True,
+        hopper_forward=hopper_forward.ForwardTiling(sms=1),
+        hopper_backward=hopper_backward.BackwardTiling(sms=1),
+    )
+
+    def loss(q, k, v):
+        out, lse = hopper.forward(q, k, v, None, mask, scale=0.125, soft_cap=None, options=options)
+        parts = {"out": (out * d_out).astype(jnp.float32).sum(), "logsumexp": (lse * d_lse).sum()}
+        return sum(parts.values()) if used == "both" else parts[used]
+
+    jax.clear_caches()  # so that the kernels are traced, and seen, anew
+    got = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    want = oracle.attention_grads(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(("causal",), 1, 1, 64, 64),
+        scale=0.125,
+        d_out=np.asarray(d_out, np.float64) * (used != "logsumexp"),
+        d_lse=np.asarray(d_lse, np.float64) * (used != "out"),
+    )
+    for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
+        assert oracle.relative_error(gradient, want[name]) <= 1e-2, name
+    assert (seen["d_lse"] is None) == (used == "out")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(_jax.platform() != "gpu", reason="what XLA makes of it is seen on a GPU only")
 def test_a_scan_over_layers_runs_each_kernel_once():
@@ -209,7 +258,7 @@ def test_a_scan_over_layers_runs_each_kernel_once():
 
     w, x = jnp.ones((3, 128, 128), jnp.bfloat16), jnp.ones((1, 256, 128), jnp.bfloat16)
     text = jax.jit(jax.grad(loss)).lower(w, x).compile().as_text()
-    assert text.count('custom_call_target="mosaic_gpu') == 2  # a forward and a backward
+    assert text.count('custom_call_target="mosaic_gpu') == 3  # a forward, delta and a backward
 
 
 def test_where_there_is_no_gpu_it_says_so():

@@ -9,6 +9,8 @@ units' tiles in flight and takes every so-many-th unit, heads first, so that tog
 through memory in order. What is written (zeros, mostly) leaves while the next tiles arrive.
 """
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -91,8 +93,7 @@ def statistics(
         if zeros is not None:
             zero_smem[...] = jnp.zeros(zero_smem.shape, zero_smem.dtype)
             plgpu.commit_smem()
-        for turn in range(stages):
-            pl.when(turn < turns)(lambda turn=turn: load(jnp.int32(turn)))
+        pl.loop(0, jnp.minimum(turns, stages))(load)
 
         @pl.loop(0, turns)
         def _(turn):
@@ -102,17 +103,17 @@ def statistics(
                 store_zeros(b, first, n)
             plgpu.barrier_wait(ready.at[slot])
 
-            total = None
-            for column in range(0, Hv, PIECE):
-                pieces = (
+            def product(column):
+                of_out, of_d_out = (
                     plgpu.load(
                         tile_smem.at[slot, which, :, pl.ds(column, PIECE)], layout=TILE
                     ).astype(jnp.float32)
                     for which in range(2)
                 )
-                product = next(pieces) * next(pieces)
-                total = product if total is None else total + product
-            delta = total.sum(axis=1)
+                return of_out * of_d_out
+
+            products = map(product, range(0, Hv, PIECE))
+            delta = functools.reduce(operator.add, products).sum(axis=1)
             lse, *d_lse = (
                 plgpu.load(value_smem.at[slot, which], layout=ROW, optimized=False)
                 for which in range(len(values))
