@@ -38,7 +38,7 @@ def mask_of(rule, length=500, block=(128, 128)):
     return BlockMask.from_rule(rule, (length, length), block=block)
 
 
-def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False):
+def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False, **backward):
     """How many kernels a call and its gradients lower to for CUDA, on a machine without a card."""
     from xsake.backends.hopper_backward import BackwardTiling
     from xsake.backends.hopper_forward import ForwardTiling
@@ -53,7 +53,7 @@ def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False):
         options = Options(
             deterministic=deterministic,
             hopper_forward=ForwardTiling(),
-            hopper_backward=BackwardTiling(),
+            hopper_backward=BackwardTiling(**backward),
         )
         return hopper.forward(q, k, v, None, mask, scale=0.1, soft_cap=None, options=options)
 
@@ -111,6 +111,46 @@ def test_whole_eights_of_tokens_have_a_kernel_for_delta():
     assert kernels_lowered(mask_of(masks.causal(), 504), 128) == 3
     assert kernels_lowered(mask_of(masks.causal(), 504), 128, deterministic=True) == 4
     assert kernels_lowered(mask_of(masks.causal(), 500), 128) == 2
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "tiling"),
+    [
+        ((128, 128), 128, {}),
+        ((128, 128), 64, {"deal": "fixed"}),
+        ((64, 128), 128, {"persistent": False}),
+        ((128, 64), 128, {}),
+        ((64, 64), 64, {}),
+    ],
+    ids=str,
+)
+@needs_newer_jax
+def test_the_cast_of_dq_inside_the_kernel_lowers_for_cuda(block, size, tiling):
+    """A fourth warpgroup finds shared memory and layouts, and dq is the kernel's own result."""
+    mask = mask_of(masks.causal(), 504, block)
+    assert kernels_lowered(mask, size, cast="kernel", **tiling) == 3
+
+
+@pytest.mark.parametrize("rule", ["causal", "window", "documents", "lengths"])
+@needs_newer_jax
+def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
+    """Otherwise it would be cast before it is complete, or never."""
+    from xsake.backends import hopper_cast
+
+    mask = mask_of(RULES[rule], 500, (64, 128))
+    columns = mask.transpose().lists
+    visits = np.zeros(8, int)
+    for start, count in zip(columns.kv_start[0, 0], columns.kv_count[0, 0], strict=True):
+        np.add.at(visits, np.asarray(columns.kv_index[0, 0])[start : start + count], 1)
+    counters = hopper_cast.counters(mask.lists, 2, 3).reshape(2, 3, 8)
+    assert visits.any()
+    np.testing.assert_array_equal(counters, np.broadcast_to(-visits, (2, 3, 8)))
+
+
+@needs_newer_jax
+def test_a_cast_by_another_name_is_refused():
+    with pytest.raises(ValueError, match=r"cast is 'later', which is none of \('pass', 'kernel'\)"):
+        kernels_lowered(mask_of(None, 504), cast="later")
 
 
 needs_interpreter = pytest.mark.skipif(
