@@ -18,7 +18,7 @@ sees all that was added before: the additions to one counter are a chain of read
 barrier of the warpgroup hands on to its 128 threads what one of them has seen.
 
 No deadlock. The only waits without end are for the CTA's own compute warpgroups, which wait for
-the fourth one nowhere but at a record of the item after the next, which it has read when it waits.
+the fourth one nowhere but at the records of later items, and it has read its own when it waits.
 For other CTAs a CTA waits `patience` looks at most; then it adds LEFT. Of that and the last visit,
 one comes second and finds LEFT alone. It exchanges it for TAKEN, so that nobody does so twice.
 """
