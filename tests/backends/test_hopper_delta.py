@@ -57,7 +57,7 @@ def check(found, want):
 )
 @needs_interpreter
 def test_one_pass_makes_lse_delta_and_zeros(
-    batch, length, heads, size, rows, zeros, with_d_lse, dtype
+    batch, length, heads, size, rows, zeros, with_d_lse, dtype, capsys
 ):
     """More units than CTAs, a last block that is partly or wholly past the end; no race."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -73,6 +73,7 @@ def test_one_pass_makes_lse_delta_and_zeros(
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
     check(found, exact(*given, rows))
+    assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
     if zeros is None:
         assert len(found) == 2
     else:
