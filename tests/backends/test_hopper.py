@@ -168,7 +168,7 @@ needs_interpreter = pytest.mark.skipif(
     ids=str,
 )
 @needs_interpreter
-def test_a_small_forward_agrees_when_interpreted(block, tiling):
+def test_a_small_forward_agrees_when_interpreted(block, tiling, capsys):
     """A few row blocks with full and partial blocks; no warpgroup reads what may be overwritten."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -195,6 +195,7 @@ def test_a_small_forward_agrees_when_interpreted(block, tiling):
     )
     assert oracle.relative_error(out, want) <= 1e-2
     assert oracle.relative_error(jnp.moveaxis(lse, 1, 2), want_lse) <= 1e-4
+    assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
 
 
 @needs_interpreter
