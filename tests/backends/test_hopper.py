@@ -38,7 +38,7 @@ def mask_of(rule, length=500, block=(128, 128)):
     return BlockMask.from_rule(rule, (length, length), block=block)
 
 
-def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False):
+def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False, **backward):
     """How many kernels a call and its gradients lower to for CUDA, on a machine without a card."""
     from xsake.backends.hopper_backward import BackwardTiling
     from xsake.backends.hopper_forward import ForwardTiling
@@ -53,7 +53,7 @@ def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False):
         options = Options(
             deterministic=deterministic,
             hopper_forward=ForwardTiling(),
-            hopper_backward=BackwardTiling(),
+            hopper_backward=BackwardTiling(**backward),
         )
         return hopper.forward(q, k, v, None, mask, scale=0.1, soft_cap=None, options=options)
 
@@ -105,6 +105,54 @@ def test_deterministic_gradients_come_from_two_kernels(block):
     assert kernels_lowered(mask, 128, deterministic=True) == 3
 
 
+@needs_newer_jax
+def test_whole_eights_of_tokens_have_a_kernel_for_delta():
+    """It runs before the fused backward or before the two kernels; other lengths take XLA."""
+    assert kernels_lowered(mask_of(masks.causal(), 504), 128) == 3
+    assert kernels_lowered(mask_of(masks.causal(), 504), 128, deterministic=True) == 4
+    assert kernels_lowered(mask_of(masks.causal(), 500), 128) == 2
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "tiling"),
+    [
+        ((128, 128), 128, {}),
+        ((128, 128), 64, {"deal": "fixed"}),
+        ((64, 128), 128, {"persistent": False}),
+        ((128, 64), 128, {}),
+        ((64, 64), 64, {}),
+    ],
+    ids=str,
+)
+@needs_newer_jax
+def test_the_cast_of_dq_inside_the_kernel_lowers_for_cuda(block, size, tiling):
+    """A fourth warpgroup finds shared memory and layouts, and dq is the kernel's own result."""
+    mask = mask_of(masks.causal(), 504, block)
+    assert kernels_lowered(mask, size, cast="kernel", **tiling) == 3
+
+
+@pytest.mark.parametrize("rule", ["causal", "window", "documents", "lengths"])
+@needs_newer_jax
+def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
+    """Otherwise it would be cast before it is complete, or never."""
+    from xsake.backends import hopper_cast
+
+    mask = mask_of(RULES[rule], 500, (64, 128))
+    columns = mask.transpose().lists
+    visits = np.zeros(8, int)
+    for start, count in zip(columns.kv_start[0, 0], columns.kv_count[0, 0], strict=True):
+        np.add.at(visits, np.asarray(columns.kv_index[0, 0])[start : start + count], 1)
+    counters = hopper_cast.counters(mask.lists, 2, 3).reshape(2, 3, 8)
+    assert visits.any()
+    np.testing.assert_array_equal(counters, np.broadcast_to(-visits, (2, 3, 8)))
+
+
+@needs_newer_jax
+def test_a_cast_by_another_name_is_refused():
+    with pytest.raises(ValueError, match=r"cast is 'later', which is none of \('pass', 'kernel'\)"):
+        kernels_lowered(mask_of(None, 504), cast="later")
+
+
 needs_interpreter = pytest.mark.skipif(
     _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"
 )
@@ -120,7 +168,7 @@ needs_interpreter = pytest.mark.skipif(
     ids=str,
 )
 @needs_interpreter
-def test_a_small_forward_agrees_when_interpreted(block, tiling):
+def test_a_small_forward_agrees_when_interpreted(block, tiling, capsys):
     """A few row blocks with full and partial blocks; no warpgroup reads what may be overwritten."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -147,6 +195,7 @@ def test_a_small_forward_agrees_when_interpreted(block, tiling):
     )
     assert oracle.relative_error(out, want) <= 1e-2
     assert oracle.relative_error(jnp.moveaxis(lse, 1, 2), want_lse) <= 1e-4
+    assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
 
 
 @needs_interpreter
@@ -186,6 +235,55 @@ def test_a_small_backward_agrees_when_interpreted():
         assert oracle.relative_error(gradient, want[name]) <= 1e-2, name
 
 
+@pytest.mark.parametrize("used", ["out", "logsumexp", "both"])
+@needs_interpreter
+def test_gradients_flow_through_what_is_used(used, monkeypatch):
+    """The output, its logsumexp or both, interpreted; what is not used is not read."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends import hopper_backward, hopper_forward
+
+    seen = {}
+
+    def backward(*args, **rest):
+        seen["d_lse"] = args[6]
+        return run(*args, **rest, interpret=plgpu.InterpretGPUParams())
+
+    forward = functools.partial(hopper_forward.forward, interpret=plgpu.InterpretGPUParams())
+    run = hopper_backward.backward
+    monkeypatch.setattr(hopper_forward, "forward", forward)
+    monkeypatch.setattr(hopper_backward, "backward", backward)
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((1, 64, 1, 64)), jnp.bfloat16) for _ in range(4)
+    )
+    d_lse = jnp.asarray(rng.standard_normal((1, 64, 1)), jnp.float32)
+    mask = mask_of(masks.causal(), 64, (64, 64))
+    options = Options(
+        deterministic=True,
+        hopper_forward=hopper_forward.ForwardTiling(sms=1),
+        hopper_backward=hopper_backward.BackwardTiling(sms=1),
+    )
+
+    def loss(q, k, v):
+        out, lse = hopper.forward(q, k, v, None, mask, scale=0.125, soft_cap=None, options=options)
+        parts = {"out": (out * d_out).astype(jnp.float32).sum(), "logsumexp": (lse * d_lse).sum()}
+        return sum(parts.values()) if used == "both" else parts[used]
+
+    jax.clear_caches()  # so that the kernels are traced, and seen, anew
+    got = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    want = oracle.attention_grads(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(("causal",), 1, 1, 64, 64),
+        scale=0.125,
+        d_out=np.asarray(d_out, np.float64) * (used != "logsumexp"),
+        d_lse=np.asarray(d_lse, np.float64) * (used != "out"),
+    )
+    for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
+        assert oracle.relative_error(gradient, want[name]) <= 1e-2, name
+    assert (seen["d_lse"] is None) == (used == "out")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(_jax.platform() != "gpu", reason="what XLA makes of it is seen on a GPU only")
 def test_a_scan_over_layers_runs_each_kernel_once():
@@ -201,7 +299,7 @@ def test_a_scan_over_layers_runs_each_kernel_once():
 
     w, x = jnp.ones((3, 128, 128), jnp.bfloat16), jnp.ones((1, 256, 128), jnp.bfloat16)
     text = jax.jit(jax.grad(loss)).lower(w, x).compile().as_text()
-    assert text.count('custom_call_target="mosaic_gpu') == 2  # a forward and a backward
+    assert text.count('custom_call_target="mosaic_gpu') == 3  # a forward, delta and a backward
 
 
 def test_where_there_is_no_gpu_it_says_so():

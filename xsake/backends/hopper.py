@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend import core
 
 from xsake import _jax
@@ -94,24 +95,32 @@ class Settings:
 def _attention(
     settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask
 ) -> tuple[Array, Array]:
-    return _forward(settings, q, k, v, mask)
+    out, logsumexp = _forward(settings, q, k, v, mask)
+    return out, jnp.moveaxis(logsumexp, 1, 2)
 
 
-def _attention_fwd(settings: Settings, q: Any, k: Any, v: Any, mask: Any) -> Any:
+def _attention_fwd(settings: Settings, *primals: Any) -> Any:
+    q, k, v, mask = custom_vjp_primal_tree_values(primals)
     run = first_order_only("hopper", functools.partial(_forward, settings))
     out, logsumexp = run(q, k, v, mask)
     # What a scan over layers stacks must not be the kernel's bare result: XLA would fuse the
     # stacking with the kernel and run it a second time for other users.
-    out = jax.lax.optimization_barrier(out)
-    return (out, logsumexp), (q, k, v, mask, out, logsumexp)
+    out, logsumexp = jax.lax.optimization_barrier((out, logsumexp))
+    # The logsumexp is saved as the backward reads it, [B, N, T].
+    return (out, jnp.moveaxis(logsumexp, 1, 2)), (q, k, v, mask, out, logsumexp)
 
 
 def _attention_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
     run = first_order_only("hopper", functools.partial(_backward, settings))
-    return (*run(saved, cotangents), None)
+    d_out, d_logsumexp = cotangents
+    if isinstance(d_out, SymbolicZero):
+        d_out = jnp.zeros(d_out.shape, d_out.dtype)
+    if isinstance(d_logsumexp, SymbolicZero):  # as a rule: the logsumexp is seldom asked for
+        d_logsumexp = None
+    return (*run(saved, (d_out, d_logsumexp)), None)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -120,7 +129,7 @@ def _forward(
 ) -> tuple[Array, Array]:
     from xsake.backends import hopper_forward as kernels
 
-    out, logsumexp = kernels.forward(
+    return kernels.forward(
         q,
         k,
         v,
@@ -132,7 +141,6 @@ def _forward(
         tiling=settings.options.hopper_forward
         or kernels.ForwardTiling(**measured("forward", Sizes.of(q, k, v), mask)),
     )
-    return out, jnp.moveaxis(logsumexp, 1, 2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -152,9 +160,9 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
         k,
         v,
         out,
-        jnp.moveaxis(logsumexp, 2, 1),
+        logsumexp,
         d_out,
-        jnp.moveaxis(d_logsumexp, 2, 1),
+        None if d_logsumexp is None else jnp.moveaxis(d_logsumexp, 2, 1),
         mask.lists,
         mask.transpose().lists,
         block=mask.block,

@@ -1,6 +1,6 @@
 """Block-sparse attention backward on Hopper (sm90), in Pallas Mosaic GPU.
 
-    delta = rowsum(d_out * out) - d_lse                                  plain XLA, one pass
+    delta = rowsum(d_out * out) - d_lse, zeros for dq           hopper_delta, one pass over memory
 
     seven products, bitwise repeatable:
       _Columns  one item = a kv block, visits its row blocks:   dv += pT d_out     dk += dsT q
@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
+from xsake.backends import hopper_cast, hopper_delta
 from xsake.backends.hopper_forward import _pad_tokens, work_table
 from xsake.backends.hopper_items import (
     COLUMN,
@@ -43,6 +44,7 @@ from xsake.backends.hopper_items import (
     TILE,
     BlockKernel,
     Handover,
+    Item,
     Ring,
     TokenRule,
     check_sizes,
@@ -52,9 +54,10 @@ from xsake.block_lists import Lists
 
 FUSED_SIZE = 128  # the largest head of the fused form
 MOST_COLUMNS = 256  # of accumulators in a warpgroup's registers
+CASTS = ("pass", "kernel")
 OUT_COLUMNS = 128  # results leave in pieces so wide
-# Named barriers 0 to 3 belong to Mosaic (the CTA and its warpgroups).
-DS_BARRIER = 4
+# Named barriers 0 to 4 belong to Mosaic (the CTA and its warpgroups), 6 to hopper_cast.
+DS_BARRIER = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,11 @@ class BackwardTiling:
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     order: str = "sections"  # as in ForwardTiling
     deal: str = "counter"  # as in ForwardTiling
+    # fused: how dq becomes what q is: a "pass" of XLA over it, or beside the products, by a fourth
+    # warpgroup of the "kernel" (hopper_cast), which takes registers from the others.
+    cast: str = "pass"
+    cast_registers: int = 24
+    patience: int = 1 << 14  # looks at what other CTAs have still to add, before it is left to them
     compute_registers: int = 240
     memory_registers: int = 24
     sms: int = 132  # CTAs of a persistent grid
@@ -114,7 +122,8 @@ def backward(
     """
     shape = _Shape.of(q, k, v, lists, columns, block, tiling)
     rule = rule or TokenRule(None)
-    statistics = _statistics(out, lse, d_out, d_lse, shape)
+    fused = tiling.fused and max(shape.size, shape.value_size) <= FUSED_SIZE
+    statistics, zeros = _statistics(out, lse, d_out, d_lse, shape, fused, tiling, interpret)
     # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies from and to.
     padded = tuple(_pad_tokens(x, -(-x.shape[1] // 8) * 8) for x in (q, k, v, d_out))
     # A tile of these may be read past the end; what it finds there is masked.
@@ -128,13 +137,14 @@ def backward(
     )
     if column_work is None:
         column_work = column_table(columns, shape.batch, shape.heads, shape.head_bytes, tiling)
-    fused = tiling.fused and max(shape.size, shape.value_size) <= FUSED_SIZE
     made: dict[str, jax.Array] = {}
     together = shape.size + shape.value_size <= MOST_COLUMNS
     for makes in (("dk", "dv"),) if together else (("dk",), ("dv",)):
         by_columns = _Columns(shape, tiling, makes=makes, fused=fused, **common)
         made |= by_columns(
             (*padded, *statistics, column_work, columns.kv_index.reshape(-1), *rows, *keys),
+            zeros,
+            lists,
             interpret,
         )
     if not fused:
@@ -161,11 +171,20 @@ def row_table(lists, batch, heads, kv_heads, shape, tiling) -> jax.Array:
     return work_table(lists, batch, heads, kv_heads, shape.kv_bytes, tiling)
 
 
-def _statistics(out, lse, d_out, d_lse, shape):
-    """lse in base 2 and delta, float32 [B, N, whole row blocks].
+def _statistics(out, lse, d_out, d_lse, shape, fused, tiling, interpret):
+    """(lse in base 2, delta), float32 [B, N, whole row blocks]; fused, zeros to add dq to.
 
-    +inf and 0 where a row is empty or past T.
+    lse is +inf and delta 0 where a row is empty or past T. The zeros are float32 [B, T, N, H], T in
+    whole eights, or None. Lengths that are no multiple of 8, which hopper_delta has no copies for,
+    take plain XLA: a pass for delta and one for the zeros.
     """
+    rows = shape.row_blocks * shape.block[0]
+    if hopper_delta.fits(out):
+        size = shape.size if fused else None
+        lse, delta, *zeros = hopper_delta.statistics(
+            out, d_out, lse, d_lse, rows=rows, zeros=size, sms=tiling.sms, interpret=interpret
+        )
+        return (lse, delta), zeros[0] if fused else None
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
     # Fused with the transposes around it, the sum is no row reduction, and many times slower.
     delta = jax.lax.optimization_barrier(delta).swapaxes(1, 2)
@@ -174,8 +193,12 @@ def _statistics(out, lse, d_out, d_lse, shape):
     empty = lse == -jnp.inf
     lse = jnp.where(empty, jnp.inf, lse * LOG2E)
     delta = jnp.where(empty, 0.0, delta)
-    past = ((0, 0), (0, 0), (0, shape.row_blocks * shape.block[0] - shape.queries))
-    return jnp.pad(lse, past, constant_values=jnp.inf), jnp.pad(delta, past)
+    past = ((0, 0), (0, 0), (0, rows - shape.queries))
+    statistics = jnp.pad(lse, past, constant_values=jnp.inf), jnp.pad(delta, past)
+    if not fused:
+        return statistics, None
+    tokens = -(-shape.queries // 8) * 8
+    return statistics, jnp.zeros((shape.batch, tokens, shape.heads, shape.size), jnp.float32)
 
 
 def _sum_heads(x, group):
@@ -293,7 +316,11 @@ class _Kernel(BlockKernel):
             self.tiling,
             lambda wg: self.compute(wg, lse, delta, work, index, rows, columns, outs, **scratch),
             lambda: self.memory(q, k, v, d_out, lse, delta, work, index, **scratch),
+            self.beside(q.dtype, work, index, outs, **scratch),
         )
+
+    def beside(self, dtype, work, index, outs, **scratch):
+        """What a fourth warpgroup does, if there is one."""
 
     def run_steps(self, wg, item, done, front, back):
         """front and back of every step t of an item that is this warpgroup's.
@@ -466,6 +493,11 @@ class _Columns(_Kernel):
         self.sizes = {name: self.sizes[name] for name in makes}
         self.makes_dk, self.makes_dv = "dk" in makes, "dv" in makes
         self.fused = fused
+        if tiling.cast not in CASTS:
+            raise ValueError(f"cast is {tiling.cast!r}, which is none of {CASTS}")
+        self.casts = fused and tiling.cast == "kernel"
+        if self.casts:
+            self.warpgroups, self.records = COMPUTE + 2, 4  # it may be late by some items
         small = shape.size == shape.value_size == 64
         step = 128 if fused and small and shape.block == (128, 128) else 64
         super().__init__(shape, tiling, axis=1, step=tiling.row_step or step, **static)
@@ -484,7 +516,7 @@ class _Columns(_Kernel):
         """Whether shared memory has no room for dk."""
         return self.makes_dk and super().lean
 
-    def __call__(self, operands, interpret):
+    def __call__(self, operands, zeros, lists, interpret):
         shape = self.shape
         q, k = operands[:2]
         out_type = tuple(
@@ -496,8 +528,15 @@ class _Columns(_Kernel):
         if not self.fused:
             results = self.launch(name, self.body, operands, out_type, scratch, interpret)
             return dict(zip(self.sizes, results, strict=True))
-        sums = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-        dk, dv = self.launch(name + "q", self.body, (*operands, sums), out_type, scratch, interpret)
+        sums = jax.new_ref(zeros)
+        operands, name = (*operands, sums), name + "q"
+        if self.casts:
+            counters = jax.new_ref(hopper_cast.counters(lists, shape.batch, shape.heads))
+            out_type = (*out_type, jax.ShapeDtypeStruct(q.shape, q.dtype))
+            operands = (*operands, counters)
+            results = self.launch(name, self.body, operands, out_type, scratch, interpret)
+            return dict(zip(("dk", "dv", "dq"), results, strict=True))
+        dk, dv = self.launch(name, self.body, operands, out_type, scratch, interpret)
         return {"dk": dk, "dv": dv, "dq": (jax.freeze(sums) * self.scale).astype(q.dtype)}
 
     def scratch(self, dtype) -> dict[str, Any]:
@@ -524,6 +563,10 @@ class _Columns(_Kernel):
             scratch["v_ready"] = plgpu.Barrier()
         if self.interpret:
             scratch["left_smem"] = tiles(COMPUTE, ROWS, step, dtype=dtype)
+        if self.casts:
+            if not self.counts:  # otherwise behind a record: there is no room for another buffer
+                scratch["added_smem"] = plgpu.SMEM((1,), jnp.int32)
+            scratch["cast_started"] = plgpu.Barrier()
         if self.fused:
             ds_stages = 1 if self.alternate else self.tiling.ds_stages
             scratch["ds_smem"] = tiles(ds_stages, COMPUTE * ROWS, step, dtype=dtype)
@@ -571,11 +614,16 @@ class _Columns(_Kernel):
         out_smem=None, v_smem=None, v_ready=None,
         left_smem=None, ds_smem=None, dq_smem=None,
         piece_smem=None, piece_ready=None, piece_taken=None,
+        added_smem=None, cast_started=None,
     ):  # fmt: skip
         """64 keys of every item: dk and dv over its steps, then one store."""
         step = self.step
         lse_smem, delta_smem = self.statistics(statistics_smem)
         sums, outs = (outs[0], outs[1:]) if self.fused else (None, outs)
+        if self.casts:
+            outs = outs[1:-1]  # the counters and dq are another's
+            added_smem = self.added(work, added_smem)
+            plgpu.barrier_wait(cast_started)
         out_gmem = dict(zip(self.sizes, outs, strict=True))
         left = None if left_smem is None else left_smem.at[wg]
         if self.fused and self.alternate:
@@ -689,10 +737,33 @@ class _Columns(_Kernel):
                 if name in results:
                     gmem = out_gmem[name].at[item.b, keys, item.n]
                     self.store(wg, results[name], scale, place, gmem, handover)
+            if self.casts:
+                # What was added to dq is in memory; the results that left after it may be late.
+                late = 0 if self.alternate else sum(self.sizes.values()) // PIECE
+                plgpu.wait_smem_to_gmem(late)
+                hopper_cast.tell(added_smem)
             return done + steps
 
         self.for_each_item(work, compute_item, 0)
         plgpu.wait_smem_to_gmem(0)
+        if self.casts:
+            plgpu.set_max_registers(self.tiling.memory_registers, action="decrease")
+
+    def beside(self, dtype, work, index, outs, added_smem=None, cast_started=None, **_):
+        """The cast of dq, if it is the kernel's."""
+        if not self.casts:
+            return None
+        sums, counters, *_, dq = outs
+        patience = self.tiling.patience if self.persistent else 0
+        cast = hopper_cast.Cast(self, dtype, patience)
+        added = self.added(work, added_smem)
+        return lambda: cast.run(work, index, counters, sums, dq, added, cast_started)
+
+    def added(self, work, added_smem):
+        """Where the warpgroups count the items whose part of dq was added."""
+        return (
+            work.record_smem.at[0, pl.ds(len(Item._fields) + 2, 1)] if self.counts else added_smem
+        )
 
     def statistics(self, smem):
         """The places of lse and of delta in shared memory."""

@@ -37,7 +37,7 @@ THREADS = 128  # of a warpgroup
 BLOCKS = (ROWS, COMPUTE * ROWS)  # what an item may be
 HEAD_SIZES = (64, 128, 256)
 PIECE = 64  # columns of what one warpgroup hands to the other at a time
-RECORDS = 2  # of items that lie in shared memory: of this one and of the next
+REGISTERS = 512  # per thread of a warpgroup, shared by the warpgroups of a CTA
 RECORD_BYTES = 128  # apart: copies want it
 LOG2E = math.log2(math.e)
 
@@ -113,6 +113,9 @@ def tiles(*dims, dtype):
 class BlockKernel:
     """A kernel over work items; `self` holds what is static."""
 
+    warpgroups = COMPUTE + 1  # and one more where a kernel has another role
+    records = 2  # of items that lie in shared memory: of this one and of the next
+
     def __init__(
         self, shape, rule, tiling, *, item_block, visit_block, items, step, persistent, interpret
     ):
@@ -140,9 +143,9 @@ class BlockKernel:
         """The results of body(*operands, *results, **scratch), run by every CTA."""
         if self.counts:
             scratch = scratch | dict(
-                record_smem=plgpu.SMEM((RECORDS, RECORD_BYTES // 4), jnp.int32),
-                record_ready=plgpu.Barrier(num_barriers=RECORDS),
-                record_free=plgpu.Barrier(num_barriers=RECORDS, num_arrivals=COMPUTE + 1),
+                record_smem=plgpu.SMEM((self.records, RECORD_BYTES // 4), jnp.int32),
+                record_ready=plgpu.Barrier(num_barriers=self.records),
+                record_free=plgpu.Barrier(num_barriers=self.records, num_arrivals=self.warpgroups),
             )
         return plgpu.kernel(
             body,
@@ -150,7 +153,7 @@ class BlockKernel:
             scratch_types=scratch,
             grid=(self.ctas,),
             grid_names=("cta",),
-            num_threads=COMPUTE + 1,
+            num_threads=self.warpgroups,
             thread_name="wg",
             kernel_name=name,
             compiler_params=plgpu.CompilerParams(
@@ -168,19 +171,33 @@ class BlockKernel:
         rest = {name: x for name, x in scratch.items() if name not in names}
         return Work(table, *(scratch[name] for name in names)), rest
 
-    def run_roles(self, tiling, compute, memory):
-        """compute(wg) on the first two warpgroups, memory() on the third."""
+    def run_roles(self, tiling, compute, memory, beside=None):
+        """compute(wg) on the first two warpgroups, memory() on the third, beside() on a fourth.
+
+        With a fourth one, the first two have what is left of the registers.
+        """
         wg = lax.axis_index("wg")
+        registers = tiling.compute_registers
+        if beside is not None:
+            rest = REGISTERS - tiling.memory_registers - tiling.cast_registers
+            registers = min(registers, rest // COMPUTE // 8 * 8)
 
         @pl.when(wg < COMPUTE)
         def _():
-            plgpu.set_max_registers(tiling.compute_registers, action="increase")
+            plgpu.set_max_registers(registers, action="increase")
             compute(wg)
 
         @pl.when(wg == COMPUTE)
         def _():
             plgpu.set_max_registers(tiling.memory_registers, action="decrease")
             memory()
+
+        if beside is not None:
+
+            @pl.when(wg > COMPUTE)
+            def _():
+                plgpu.set_max_registers(tiling.cast_registers, action="decrease")
+                beside()
 
     # Work items
 
@@ -228,8 +245,8 @@ class BlockKernel:
 
         def fetch(turn, row):
             """Starts the copy of a row of the table, which will be this CTA's item number turn."""
-            place = self.slot(turn, RECORDS)
-            pl.when(turn >= RECORDS)(lambda: plgpu.barrier_wait(work.record_free.at[place]))
+            place = self.slot(turn, self.records)
+            pl.when(turn >= self.records)(lambda: plgpu.barrier_wait(work.record_free.at[place]))
             plgpu.copy_gmem_to_smem(
                 work.table.at[jnp.minimum(row, self.items)],
                 work.record_smem.at[place, pl.ds(0, work.table.shape[1])],
@@ -237,7 +254,7 @@ class BlockKernel:
             )
 
         def read(turn):
-            place = self.slot(turn, RECORDS)
+            place = self.slot(turn, self.records)
             plgpu.barrier_wait(work.record_ready.at[place])
             item = Item(*(work.record_smem[place, field] for field in range(len(Item._fields))))
             plgpu.commit_smem()  # the copy that overwrites it comes after
@@ -257,9 +274,9 @@ class BlockKernel:
         turns, _, state = lax.while_loop(lambda carry: carry[1].count >= 0, body, first)
         if feeds and self.interpret:  # it wants every completed phase observed
 
-            @pl.loop(jnp.maximum(turns + 1 - RECORDS, 0), turns + 1)
+            @pl.loop(jnp.maximum(turns + 1 - self.records, 0), turns + 1)
             def _(turn):
-                plgpu.barrier_wait(work.record_free.at[self.slot(turn, RECORDS)])
+                plgpu.barrier_wait(work.record_free.at[self.slot(turn, self.records)])
 
         return state
 
