@@ -120,7 +120,7 @@ needs_interpreter = pytest.mark.skipif(
     ids=str,
 )
 @needs_interpreter
-def test_a_small_forward_agrees_when_interpreted(block, tiling):
+def test_a_small_forward_agrees_when_interpreted(block, tiling, capsys):
     """A few row blocks with full and partial blocks; no warpgroup reads what may be overwritten."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -140,6 +140,7 @@ def test_a_small_forward_agrees_when_interpreted(block, tiling):
         tiling=hopper_forward.ForwardTiling(**tiling),
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
+    assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
     want, want_lse = oracle.attention(
         *(np.asarray(x, np.float64) for x in (q, k, v)),
         allowed=oracle.allowed(("causal",), 1, 1, 256, 256),
