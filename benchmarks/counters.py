@@ -39,18 +39,14 @@ def launch(B: int, T: int, H: int, density: float, facts: Path) -> None:
     """One forward and one backward of the cell that `xsake bench --suite hopper` draws."""
     import jax
 
-    from xsake import dot_product_attention
     from xsake.bench.cases import hopper_case
+    from xsake.bench.hopper import attend_hopper
     from xsake.bench.timing import compile_directions, provenance
 
     case = hopper_case(B, T, H, density)
     given = case.arguments(on_device=True)
     inputs = [given[name] for name in ("query", "key", "value")]
-
-    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return dot_product_attention(q, k, v, mask=mask, implementation="hopper")
-
-    calls = compile_directions(attend, inputs, given["mask"])
+    calls = compile_directions(attend_hopper, inputs, given["mask"])
     for fn, args in calls.values():
         jax.block_until_ready(fn(*args))
     cuda = ctypes.CDLL("libcuda.so.1")

@@ -188,6 +188,7 @@ def test_a_small_forward_agrees_when_interpreted(block, tiling, capsys):
         tiling=hopper_forward.ForwardTiling(**tiling),
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
+    assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
     want, want_lse = oracle.attention(
         *(np.asarray(x, np.float64) for x in (q, k, v)),
         allowed=oracle.allowed(("causal",), 1, 1, 256, 256),

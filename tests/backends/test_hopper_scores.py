@@ -37,7 +37,7 @@ def exact(queries, k, block):
 
 
 def interpreted(queries, k, block, *, causal, run=None, **tiling):
-    """The kernel on Mosaic's interpreter, which reports races."""
+    """The kernel on Mosaic's interpreter, which prints the races that it finds."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends import hopper_scores
@@ -66,12 +66,13 @@ def interpreted(queries, k, block, *, causal, run=None, **tiling):
 )
 @needs_interpreter
 def test_the_kernel_sums_over_the_keys_of_every_block(
-    batch, R, S, heads, size, block, causal, tiling
+    batch, R, S, heads, size, block, causal, tiling, capsys
 ):
     """One or many segments for a CTA, groups that reach past the last tile, a short last block."""
     queries = drawn(batch, R, heads[0], size) / 8
     k = drawn(batch, S, heads[1], size, seed=1)
     got = np.asarray(interpreted(queries, k, block, causal=causal, **tiling))
+    assert "RACE" not in capsys.readouterr().out
     want = exact(queries, k, block)
     seen = np.tri(*want.shape[-2:], dtype=bool) | (not causal)
     np.testing.assert_allclose(got[..., seen], want[..., seen], rtol=1e-5, atol=1e-5)
@@ -82,7 +83,7 @@ def test_the_kernel_sums_over_the_keys_of_every_block(
     ("batch", "T", "N", "size", "block"), [(2, 301, 3, 64, 128), (1, 200, 4, 128, 64)]
 )
 @needs_interpreter
-def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block):
+def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block, capsys):
     """A short last block, and heads that do not fill the last tile."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -91,6 +92,7 @@ def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block):
     q = drawn(batch, T, N, size)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     got = np.asarray(hopper_means.means(q, block, scale=3.0, interpret=interpret), np.float64)
+    assert "RACE" not in capsys.readouterr().out
     exact = np.asarray(q, np.float64)
     want = 3 * np.stack([exact[:, i : i + block].mean(1) for i in range(0, T, block)], 1)
     np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5)  # bfloat16 has 8 bits

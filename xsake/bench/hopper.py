@@ -197,7 +197,7 @@ def _memory_rows(name: str, length: int, done: list[Row]) -> Iterator[Row]:
         analysis: Any = jax.jit(fn).lower(shape, shape, shape, mask).compile().memory_analysis()
         return int(analysis.temp_size_in_bytes)
 
-    directions = {"forward": _attend, "forward+backward": _attend_and_back}
+    directions = {"forward": attend_hopper, "forward+backward": _attend_and_back}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         found = dict(zip(directions, pool.map(temporary, directions.values()), strict=True))
     for direction, size in found.items():
@@ -212,12 +212,13 @@ def _memory_rows(name: str, length: int, done: list[Row]) -> Iterator[Row]:
         }
 
 
-def _attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+def attend_hopper(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """A call under a mask, by the kernels."""
     return dot_product_attention(q, k, v, mask=mask, implementation="hopper")
 
 
 def _attend_and_back(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    out, pull_back = jax.vjp(lambda q, k, v: _attend(q, k, v, mask), q, k, v)
+    out, pull_back = jax.vjp(lambda q, k, v: attend_hopper(q, k, v, mask), q, k, v)
     return out, pull_back(out)
 
 
