@@ -1,11 +1,12 @@
-"""HADS on one model, from calibration to the table, resumable: prepare | table | speed.
+"""HADS on one model, from calibration to the table, resumable: prepare | profile | table | speed.
 
     prepare   a model's tokenizer + text files → a folder of .npy documents
+    profile   times a calibration, all curves, compiling included → JSON
     table     calibrates (cached), then measures every method at every density → JSON and Markdown
     speed     times selection, sparse and dense attention, and decode → JSON
 
-`table` and `speed` need neither tokenizers nor tyro: `prepare` leaves ready documents, and their
-functions can be called. Profiles and densities that are there already are not measured again.
+Only `prepare` needs tokenizers, and only the command line tyro: the functions can be called.
+Profiles and densities that are there already are not measured again.
 """
 
 from __future__ import annotations
@@ -144,21 +145,47 @@ def _profiled(
     if not path.exists():
         profiles.mkdir(parents=True, exist_ok=True)
         cut = text.load_documents([documents / f"{name}.npy"], None, length, count)
-        marks = [time.perf_counter()]
-        found = subject.profile(
-            cut, block=block, curves=curves, tell=lambda _: marks.append(time.perf_counter())
-        )
-        facts = {
-            "documents": count,
-            "length": length,
-            "curves": list(curves),
-            "seconds": time.perf_counter() - marks[0],
-            "first_document_seconds": marks[1] - marks[0],
-        }
+        found, facts = _timed_profile(subject, cut, block, curves)
         print(path.stem, facts, flush=True)
         found.save(path)
         path.with_suffix(".json").write_text(json.dumps(facts) + "\n")
     return Profile.load(path)
+
+
+def _timed_profile(
+    subject: Subject, documents: list[np.ndarray], block: int, curves: tuple[str, ...]
+) -> tuple[Profile, dict[str, Any]]:
+    """A profile, and the seconds it took with compiling; the first document has most of that."""
+    marks = [time.perf_counter()]
+    found = subject.profile(
+        documents, block=block, curves=curves, tell=lambda _: marks.append(time.perf_counter())
+    )
+    return found, {
+        "documents": len(documents),
+        "length": len(documents[0]),
+        "curves": list(curves),
+        "seconds": time.perf_counter() - marks[0],
+        "first_document_seconds": marks[1] - marks[0],
+    }
+
+
+def profile(
+    model: Path,
+    documents: Path,
+    out: Path,
+    block: int = 64,
+    length: int = 8192,
+    calibration: int = 16,
+    dtype: str = "bfloat16",
+    implementation: str | None = None,
+) -> None:
+    """Times a calibration on novels with every curve; writes the JSON file `out`."""
+    subject = _subject(model, dtype, implementation)
+    cut = text.load_documents([documents / "novels.npy"], None, length, calibration)
+    _, facts = _timed_profile(subject, cut, block, CURVES)
+    row = {"kind": "profile", "model": model.name, "dtype": dtype, "block": block, **facts}
+    print(row, flush=True)
+    out.write_text(json.dumps({"provenance": provenance(), "rows": [row]}, indent=1) + "\n")
 
 
 # -------------------------------------------------------------------------------------------- speed
@@ -367,4 +394,6 @@ def _decoding(
 if __name__ == "__main__":
     import tyro
 
-    tyro.extras.subcommand_cli_from_dict({"prepare": prepare, "table": table, "speed": speed})
+    tyro.extras.subcommand_cli_from_dict(
+        {"prepare": prepare, "profile": profile, "table": table, "speed": speed}
+    )

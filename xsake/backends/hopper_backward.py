@@ -32,7 +32,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
 from xsake.backends import hopper_cast, hopper_delta
-from xsake.backends.hopper_forward import _pad_tokens, work_table
+from xsake.backends.hopper_forward import _pad_tokens
 from xsake.backends.hopper_items import (
     COLUMN,
     COMPUTE,
@@ -50,6 +50,7 @@ from xsake.backends.hopper_items import (
     check_sizes,
     tiles,
 )
+from xsake.backends.hopper_tables import work_table
 from xsake.block_lists import Lists
 
 FUSED_SIZE = 128  # the largest head of the fused form
@@ -118,7 +119,7 @@ def backward(
     q, out, d_out [B, T, N, H|Hv], k, v [B, S, K, H|Hv], lse and d_lse float32 [B, N, T] as the
     forward returns them. `lists` name the kv blocks of every row block, `columns` the row blocks of
     every kv block (start, count, full [B|1, N|K|1, Sb]); full blocks first in both. `row_work` and
-    `column_work` are tables made earlier (row_table, column_table) for the same lists and tiling.
+    `column_work` are work tables made earlier for the same lists and tiling.
     """
     shape = _Shape.of(q, k, v, lists, columns, block, tiling)
     rule = rule or TokenRule(None)
@@ -136,7 +137,10 @@ def backward(
         interpret=interpret,
     )
     if column_work is None:
-        column_work = column_table(columns, shape.batch, shape.heads, shape.head_bytes, tiling)
+        # kv blocks of every query head are items: its own q, d_out and dq stand in L2
+        column_work = work_table(
+            columns, shape.batch, shape.heads, shape.heads, shape.head_bytes, tiling, interpret
+        )
     made: dict[str, jax.Array] = {}
     together = shape.size + shape.value_size <= MOST_COLUMNS
     for makes in (("dk", "dv"),) if together else (("dk",), ("dv",)):
@@ -149,7 +153,9 @@ def backward(
         )
     if not fused:
         if row_work is None:
-            row_work = row_table(lists, shape.batch, shape.heads, shape.kv_heads, shape, tiling)
+            row_work = work_table(
+                lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling, interpret
+            )
         by_rows = _Rows(shape, tiling, **common)
         made["dq"] = by_rows(
             (*padded, *statistics, row_work, lists.kv_index.reshape(-1), *rows, *keys), interpret
@@ -157,18 +163,6 @@ def backward(
     group = shape.heads // shape.kv_heads
     dk, dv = (_sum_heads(made[x][:, : shape.keys], group) for x in ("dk", "dv"))
     return made["dq"][:, : shape.queries], dk, dv
-
-
-def column_table(
-    columns: Lists, batch: int, heads: int, head_bytes: int, tiling: BackwardTiling
-) -> jax.Array:
-    """The work table of _Columns: as the forward's, with kv blocks for rows."""
-    return work_table(columns, batch, heads, heads, head_bytes, tiling)
-
-
-def row_table(lists, batch, heads, kv_heads, shape, tiling) -> jax.Array:
-    """The work table of _Rows, the forward's."""
-    return work_table(lists, batch, heads, kv_heads, shape.kv_bytes, tiling)
 
 
 def _statistics(out, lse, d_out, d_lse, shape, fused, tiling, interpret):
@@ -554,7 +548,7 @@ class _Columns(_Kernel):
             q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # Q and lse
             # d_out and delta
             d_out_ready=plgpu.Barrier(num_arrivals=1 + self.makes_dk, num_barriers=d_out_stages),
-            kv_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTE),
+            kv_free=plgpu.Barrier(num_arrivals=COMPUTE),
             q_free=plgpu.Barrier(num_barriers=stages, **free),
             d_out_free=plgpu.Barrier(num_barriers=d_out_stages, **free),
         )
@@ -595,7 +589,7 @@ class _Columns(_Kernel):
             if self.makes_dk:
                 copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[slot], ready)
 
-        def load_kv(item, _):
+        def load_kv(item):
             keys = pl.ds(item.i * self.item_block, self.item_block)
             copy(k_gmem.at[item.b, keys, self.kv_head(item)], k_smem, k_ready)
             if self.makes_dk:
@@ -725,7 +719,7 @@ class _Columns(_Kernel):
                     plgpu.barrier_wait(v_ready)
                 refs = dict(zip(self.sizes, accumulators, strict=True))
                 self.run_steps(wg, item, done, front, functools.partial(back, refs))
-                plgpu.barrier_arrive(kv_free.at[0])
+                plgpu.barrier_arrive(kv_free)
                 return tuple(ref[...] for ref in refs.values())
 
             sizes = [(ROWS, size) for size in self.sizes.values()]
@@ -858,7 +852,7 @@ class _Rows(_Kernel):
             d_out_ready=plgpu.Barrier(),
             k_ready=plgpu.Barrier(num_barriers=stages),
             v_ready=plgpu.Barrier(num_barriers=v_stages),
-            q_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTE),  # d_out too
+            q_free=plgpu.Barrier(num_arrivals=COMPUTE),  # d_out too
             k_free=plgpu.Barrier(num_barriers=stages, **free),
             v_free=plgpu.Barrier(num_barriers=v_stages, **free),
         )
@@ -880,7 +874,7 @@ class _Rows(_Kernel):
         def load_v(item, keys, slot):
             copy(v_gmem.at[item.b, keys, self.kv_head(item)], v_smem.at[slot], v_ready.at[slot])
 
-        def load_q_d_out(item, _):
+        def load_q_d_out(item):
             queries = pl.ds(item.i * self.item_block, self.item_block)
             copy(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
             copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem, d_out_ready)
@@ -958,7 +952,7 @@ class _Rows(_Kernel):
                 plgpu.barrier_wait(q_ready)
                 plgpu.barrier_wait(d_out_ready)
                 self.run_steps(wg, item, done, front, functools.partial(back, dq_ref))
-                plgpu.barrier_arrive(q_free.at[0])
+                plgpu.barrier_arrive(q_free)
                 return (dq_ref[...],)
 
             (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))

@@ -12,7 +12,7 @@ turns, one's softmax hides behind the other's products; with `overlap`, a warpgr
 scores of its next visit before the values of this one, so its own softmax has a product behind it.
 
 m (running maximum, in base 2), l (running sum) and acc are named as in xla.py and tpu_kernels.py.
-This file is one kernel body, its roles and the table of work it reads.
+This file is one kernel body and its roles; hopper_tables.py makes the table of work it reads.
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -33,7 +32,6 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from xsake.backends.hopper_items import (
     COLUMN,
     COMPUTE,
-    COUNTER,
     LOG2E,
     PIECE,
     ROW,
@@ -42,12 +40,12 @@ from xsake.backends.hopper_items import (
     TILE,
     BlockKernel,
     Handover,
-    Item,
     Ring,
     TokenRule,
     check_sizes,
     tiles,
 )
+from xsake.backends.hopper_tables import work_table
 from xsake.block_lists import Lists
 
 # The output leaves in pieces so wide: at H = 256 a whole tile has no room beside Q, K and V
@@ -66,17 +64,12 @@ class ForwardTiling:
     step: int | None = None
     # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
     stages: int | None = None
-    # Q tiles: with two, the next item's Q is loaded while this one is computed. No room at H = 256.
-    q_stages: int = 1
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
     # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
     order: str = "sections"
     # Persistent: which CTA takes which item, "fixed" or by a "counter" (hopper_items.py).
     deal: str = "counter"
     overlap: bool = True  # scores of the next visit are issued before the values of this one
-    # The values of an item's last visit are issued behind the scores of the next item's first one,
-    # and its output is stored meanwhile. Persistent, with overlap, rows of 128.
-    across: bool = False
     # The two compute warpgroups take turns at the tensor cores; with 64 rows they take none.
     take_turns: bool = True
     # A tile is freed by bar.arrive instead of an mbarrier arrival of every thread.
@@ -118,7 +111,9 @@ def forward(
     # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies from and to.
     q, k, v = (_pad_tokens(x, -(-x.shape[1] // 8) * 8) for x in (q, k, v))
     if work is None:
-        work = work_table(lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling)
+        work = work_table(
+            lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling, interpret
+        )
     rule = rule or TokenRule(None)
     # A tile of these may be read past the end; what it finds there is masked.
     key_blocks = pl.cdiv(shape.keys, block[1])
@@ -149,58 +144,6 @@ def forward(
         interpret,
     )
     return out[:, : shape.queries], lse[..., : shape.queries]
-
-
-def work_table(
-    lists: Lists, batch: int, heads: int, kv_heads: int, kv_bytes: int, tiling: Any
-) -> jax.Array:
-    """One row per work item, in the order they are taken: int32 [B*N*Tb + 1, 8], see Work.
-
-    "longest" sorts all items by their number of visits, so the last ones to finish are short.
-    "sections" does the same inside groups of heads whose K and V (`kv_bytes` per kv head) fit in L2
-    together.
-    """
-    _, list_heads, row_blocks = lists.kv_count.shape
-    repeat = heads // list_heads
-
-    def per_item(x):
-        x = jnp.repeat(x, repeat, axis=1) if repeat > 1 else x
-        return jnp.broadcast_to(x, (batch, heads, row_blocks))
-
-    capacity = lists.kv_index.shape[-1]
-    offset = jnp.arange(lists.kv_index.shape[0] * list_heads, dtype=jnp.int32) * capacity
-    start = lists.kv_start + offset.reshape(-1, list_heads, 1)
-    b, n, i = (
-        lax.broadcasted_iota(jnp.int32, (batch, heads, row_blocks), axis) for axis in range(3)
-    )
-    count = per_item(lists.kv_count)
-    fields = (b, n, i, per_item(start), count, per_item(lists.full_count))
-    table = jnp.stack([x.reshape(-1) for x in fields] + [jnp.zeros(b.size, jnp.int32)] * 2, axis=-1)
-    end = np.zeros((1, table.shape[1]), np.int32)
-    end[0, Item._fields.index("count")] = -1
-    end[0, COUNTER] = min(tiling.sms, b.size)  # every CTA's first item is given out already
-    if tiling.order == "natural":
-        return jnp.concatenate([table, end])
-    key = jnp.int32(2**15) - jnp.minimum(count, 2**15)  # ascending, longest first
-    if tiling.order == "sections":
-        per_section = max(1, tiling.l2_bytes // kv_bytes)
-        section = (b * kv_heads + n // (heads // kv_heads)) // per_section
-        key += section << 16
-    return _sorted_by(table, key.reshape(-1), end)
-
-
-def _sorted_by(table, key, end):
-    """The rows of a table by ascending key, equal ones in their order, and a row at the end.
-
-    Some thousand rows are ranked by comparing all pairs, one small kernel where a sort takes many.
-    """
-    if key.size > 8192:
-        return jnp.concatenate([table[jnp.argsort(key)], end])
-    place = jnp.arange(key.size, dtype=jnp.int32)
-    before = (key < key[:, None]) | ((key == key[:, None]) & (place < place[:, None]))
-    rank = before.sum(axis=1, dtype=jnp.int32)
-    made = np.concatenate([np.zeros(table.shape, np.int32), end])
-    return jnp.asarray(made).at[rank].set(table, unique_indices=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,15 +244,15 @@ class _Kernel(BlockKernel):
         ready = plgpu.Barrier(num_barriers=stages)
         free = plgpu.Barrier(num_barriers=stages, num_arrivals=self.consumers)
         scratch = dict(
-            q_smem=tiles(self.tiling.q_stages, shape.block[0], shape.size, dtype=dtype),
+            q_smem=tiles(shape.block[0], shape.size, dtype=dtype),
             k_smem=tiles(stages, self.step, shape.size, dtype=dtype),
             v_smem=tiles(stages, self.step, shape.value_size, dtype=dtype),
             out_smem=tiles(self.consumers, ROWS, self.out_columns, dtype=dtype),
             lse_smem=plgpu.SMEM((self.consumers, ROWS), jnp.float32),
-            q_ready=plgpu.Barrier(num_barriers=self.tiling.q_stages),
+            q_ready=plgpu.Barrier(),
             k_ready=ready,
             v_ready=ready,
-            q_free=plgpu.Barrier(num_barriers=self.tiling.q_stages, num_arrivals=COMPUTE),
+            q_free=plgpu.Barrier(num_arrivals=COMPUTE),
             k_free=free,
             v_free=free,
         )
@@ -367,11 +310,6 @@ class _Kernel(BlockKernel):
             plgpu.barrier_wait(v_free.at[slot])
 
     @property
-    def across(self) -> bool:
-        tiling = self.tiling
-        return tiling.across and tiling.overlap and self.persistent and not self.alternate
-
-    @property
     def take_turns(self) -> bool:
         return self.tiling.take_turns and not self.alternate and not self.interpret
 
@@ -400,14 +338,13 @@ class _Kernel(BlockKernel):
             gmem = v_gmem.at[item.b, keys, self.kv_head(item)]
             plgpu.copy_gmem_to_smem(gmem, v_smem.at[slot], v_ready.at[slot])
 
-        def load_q(item, place):
+        def load_q(item):
             queries = pl.ds(item.i * self.item_block, self.item_block)
-            gmem = q_gmem.at[item.b, queries, item.n]
-            plgpu.copy_gmem_to_smem(gmem, q_smem.at[place], q_ready.at[place])
+            plgpu.copy_gmem_to_smem(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
 
         k_ring = Ring(self.stages, functools.partial(self.await_free_k, k_free), load_k)
         v_ring = Ring(self.stages, functools.partial(self.await_free_v, v_free), load_v)
-        self.stream(work, index, k_ring, v_ring, load_q, q_free, self.tiling.q_stages)
+        self.stream(work, index, k_ring, v_ring, load_q, q_free)
 
     # Compute warpgroups
 
@@ -420,10 +357,9 @@ class _Kernel(BlockKernel):
         """64 rows of every item: online softmax over its visits, then one store."""
         handover = Handover(piece_smem, piece_ready, piece_taken)
 
-        def visits_of(item, done, items_before):
-            """(visits, full, count) of an item, `done` steps and `items_before` that had any."""
-            place = self.slot(items_before, self.tiling.q_stages)
-            q_rows = q_smem.at[place, pl.ds(0 if self.alternate else wg * ROWS, ROWS)]
+        def visits_of(item, done):
+            """(visits, full, count) of an item, `done` steps of others before it."""
+            q_rows = q_smem.at[pl.ds(0 if self.alternate else wg * ROWS, ROWS)]
             first_row = self.first_row(item, wg)
             row_values = self.token_values(rows, item, first_row, ROWS, ROW)
 
@@ -439,26 +375,19 @@ class _Kernel(BlockKernel):
             first, full, count = self.own_steps(wg, item, done)
             visits = _Visits(
                 self, wg, done, first, mask, q_rows, k_smem, v_smem,
-                q_ready.at[place], k_ready, v_ready, q_free.at[place], k_free, v_free,
+                q_ready, k_ready, v_ready, q_free, k_free, v_free,
             )  # fmt: skip
             return visits, full, count
 
-        def after(item, done, items_before):
-            return done + item.count * self.splits, items_before + (item.count > 0).astype(
-                jnp.int32
-            )
-
-        def store(item, acc, m, l):
-            self.store(item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem)
-
-        def compute_item(item, carry):
-            visits, full, count = visits_of(item, *carry)
+        def compute_item(item, done):
+            after = done + item.count * self.splits
+            visits, full, count = visits_of(item, done)
             if self.alternate:  # a warpgroup without a step of its own takes part in this too
                 pl.when(item.count > 0)(lambda: plgpu.barrier_wait(visits.q_ready))
             acc, m, l = (visits.overlapped if self.tiling.overlap else visits.plain)(full, count)
             if not self.alternate:
-                store(item, acc, m, l)
-                return after(item, *carry)
+                self.store(item, wg, acc, m, l, sinks, out_gmem, lse_gmem, out_smem, lse_smem)
+                return after
             pl.when(item.count > 0)(lambda: plgpu.barrier_arrive(visits.q_free))
             m_l = [m_l_smem.at[0], m_l_smem.at[1]]
 
@@ -473,47 +402,12 @@ class _Kernel(BlockKernel):
                     lambda beside: handover.take(m_l if beside else ()),
                 )  # fmt: skip
 
-            return after(item, *carry)
-
-        def compute_across(item, carry):
-            """One item, and the end of the one before it, which still lacks its last values."""
-            done, items_before, before, state = carry
-            visits, full, count = visits_of(item, done, items_before)
-
-            def run():
-                acc, m, l, p = state
-                acc, new_m, new_l, p = visits.entered(full, acc, p, items_before > 0)
-                pl.when(items_before > 0)(lambda: store(before, acc, m, l))
-                acc, *_ = visits.init()
-                carry = (acc, new_m, new_l, p)
-                carry = visits.loop(1, full, count, visits.step, carry)
-                visits.free_q()
-                return carry
-
-            state = lax.cond(item.count > 0, run, lambda: state)
-            pl.when(item.count == 0)(lambda: store(item, *visits.init()))
-            before = jax.tree.map(lambda x, y: jnp.where(item.count > 0, x, y), item, before)
-            return *after(item, done, items_before), before, state
+            return after
 
         # Warpgroup 0 begins; the pass below is taken up by its last take, so that no arrival is
         # left over.
         pl.when(wg == 1)(lambda: self.pass_turn(wg))
-        if self.across:
-            nothing = Item(*[jnp.int32(0)] * len(Item._fields))
-            visits, *_ = visits_of(nothing, jnp.int32(0), jnp.int32(0))
-            acc, m, l = visits.init()
-            p = _splat(0.0, (ROWS, self.step), TILE).astype(v_smem.dtype)
-            done, items, before, (acc, m, l, p) = self.for_each_item(
-                work, compute_across, (0, 0, nothing, (acc, m, l, p))
-            )
-
-            @pl.when(items > 0)
-            def _():
-                visits, *_ = visits_of(before, done, items)
-                store(before, *visits.leave(acc, m, l, p, -1))
-
-        else:
-            self.for_each_item(work, compute_item, (0, 0))
+        self.for_each_item(work, compute_item, 0)
         pl.when(wg == 0)(lambda: self.take_turn(wg))
         plgpu.wait_smem_to_gmem(0)
 
@@ -787,67 +681,13 @@ class _Visits:
             p, m, l = self.first_softmax(s, full)
             acc, m, l, p = self.loop(1, full, count, self.step, (acc, m, l, p.astype(dtype)))
             self.free_q()
-            return self.leave(acc, m, l, p, count - 1)
+            self.await_v(count - 1)
+            self.kernel.take_turn(self.wg)
+            acc = self.add_values(acc, p, count - 1, lambda: self.kernel.pass_turn(self.wg))
+            self.free_v(count - 1)
+            return acc, m, l
 
         return lax.cond(count > 0, run, self.init)
-
-    def leave(self, acc, m, l, p, last):
-        """The values of an item's last step."""
-        self.await_v(last)
-        self.kernel.take_turn(self.wg)
-        acc = self.add_values(acc, p, last, lambda: self.kernel.pass_turn(self.wg))
-        self.free_v(last)
-        return acc, m, l
-
-    def entered(self, full, acc, p, has_before):
-        """The first step, with the values of the item before: its acc, and m, l, p of this one.
-
-        Where there was no item, the product is of anything with anything, and not used.
-        """
-        first, dtype = 0, self.v_smem.dtype  # a number: run_state cannot hold an array
-        before = -has_before.astype(jnp.int32)  # the step whose V is meant
-        self.await_k(first)
-        self.await_q()
-        pl.when(has_before)(lambda: self.await_v(before))
-        self.kernel.take_turn(self.wg)
-        if self.kernel.interpret or self.kernel.has_partial:
-            if self.kernel.interpret:
-                s = self.scores(first)
-                acc = lax.cond(has_before, lambda: self.add_values(acc, p, before), lambda: acc)
-            else:
-
-                def both(refs):
-                    acc_ref, s_ref = refs
-                    plgpu.wgmma(s_ref, self.q_rows, self.k(first))
-                    plgpu.wgmma(acc_ref, p, self.v(before))
-                    self.kernel.pass_turn(self.wg)
-
-                unset = _splat(0.0, self.scores_type.shape, TILE)
-                acc, s = pl.run_state(both)((plgpu.ACC.init(acc), plgpu.ACC.init(unset)))
-            self.free_k(first)
-            new_p, m, l = self.first_softmax(s, full)
-        else:
-
-            def products(refs):
-                acc_ref, *new_refs = refs
-
-                def with_scores(s_ref):
-                    plgpu.wgmma(s_ref, self.q_rows, self.k(first))
-                    plgpu.wgmma(acc_ref, p, self.v(before))
-                    self.kernel.pass_turn(self.wg)
-                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                    self.free_k(first)
-                    for ref, new in zip(new_refs, self.first_softmax(s, full), strict=True):
-                        ref[...] = new
-
-                pl.run_scoped(with_scores, self.scores_type)
-
-            unset = _splat(0.0, self.scores_type.shape, TILE)
-            _, m, l = self.init()
-            acc, new_p, m, l = pl.run_state(products)((plgpu.ACC.init(acc), unset, m, l))
-            acc, new_p = lax.optimization_barrier((acc, new_p))
-        pl.when(has_before)(lambda: self.free_v(before))
-        return acc, m, l, new_p.astype(dtype)
 
     def scores(self, t, after=lambda wg: None):
         def product(s_ref):

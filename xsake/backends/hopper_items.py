@@ -299,27 +299,20 @@ class BlockKernel:
     def kv_head(self, item):
         return lax.div(item.n, jnp.int32(self.shape.heads // self.shape.kv_heads))
 
-    def stream(self, work, index, first, second, load_once, item_free, item_stages=1):
+    def stream(self, work, index, first, second, load_once, item_free):
         """The memory role: both rings' tiles of every step, as soon as there is room for them.
 
-        load_once(item, place) starts the copies of what stays for a whole item. With one place they
-        are asked for behind the first tile of the first ring, for which there may be room earlier.
-        `item_free` completes when an item was read.
+        load_once(item) starts the copies of what stays for a whole item, behind the first tile of
+        the first ring, for which there may be room earlier. `item_free` completes when it was read.
         """
 
         def load_item(item, carry):
             done, items_before = carry  # steps and items loaded so far
             steps = item.count * self.splits
-            place = self.slot(items_before, item_stages)
 
             def load_its_own():
-                pl.when(items_before >= item_stages)(
-                    lambda: plgpu.barrier_wait(item_free.at[place])
-                )
-                load_once(item, place)
-
-            if item_stages > 1:
-                pl.when(steps > 0)(load_its_own)
+                pl.when(items_before > 0)(lambda: plgpu.barrier_wait(item_free))
+                load_once(item)
 
             @pl.loop(0, steps)
             def _(t):
@@ -331,8 +324,7 @@ class BlockKernel:
                     ring.load(item, tokens, place)
 
                 fill(first)
-                if item_stages == 1:
-                    pl.when(t == 0)(load_its_own)
+                pl.when(t == 0)(load_its_own)
                 fill(second)
 
             return done + steps, items_before + (steps > 0).astype(jnp.int32)
@@ -345,9 +337,7 @@ class BlockKernel:
                 def _(t, ring=ring):
                     ring.await_free(self.slot(t, ring.stages))
 
-            @pl.loop(jnp.maximum(items - item_stages, 0), items)
-            def _(t):
-                plgpu.barrier_wait(item_free.at[self.slot(t, item_stages)])
+            pl.when(items > 0)(lambda: plgpu.barrier_wait(item_free))
 
     # Steps
 

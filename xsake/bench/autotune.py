@@ -35,14 +35,15 @@ SECONDS = 0.01  # of queued calls in one round
 # Fields of ForwardTiling and BackwardTiling that are tried.
 FORWARD: tuple[dict[str, Any], ...] = (
     *(
-        {"order": order, "q_stages": 1 + across, "across": across, "take_turns": turns}
-        | {"lazy_rescale": 8.0}
+        {"order": order, "take_turns": turns, "lazy_rescale": 8.0}
         for order in ("sections", "natural")
-        for across in (False, True)
         for turns in (True, False)
     ),
     {"persistent": False, "lazy_rescale": 8.0, "take_turns": False},
     {"overlap": False},
+    {"overlap": False, "order": "natural"},
+    {"overlap": False, "lazy_rescale": 8.0},
+    {"overlap": False, "take_turns": False},
 )
 BACKWARD: tuple[dict[str, Any], ...] = tuple(
     {"fused": fused, "persistent": persistent, "order": order}

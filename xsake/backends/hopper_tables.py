@@ -1,0 +1,323 @@
+"""What the Hopper kernels read beside q, k and v: lists by column, and tables of work.
+
+Each is made on the device by one small kernel where XLA takes several: at low densities the time
+between their launches is a visible part of the whole.
+
+    lists by row ── lists_by_column ──▶ lists by column       the backward visits row blocks
+    lists ── work_table ──▶ int32 [items + 1, 8]              one row per work item, in their order
+
+The kernels are written by lanes: every thread of one warpgroup has its own row, column or item. The
+interpreter has no loads and stores by lane; it takes the same from plain JAX, and so do lists that
+are too long for shared memory.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf, vector
+
+from xsake.backends.hopper_items import COUNTER, THREADS, Item
+from xsake.block_lists import Lists, transposed
+
+MOST_ROWS = 384  # rows of blocks whose columns fit into shared memory, 128 at a time
+MOST_COMPARED = 4096  # items that are sorted together by comparing each with all others
+AT_ONCE = 4  # loads that are asked for together
+WIDTH = 8  # integers of a row of a work table
+
+LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one value per thread
+
+
+# -------------------------------------------------------------------------------- lists by column
+
+
+def lists_by_column(lists: Lists, columns: int, interpret: Any = False) -> Lists:
+    """The same blocks by kv block: the row blocks that visit it, full ones first. Keeps M.
+
+    A CTA has 128 columns of one head. It marks in shared memory, row by row,
+
+        units[i, j] = 1 if row i lists column j as full, 2^16 if as partial, else 0
+
+    whose sums down to row i are the places in both parts of the column's list.
+    """
+    batch, heads, rows = lists.kv_count.shape
+    if interpret or rows > MOST_ROWS:
+        return transposed(lists, columns)
+    shapes = [(batch, heads, columns)] * 3 + [lists.kv_index.shape]
+    made = _launch(
+        functools.partial(_turn, rows=rows, columns=columns, capacity=lists.kv_index.shape[-1]),
+        "xsake_lists_by_column",
+        [jax.ShapeDtypeStruct((int(np.prod(shape)),), jnp.int32) for shape in shapes],
+        dict(head=batch * heads, part=pl.cdiv(columns, THREADS)),
+        [x.reshape(-1) for x in lists[:4]],
+        units=plgpu.SMEM((rows * THREADS,), jnp.int32),
+        shared=plgpu.SMEM((THREADS,), jnp.int32),
+    )
+    turned = (x.reshape(shape) for x, shape in zip(made, shapes, strict=True))
+    return Lists._make([*turned, lists.overflow])
+
+
+def _turn(
+    start, count, full, index, starts, counts, fulls, indices,
+    *, units, shared, rows, columns, capacity,
+):  # fmt: skip
+    head, first = lax.axis_index("head"), lax.axis_index("part") * THREADS
+    lane = _lanes()
+    list_of_head = head * capacity
+
+    @pl.loop(0, rows)
+    def _(row):
+        units[pl.ds(row * THREADS, THREADS)] = _every_lane(0)
+
+    plgpu.commit_smem()
+    before = _every_lane(0)  # entries of columns left of these
+    live = _every_lane(0)
+    for row in (lane + part for part in range(0, rows, THREADS)):
+        of_row = head * rows + jnp.minimum(row, rows - 1)
+        its_start, its_count, its_full = (_gather(x, of_row) for x in (start, count, full))
+        its_count = jnp.where(row < rows, its_count, 0)
+        live += its_count
+
+        def mark(turn, before, row=row, start=its_start, count=its_count, full=its_full):
+            ranks = [turn * AT_ONCE + more for more in range(AT_ONCE)]
+            names = [
+                _gather(index, list_of_head + jnp.minimum(start + t, capacity - 1)) for t in ranks
+            ]
+            for t, name in zip(ranks, names, strict=True):
+                there, column = t < count, name - first
+                here = there & (column >= 0) & (column < THREADS)
+                unit = jnp.where(t < full, 1, 1 << 16)
+                _scatter(units, jnp.where(here, row * THREADS + column, -1), unit)
+                before += jnp.where(there & (column < 0), 1, 0)
+            return before
+
+        turns = lax.div(its_count.max() + (AT_ONCE - 1), AT_ONCE)
+        before = lax.fori_loop(0, turns, mark, before)
+    plgpu.commit_smem()
+
+    def units_of(row):
+        return plgpu.load(units.at[pl.ds(row * THREADS, THREADS)], layout=LANES)
+
+    both = lax.fori_loop(0, rows, lambda row, sums: sums + units_of(row), _every_lane(0))
+    full_count = both & 0xFFFF
+    column_count = full_count + (both >> 16)
+    shared[...] = column_count
+    plgpu.commit_smem()
+
+    def add_left(other, place):
+        return place + jnp.where(other < lane, shared[other], 0)
+
+    column_start = lax.fori_loop(0, THREADS, add_left, _every_lane(0) + before.sum())
+
+    def place_row(row, above):
+        unit = units_of(row)
+        rank = jnp.where(unit == 1, above & 0xFFFF, full_count + (above >> 16))
+        place = jnp.where(unit > 0, list_of_head + column_start + rank, -1)
+        _scatter(indices, place, _every_lane(0) + row)
+        return above + unit
+
+    lax.fori_loop(0, rows, place_row, _every_lane(0))
+    column = first + lane
+    place = jnp.where(column < columns, head * columns + column, -1)
+    for x, value in ((starts, column_start), (counts, column_count), (fulls, full_count)):
+        _scatter(x, place, value)
+
+    # What no list reaches is never read, but stays a legal number.
+    @pl.when(first + THREADS >= columns)
+    def _():
+        used = live.sum()
+
+        @pl.loop(lax.div(used, THREADS), pl.cdiv(capacity, THREADS))
+        def _(part):
+            place = part * THREADS + lane
+            unused = (place >= used) & (place < capacity)
+            _scatter(indices, jnp.where(unused, list_of_head + place, -1), _every_lane(0))
+
+
+# ------------------------------------------------------------------------------------ work tables
+
+
+def work_table(
+    lists: Lists,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    kv_bytes: int,
+    tiling: Any,
+    interpret: Any = False,
+) -> Array:
+    """One row per work item, in the order they are taken: int32 [B*N*Tb + 1, 8].
+
+    "natural" leaves them as they are. "longest" sorts all items by their number of visits, so the
+    last ones to finish are short. "sections" does the same inside groups of heads whose K and V
+    (`kv_bytes` per kv head) fit in L2 together. A row is an Item; the last row ends the work (see
+    Work), with the number of the first item that is not given out already.
+    """
+    blocks = lists.kv_count.shape[-1]
+    items = batch * heads * blocks
+    together = max(1, tiling.l2_bytes // kv_bytes) * (heads // kv_heads) * blocks
+    runs = {"natural": 1, "longest": items, "sections": min(together, items)}
+    if tiling.order not in runs:
+        raise ValueError(f"order is {tiling.order!r}; choose one of {sorted(runs)}")
+    end = np.zeros((1, WIDTH), np.int32)
+    end[0, Item._fields.index("count")] = -1
+    end[0, COUNTER] = min(tiling.sms, items)
+    run = runs[tiling.order]
+    if interpret or run > MOST_COMPARED:
+        return _sorted_table(lists, batch, heads, run, end)
+    (table,) = _launch(
+        functools.partial(_place, lists=lists, batch=batch, heads=heads, run=run, end=end[0]),
+        "xsake_work_table",
+        [jax.ShapeDtypeStruct(((items + 1) * WIDTH,), jnp.int32)],
+        dict(part=pl.cdiv(items, THREADS)),
+        [x.reshape(-1) for x in (lists.kv_start, lists.kv_count, lists.full_count)],
+    )
+    return table.reshape(items + 1, WIDTH)
+
+
+def _place(start, count, full, table, *, lists, batch, heads, run, end):
+    """Every lane finds the place of its item by comparing it with all others of its run."""
+    list_batch, list_heads, blocks = lists.kv_count.shape
+    items = batch * heads * blocks
+
+    def where(item):
+        """(b, n, i), and which list of a head that is; batch rows and runs of heads may share."""
+        head, i = _split(item, blocks)
+        b, n = _split(head, heads)
+        own = lax.div(n, jnp.int32(heads // list_heads))
+        return (b, n, i), own if list_batch == 1 else b * list_heads + own
+
+    def list_of(item):
+        (_, _, i), of_head = where(item)
+        return of_head * blocks + i
+
+    first = lax.axis_index("part") * THREADS
+    lane = _lanes()
+    item = jnp.minimum(first + lane, items - 1)
+    (b, n, i), of_head = where(item)
+    its_start, its_count, its_full = (_gather(x, list_of(item)) for x in (start, count, full))
+    rank = item
+    if run > 1:
+        # the runs of the first and of the last lane are one, or neighbours
+        last = jnp.minimum(first + (THREADS - 1), items - 1)
+        begin = lax.div(first, jnp.int32(run)) * run
+        end_of_runs = jnp.minimum((lax.div(last, jnp.int32(run)) + 1) * run, items)
+        its_run = lax.div(item, jnp.int32(run))
+
+        def compare(turn, rank):
+            others = [begin + turn * AT_ONCE + more for more in range(AT_ONCE)]
+            counts = [count[list_of(jnp.minimum(other, items - 1))] for other in others]
+            for other, other_count in zip(others, counts, strict=True):
+                earlier = (other_count > its_count) | ((other_count == its_count) & (other < item))
+                same = (lax.div(other, jnp.int32(run)) == its_run) & (other < end_of_runs)
+                rank += jnp.where(earlier & same, 1, 0)
+            return rank
+
+        turns = lax.div(end_of_runs - begin + (AT_ONCE - 1), jnp.int32(AT_ONCE))
+        rank = lax.fori_loop(0, turns, compare, its_run * run)
+    its_start += of_head * lists.kv_index.shape[-1]
+    values = (*Item(b, n, i, its_start, its_count, its_full), *[_every_lane(0)] * 2)
+    row = jnp.where(first + lane < items, rank * WIDTH, -1)
+    for field, value in enumerate(values):
+        _scatter(table, jnp.where(row < 0, -1, row + field), value)
+
+    @pl.when(first == 0)
+    def _():
+        value = _every_lane(0)
+        for field in np.flatnonzero(end):
+            value = jnp.where(lane == int(field), int(end[field]), value)
+        _scatter(table, jnp.where(lane < WIDTH, items * WIDTH + lane, -1), value)
+
+
+def _sorted_table(lists: Lists, batch: int, heads: int, run: int, end: np.ndarray) -> Array:
+    """The same by sorting."""
+    list_heads, blocks = lists.kv_count.shape[1:]
+
+    def per_item(x):
+        return jnp.broadcast_to(
+            jnp.repeat(x, heads // list_heads, axis=1), (batch, heads, blocks)
+        ).reshape(-1)
+
+    lead, capacity = lists.kv_index.shape[:2], lists.kv_index.shape[-1]
+    offset = jnp.arange(lead[0] * lead[1], dtype=jnp.int32).reshape(*lead, 1) * capacity
+    b, n, i = (
+        lax.broadcasted_iota(jnp.int32, (batch, heads, blocks), axis).reshape(-1)
+        for axis in range(3)
+    )
+    count = per_item(lists.kv_count)
+    item = Item(b, n, i, per_item(lists.kv_start + offset), count, per_item(lists.full_count))
+    table = jnp.stack([*item, *[jnp.zeros_like(b)] * (WIDTH - len(item))], axis=-1)
+    if run > 1:
+        table = table[jnp.lexsort((-count, jnp.arange(b.size) // run))]
+    return jnp.concatenate([table, end])
+
+
+# ------------------------------------------------------------------------------------------ lanes
+
+
+def _launch(body, name, out_type, grid, operands, **scratch):
+    """The results of body(*operands, *results, **scratch), one warpgroup per place of the grid."""
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out_type),
+        scratch_types=scratch,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(*operands)
+
+
+def _split(number, by):
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
+
+
+def _lanes():
+    """The number of every lane."""
+    return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=LANES)
+
+
+def _every_lane(value):
+    return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.int32), LANES)
+
+
+def _gather(ref, places):
+    """ref[place] of every lane's place; ref is int32 [size]."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), LANES),
+        return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=LANES),
+    )
+    def emit(_, ref, places):
+        return places.foreach(
+            lambda place, _: memref.load(ref, [_index(place)]), create_array=True, is_signed=True
+        )
+
+    return emit(ref, places)
+
+
+def _scatter(ref, places, values):
+    """ref[place] = value of every lane whose place is not negative; ref is int32 [size]."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES, LANES))
+    def emit(_, ref, places, values):
+        (place,), (value,) = (
+            [vector.extract(x, [], [0]) for x in array.registers.flat] for array in (places, values)
+        )
+        zero = arith.constant(place.type, ir.IntegerAttr.get(place.type, 0))
+        there = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, place, zero))
+        with ir.InsertionPoint(there.then_block):
+            memref.store(value, ref, [_index(place)])
+            scf.yield_([])
+
+    emit(ref, places, values)
+
+
+def _index(integer):
+    return arith.index_cast(ir.IndexType.get(), integer)
