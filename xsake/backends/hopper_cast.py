@@ -19,11 +19,11 @@ read-modify-writes. A barrier of the warpgroup hands on to its 128 threads what 
 seen. One number for both would not do: through items without visits a warpgroup runs ahead of the
 other, which may not have added yet.
 
-No deadlock. The only waits without end are for the CTA's own compute warpgroups, for an item and
-at last for their registers. They wait for the fourth one nowhere but at its start and at the
-records of later items, and it has read its own when it waits.
-For other CTAs a CTA waits `patience` looks at most; then it adds LEFT. Of that and the last visit,
-one comes second and finds LEFT alone. It exchanges it for TAKEN, so that nobody does so twice.
+No deadlock. The only waits without end are for the CTA's own compute warpgroups, for an item and at
+last for their registers. They wait for the fourth one nowhere but at its start and at the records
+of later items, and it has read its own when it waits. For other CTAs a CTA waits `patience` looks
+at most; then it adds LEFT. Of that and the last visit, one comes second and finds LEFT alone. It
+exchanges it for TAKEN, so that nobody does so twice.
 """
 
 import struct
