@@ -559,7 +559,7 @@ class _Columns(_Kernel):
             scratch["left_smem"] = tiles(COMPUTE, ROWS, step, dtype=dtype)
         if self.casts:
             if not self.counts:  # otherwise behind a record: there is no room for another buffer
-                scratch["added_smem"] = plgpu.SMEM((1,), jnp.int32)
+                scratch["added_smem"] = plgpu.SMEM((COMPUTE,), jnp.int32)
             scratch["cast_started"] = plgpu.Barrier()
         if self.fused:
             ds_stages = 1 if self.alternate else self.tiling.ds_stages
@@ -616,7 +616,7 @@ class _Columns(_Kernel):
         sums, outs = (outs[0], outs[1:]) if self.fused else (None, outs)
         if self.casts:
             outs = outs[1:-1]  # the counters and dq are another's
-            added_smem = self.added(work, added_smem)
+            added = self.added(work, added_smem).at[pl.ds(wg, 1)]
             plgpu.barrier_wait(cast_started)
         out_gmem = dict(zip(self.sizes, outs, strict=True))
         left = None if left_smem is None else left_smem.at[wg]
@@ -735,7 +735,7 @@ class _Columns(_Kernel):
                 # What was added to dq is in memory; the results that left after it may be late.
                 late = 0 if self.alternate else sum(self.sizes.values()) // PIECE
                 plgpu.wait_smem_to_gmem(late)
-                hopper_cast.tell(added_smem)
+                hopper_cast.tell(added)
             return done + steps
 
         self.for_each_item(work, compute_item, 0)
@@ -754,10 +754,10 @@ class _Columns(_Kernel):
         return lambda: cast.run(work, index, counters, sums, dq, added, cast_started)
 
     def added(self, work, added_smem):
-        """Where the warpgroups count the items whose part of dq was added."""
-        return (
-            work.record_smem.at[0, pl.ds(len(Item._fields) + 2, 1)] if self.counts else added_smem
-        )
+        """Where each compute warpgroup counts the items whose part of dq it has added."""
+        if not self.counts:
+            return added_smem
+        return work.record_smem.at[0, pl.ds(len(Item._fields) + 2, COMPUTE)]
 
     def statistics(self, smem):
         """The places of lse and of delta in shared memory."""

@@ -12,15 +12,18 @@ Row block r, in the order in which heads are worked on, belongs to CTA r mod CTA
 the next of its own while it waits for its item. At its end it waits for the rest, but not for ever.
 
 Memory order. A compute warpgroup waits until its additions (TMA, the async proxy) are performed,
-fences the proxy and adds 1 to `added` in shared memory (release, CTA). The fourth one sees that
-(acquire), fences for the GPU and adds to the counters (relaxed). Who reads a counter and fences
-sees all that was added before: the additions to one counter are a chain of read-modify-writes. A
-barrier of the warpgroup hands on to its 128 threads what one of them has seen.
+fences the proxy and adds 1 to its own number of `added` in shared memory (release, CTA). The fourth
+one sees that of both (acquire), fences for the GPU and adds to the counters (relaxed). Who reads a
+counter and fences sees all that was added before: the additions to one counter are a chain of
+read-modify-writes. A barrier of the warpgroup hands on to its 128 threads what one of them has
+seen. One number for both would not do: through items without visits a warpgroup runs ahead of the
+other, which may not have added yet.
 
-No deadlock. The only waits without end are for the CTA's own compute warpgroups, which wait for
-the fourth one nowhere but at the records of later items, and it has read its own when it waits.
-For other CTAs a CTA waits `patience` looks at most; then it adds LEFT. Of that and the last visit,
-one comes second and finds LEFT alone. It exchanges it for TAKEN, so that nobody does so twice.
+No deadlock. The only waits without end are for the CTA's own compute warpgroups, for an item and at
+last for their registers. They wait for the fourth one nowhere but at its start and at the records
+of later items, and it has read its own when it waits. For other CTAs a CTA waits `patience` looks
+at most; then it adds LEFT. Of that and the last visit, one comes second and finds LEFT alone. It
+exchanges it for TAKEN, so that nobody does so twice.
 """
 
 import struct
@@ -85,10 +88,9 @@ class Cast:
 
         def after(item, carry):
             turn, place = carry
-            want = (turn + 1) * COMPUTE
 
             def await_item(place):
-                return _item_or_row(added, want, counter(number(place)), place < own)
+                return _item_or_row(added, turn + 1, counter(number(place)), place < own)
 
             def take_one(carry):
                 place = carry[0]
@@ -184,14 +186,17 @@ class Cast:
 
 
 def tell(added):
-    """A compute warpgroup's additions of an item are in memory: it has waited for them."""
+    """A compute warpgroup's additions of an item are in memory: it has waited for them.
+
+    `added` is its own number.
+    """
     _in_shared(
         added, ["@one fence.proxy.async.global;", "@one red.release.cta.shared.add.u32 [$0], 1;"]
     )
 
 
 def _reset(added):
-    _in_shared(added, ["@one st.shared.u32 [$0], 0;"])
+    _in_shared(added, [f"@one st.shared.u32 [$0+{4 * wg}], 0;" for wg in range(COMPUTE)])
 
 
 def _in_shared(added, lines):
@@ -215,12 +220,13 @@ SHARED = (
 
 
 def _item_or_row(added, want, counter, more):
-    """Waits: 1 when `added` has reached `want`, 0 when the counter says complete and `more`."""
+    """Waits: 1 when both of `added` have reached `want`, 0 when `more` and the counter is 0."""
     lines = [
         *ONE,
-        ".reg .pred p, q, m; .reg .b32 x;",
+        ".reg .pred p, q, m; .reg .b32 x, y;",
         "setp.ne.u32 p, tid, tid; setp.ne.s32 m, $4, 0; @!one bra OUT;",
-        "AGAIN: ld.acquire.cta.shared.u32 x, [$1]; setp.ge.s32 p, x, $2; @p bra OUT;",
+        "AGAIN: ld.acquire.cta.shared.u32 x, [$1]; ld.acquire.cta.shared.u32 y, [$1+4];",
+        "min.s32 x, x, y; setp.ge.s32 p, x, $2; @p bra OUT;",
         "@!m bra SLEEP;",
         "ld.relaxed.gpu.global.u32 x, [$3]; setp.eq.s32 q, x, 0; @q bra SEEN;",
         f"SLEEP: nanosleep.u32 {SLEEP_NS}; bra AGAIN;",
