@@ -284,7 +284,12 @@ def _lanes():
 
 
 def _every_lane(value):
-    return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.int32), LANES)
+    return _by_lane(jnp.full((THREADS,), value, jnp.int32))
+
+
+def _by_lane(values):
+    """The same values; those that turn out to be constant have no layout otherwise."""
+    return plgpu.layout_cast(values, LANES)
 
 
 def _gather(ref, places):
@@ -299,7 +304,7 @@ def _gather(ref, places):
             lambda place, _: memref.load(ref, [_index(place)]), create_array=True, is_signed=True
         )
 
-    return emit(ref, places)
+    return emit(ref, _by_lane(places))
 
 
 def _scatter(ref, places, values):
@@ -316,7 +321,7 @@ def _scatter(ref, places, values):
             memref.store(value, ref, [_index(place)])
             scf.yield_([])
 
-    emit(ref, places, values)
+    emit(ref, _by_lane(places), _by_lane(values))
 
 
 def _index(integer):

@@ -46,14 +46,16 @@ FORWARD: tuple[dict[str, Any], ...] = (
     {"overlap": False, "take_turns": False},
 )
 BACKWARD: tuple[dict[str, Any], ...] = tuple(
-    {"fused": fused, "persistent": persistent, "order": order}
-    for fused, persistent, order in (
-        (True, True, "sections"),
-        (True, True, "natural"),
-        (True, False, "sections"),
-        (True, False, "natural"),
-        (False, True, "sections"),
-        (False, True, "natural"),
+    {"fused": fused, "cast": cast, "persistent": persistent, "order": order}
+    for fused, cast, persistent, order in (
+        (True, "pass", True, "sections"),
+        (True, "pass", True, "natural"),
+        (True, "pass", False, "sections"),
+        (True, "pass", False, "natural"),
+        (True, "kernel", True, "sections"),
+        (True, "kernel", True, "natural"),
+        (False, "pass", True, "sections"),
+        (False, "pass", True, "natural"),
     )
 )
 
