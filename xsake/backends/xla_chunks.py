@@ -45,11 +45,11 @@ class Steps:
     def of_device(cls, platform: str, deterministic: bool) -> Steps:
         """A CPU's step stays in its cache and adds in order; a GPU's is worth a dozen launches.
 
-        What a GPU's step writes (float32 logits, rows x keys) is still of the size of its L2 cache.
+        What a GPU's step writes (float32 logits, rows x keys) is about the size of its L2 cache.
         """
         if platform == "cpu":
             return cls(512, 1)
-        return cls(16384, 512, dq_by_rows=deterministic)
+        return cls(16384, 1024, dq_by_rows=deterministic)
 
     def width(self, mask: BlockMask) -> int:
         """Blocks that a row meets in one step."""
