@@ -339,6 +339,40 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, bloc
 
 @pytest.mark.gpu
 @pytest.mark.skipif(_jax.platform() != "gpu", reason="what XLA makes of it is seen on a GPU only")
+def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
+    """XLA hands a kernel a place inside the stack instead of a slice: the right one, every turn."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((5, 1, 512, n, 64)), jnp.bfloat16) for n in (6, 2, 2, 6)
+    )
+    blocks = jnp.asarray(rng.random((5, 1, 6, 4, 4)) < 0.6)
+
+    def layer(x):
+        q, k, v, d_out, blocks = x
+        mask = BlockMask.from_dense(blocks, masks.causal(), shape=(512, 512))
+
+        def attend(q, k, v):
+            return xsake.dot_product_attention(
+                q, k, v, mask=mask, return_residual=True, implementation="hopper"
+            )
+
+        (out, logsumexp), back = jax.vjp(attend, q, k, v)
+        return out, logsumexp, *back((d_out, jnp.zeros_like(logsumexp)))
+
+    stacked = q, k, v, d_out, blocks
+    in_a_loop = jax.jit(lambda *x: jax.lax.map(layer, x))
+    alone = [jax.jit(layer)(tuple(x[i] for x in stacked)) for i in range(5)]
+    for _ in range(3):  # what the first call remembers must not serve the next
+        found = in_a_loop(*stacked)
+        for got, want in zip(found, zip(*alone, strict=True), strict=True):
+            for i in range(5):
+                np.testing.assert_allclose(
+                    np.asarray(got[i], np.float32), np.asarray(want[i], np.float32), atol=2e-2
+                )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(_jax.platform() != "gpu", reason="what XLA makes of it is seen on a GPU only")
 def test_a_scan_over_layers_runs_each_kernel_once():
     """XLA would fuse the forward with the stacking of its result, beside the forward itself."""
 

@@ -271,3 +271,34 @@ def test_every_refusal_has_its_reason(change, reason, monkeypatch):
     q = jax.ShapeDtypeStruct(k.shape, change.get("query", k.dtype))
     said = scores.why_not(q, k, change.get("block", 64))
     assert (said is None) if reason is None else (reason in said)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(_jax.platform() != "gpu", reason="the kernel itself runs on a GPU only")
+@pytest.mark.parametrize(
+    ("layers", "T", "heads", "size", "block"),
+    [(5, 8192, (9, 3), 64, 128), (3, 2048, (8, 8), 64, 64), (3, 4001, (4, 2), 128, 128)],
+    ids=str,
+)
+def test_on_a_card_stacked_layers_score_as_plain_jax_does(
+    layers, T, heads, size, block, monkeypatch
+):
+    """Each layer by itself, and all of them in a loop, which XLA runs on places in the stack."""
+    q = drawn(layers, T, heads[0], size) / 2
+    k = drawn(layers, T, heads[1], size, seed=1)
+    estimate = functools.partial(select.mean_query, block=block)
+
+    def in_a_loop(q, k):
+        one = functools.partial(jax.tree.map, lambda x: x[None])
+        return jax.lax.map(lambda x: jax.vmap(estimate)(*one(x))[0], (q, k))
+
+    assert scores.why_not(q[0], k[0], block) is None
+    alone = np.stack([np.asarray(jax.jit(estimate)(q[i], k[i])) for i in range(layers)])
+    together = np.asarray(jax.jit(in_a_loop)(q, k))
+    monkeypatch.setattr(scores, "why_not", lambda *_: "compared with")
+    exactly = [x.astype(jnp.float32) for x in (q, k)]
+    want = np.stack([np.asarray(estimate(*(x[i] for x in exactly))) for i in range(layers)])
+    seen = np.tri(want.shape[-1], dtype=bool)
+    # a mean query is rounded to bfloat16, and logits are as large as 50
+    np.testing.assert_allclose(alone[..., seen], want[..., seen], atol=0.3)
+    np.testing.assert_array_equal(together[..., seen], alone[..., seen])
