@@ -3,10 +3,10 @@
 A row of blocks costs what it visits. Rows of all heads are sorted by how much they visit and taken
 in chunks; a chunk loops to its longest row, nearly its shortest:
 
-    rows (b, n, i), most blocks first        one chunk, step t while all blocks are full
+    rows (b, i, n), most blocks first        one chunk: the last W blocks with the rule, then
     ┌─────────┐ chunk 0   9 9 9 8            q [R, block_q, H] ─┐
     ├─────────┤ chunk 1   8 8 7 7            k[next W blocks] ──┴─ s ─ m, l, acc ← online softmax
-    ├─────────┤ chunk 2   7 5 5 4            then the same with the rule, to the longest row
+    ├─────────┤ chunk 2   7 5 5 4            while all blocks are full; then to the longest row
     └─────────┘
 
 The backward pass does the same with the transposed lists: a chunk of kv blocks visits the row
@@ -144,7 +144,7 @@ def _visit_rows(
     settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
 ) -> tuple[Array, Array]:
     sizes, dtype = Sizes.of(q, k, v), accumulator(q.dtype)
-    B, T, _, N, K, _, Hv = sizes
+    _, T, _, N, K, _, _ = sizes
     bq = mask.block[0]
     biases = None if bias is None else BiasBlocks(bias, mask, sizes)
     order, went = work_order(mask, sizes, settings.steps.rows)
@@ -155,7 +155,6 @@ def _visit_rows(
         head = chunk.n * K // N
 
         def step(visit: Visit, state: Any) -> Any:
-            m, l, acc = state  # running maximum, running sum, unnormalised output
             k_rows, v_rows = (
                 _operand(take(x, visit.b, visit.k_tokens(mask), head)) for x in (k, v)
             )
@@ -165,18 +164,18 @@ def _visit_rows(
             allowed = visit.allowed(mask)
             if allowed is not None:
                 s = jnp.where(allowed, s, -jnp.inf)
-            m_new = jnp.maximum(m, s.max(-1))
+            m_new = s.max(-1) if state is None else jnp.maximum(state[0], s.max(-1))
             # one that has seen nothing yet has no maximum: 0 in its place, and p = exp(-inf) = 0
             level = jnp.where(m_new == -jnp.inf, 0, m_new)
-            shrink = jnp.exp(m - level)  # rescales what was summed under the old maximum
             p = jnp.exp(s - level[..., None])
             pv = _product("rqk,rkh->rqh", p.astype(v_rows.dtype), v_rows, dtype)
+            if state is None:
+                return m_new, p.sum(-1), pv
+            m, l, acc = state  # running maximum, running sum, unnormalised output
+            shrink = jnp.exp(m - level)  # rescales what was summed under the old maximum
             return m_new, l * shrink + p.sum(-1), acc * shrink[..., None] + pv
 
-        R = chunk.b.shape[0]
-        m = jnp.full((R, bq), -jnp.inf, dtype)
-        start = m, jnp.zeros((R, bq), dtype), jnp.zeros((R, bq, Hv), dtype)
-        m, l, acc = chunk.loop(mask, settings.steps.width(mask), False, step, start)
+        m, l, acc = chunk.loop(mask, settings.steps.width(mask), False, step, None)
         seen = l != 0  # acc may be anything elsewhere: it was fed blocks that are not its own
         out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
         lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
@@ -216,6 +215,11 @@ def _sum_of_each(x: Array) -> Array:
     if _jax.platform() != "cpu":
         return x.sum(-1)
     return x @ jnp.ones(x.shape[-1], x.dtype)  # XLA's own reduction is far slower on CPUs
+
+
+def _plus(total: Array | None, more: Array) -> Array:
+    """The first step has no total yet."""
+    return more if total is None else total + more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,13 +296,11 @@ def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | No
                 if visit.live is not None:
                     dq_rows = jnp.where(visit.live[..., None, None], dq_rows, 0)
                 dq = add(dq, visit.b, visit.i * bq, visit.n, dq_rows)
-            dk = dk + _product("rqk,rqh->rkh", ds, q_rows, dtype)
-            return dq, dbias, dk, dv + _product("rqk,rqh->rkh", p, do_rows, dtype)
+            dk = _plus(dk, _product("rqk,rqh->rkh", ds, q_rows, dtype))
+            return dq, dbias, dk, _plus(dv, _product("rqk,rqh->rkh", p, do_rows, dtype))
 
-        R = chunk.b.shape[0]
-        zeros = jnp.zeros((R, bk, H), dtype), jnp.zeros((R, bk, Hv), dtype)
         width = settings.steps.width(columns)
-        dq, dbias, dk, dv = chunk.loop(columns, width, True, step, (*carry, *zeros))
+        dq, dbias, dk, dv = chunk.loop(columns, width, True, step, (*carry, None, None))
         some = (chunk.count > 0)[:, None, None]
         return (dq, dbias), (jnp.where(some, dk * settings.scale, 0), jnp.where(some, dv, 0))
 
@@ -320,13 +322,12 @@ def _visit_rows_again(given: Given) -> Array:
         q_rows, *others = given.q_side(chunk.b, chunk.tokens(bq), chunk.n)
         q_rows, scale = _scaled(q_rows, settings.scale, dtype)
 
-        def step(visit: Visit, dq: Array) -> Array:
+        def step(visit: Visit, dq: Array | None) -> Array:
             k_side = given.k_side(visit.b, visit.k_tokens(mask), visit.n)
             _, ds, _ = given.p_and_ds(visit, (q_rows, *others), k_side, scale)
-            return dq + _product("rqk,rkh->rqh", ds.astype(q_rows.dtype), k_side[0], dtype)
+            return _plus(dq, _product("rqk,rkh->rqh", ds.astype(q_rows.dtype), k_side[0], dtype))
 
-        start = jnp.zeros((chunk.b.shape[0], bq, sizes.H), dtype)
-        dq = chunk.loop(mask, settings.steps.width(mask), False, step, start)
+        dq = chunk.loop(mask, settings.steps.width(mask), False, step, None)
         return jnp.where((chunk.count > 0)[:, None, None], dq * settings.scale, 0)
 
     return in_order(lax.map(rows, order), went, sizes, sizes.T)

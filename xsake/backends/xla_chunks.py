@@ -87,7 +87,7 @@ def add(x: Array, b: Array, first: Array, n: Array, blocks: Array) -> Array:
 def in_order(x: Array, went: Array, sizes: Sizes, length: int) -> Array:
     """Blocks in the order they were worked on, [chunks, R, block, D] -> [B, length, N, D]."""
     # gathered by token, so that the result is written once, where it belongs
-    block = jnp.moveaxis(went.reshape(sizes.B, sizes.N, -1), 1, 2)[:, :, None]
+    block = went.reshape(sizes.B, -1, 1, sizes.N)
     tokens = x.reshape(-1, *x.shape[2:])[block, jnp.arange(x.shape[2])[:, None]]
     return tokens.reshape(sizes.B, -1, sizes.N, x.shape[-1])[:, :length]
 
@@ -160,7 +160,7 @@ class Chunk:
         """Looks the rows up; -1 stands for a row that visits nothing."""
         blocks, entries = mask.kv_count.shape[2], mask.kv_index.shape[2]
         real, row = row >= 0, jnp.maximum(row, 0)
-        b, n, i = row // (sizes.N * blocks), row // blocks % sizes.N, row % blocks
+        b, i, n = _coordinates(row, blocks, sizes)
         place = mask_place(mask, sizes, b, n)
         at = place * blocks + i
         count = jnp.where(real, mask.kv_count.reshape(-1)[at], 0)
@@ -181,31 +181,48 @@ class Chunk:
     ) -> Any:
         """Runs step(visit, state) over every block of the longest row, `width` of each at once.
 
-        While all blocks are full for every row, a visit has neither `live` nor `needs_rule`.
+        The first step meets the last blocks of every row, those that need the rule; so a row of one
+        block has no loop, and a state can begin as what the first step gives. After it, while all
+        blocks are full for every row, a visit has neither `live` nor `needs_rule`.
         """
+        ranks = jnp.arange(width, dtype=jnp.int32)[None]
+        left = self.count - width  # after the first step, the first so many of a row's list
 
-        def visit(t: Array, some_partial: bool) -> Visit:
-            rank = t * width + jnp.arange(width, dtype=jnp.int32)[None]
+        def visit(rank: Array, live: Array | None) -> Visit:
             own, met = self.i[:, None], self.blocks_at(mask, rank)
             i, j = (met, own) if by_columns else (own, met)
-            if not some_partial:
-                return Visit(self.b, self.n, i, j, None, None)
-            return Visit(
-                self.b, self.n, i, j, rank < self.count[:, None], rank >= self.full[:, None]
-            )
+            needs_rule = None if live is None else rank >= self.full[:, None]
+            return Visit(self.b, self.n, i, j, live, needs_rule)
 
-        whole, all_steps = self.full.min() // width, -(-self.count.max() // width)
-        full = lax.fori_loop(0, whole, lambda t, s: step(visit(t, False), s), state)
-        return lax.fori_loop(whole, all_steps, lambda t, s: step(visit(t, True), s), full)
+        def full(t: Array, state: Any) -> Any:
+            return step(visit(t * width + ranks, None), state)
+
+        def some_partial(t: Array, state: Any) -> Any:
+            rank = t * width + ranks
+            return step(visit(rank, rank < left[:, None]), state)
+
+        last = left[:, None] + ranks
+        state = step(visit(last, last >= 0), state)
+        whole = jnp.maximum(jnp.minimum(self.full, left).min(), 0) // width
+        state = lax.fori_loop(0, whole, full, state)
+        return lax.fori_loop(whole, -(-left.max() // width), some_partial, state)
+
+
+def _coordinates(row: Array, blocks: int, sizes: Sizes) -> tuple[Array, Array, Array]:
+    """(b, i, n) of a row's number."""
+    return row // (blocks * sizes.N), row // sizes.N % blocks, row % sizes.N
 
 
 def work_order(mask: BlockMask, sizes: Sizes, rows: int) -> tuple[Chunk, Array]:
-    """All rows of blocks, most visits first, in chunks of about `rows` tokens; where each went."""
-    B, N, blocks = sizes.B, sizes.N, mask.kv_count.shape[2]
-    total, most = B * N * blocks, max(1, rows // mask.block[0])
+    """All rows of blocks, most visits first, in chunks of about `rows` tokens; where each went.
+
+    Among equals, heads of the same tokens follow one another: they lie side by side in memory.
+    """
+    blocks = mask.kv_count.shape[2]
+    total, most = sizes.B * blocks * sizes.N, max(1, rows // mask.block[0])
     per_chunk = -(-total // -(-total // most))  # chunks of equal size
     row = jnp.arange(total, dtype=jnp.int32)
-    b, n, i = row // (N * blocks), row // blocks % N, row % blocks
+    b, i, n = _coordinates(row, blocks, sizes)
     place = mask_place(mask, sizes, b, n) * blocks + i
     count, full = mask.kv_count.reshape(-1)[place], mask.full_count.reshape(-1)[place]
     order = jnp.lexsort((full, count))[::-1].astype(jnp.int32)
