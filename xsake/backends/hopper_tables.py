@@ -317,7 +317,7 @@ def _scatter(ref, places, values):
         )
         zero = arith.constant(place.type, ir.IntegerAttr.get(place.type, 0))
         there = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, place, zero))
-        with ir.InsertionPoint(there.then_block):
+        with ir.InsertionPoint(there.regions[0].blocks[0]):
             memref.store(value, ref, [_index(place)])
             scf.yield_([])
 

@@ -22,11 +22,30 @@ from xsake.observe import provenance as provenance_of
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median and the fastest of `repeats` calls."""
+    """Seconds of one call in every round; those of several calls belong together by round."""
 
-    median_seconds: float
-    least_seconds: float
-    repeats: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median_seconds(self) -> float:
+        """Over all rounds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def least_seconds(self) -> float:
+        """The fastest."""
+        return min(self.seconds)
+
+    @property
+    def repeats(self) -> int:
+        """Rounds."""
+        return len(self.seconds)
+
+    def over(self, other: Timing) -> float:
+        """How many times the other's time: the median over rounds, so that drift cancels."""
+        return statistics.median(
+            mine / its for mine, its in zip(self.seconds, other.seconds, strict=True)
+        )
 
 
 def time_calls(
@@ -41,10 +60,7 @@ def time_calls(
             began = time.perf_counter()
             jax.block_until_ready(fn(*args))
             seconds[name].append(time.perf_counter() - began)
-    return {
-        name: Timing(statistics.median(taken), min(taken), repeats)
-        for name, taken in seconds.items()
-    }
+    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
 
 
 def time_queued(
@@ -62,7 +78,7 @@ def time_queued(
             result = fn(*args)
         jax.block_until_ready(result)
         taken.append((time.perf_counter() - began) / calls)
-    return Timing(statistics.median(taken), min(taken), rounds)
+    return Timing(tuple(taken))
 
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # a compiled function, its arguments
