@@ -34,7 +34,6 @@ from xsake.backends.xla_chunks import (
     add,
     has_own_bias,
     in_order,
-    map_chunks,
     take,
     work_order,
 )
@@ -182,8 +181,7 @@ def _visit_rows(
         lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
         return out, lse[..., None]
 
-    done = map_chunks(rows, order, settings.steps.at_once)
-    out, lse = (in_order(x, went, sizes, T) for x in done)
+    out, lse = (in_order(x, went, sizes, T) for x in lax.map(rows, order))
     return out, lse[..., 0]
 
 
@@ -332,4 +330,4 @@ def _visit_rows_again(given: Given) -> Array:
         dq = chunk.loop(mask, settings.steps.width(mask), False, step, None)
         return jnp.where((chunk.count > 0)[:, None, None], dq * settings.scale, 0)
 
-    return in_order(map_chunks(rows, order, settings.steps.at_once), went, sizes, sizes.T)
+    return in_order(lax.map(rows, order), went, sizes, sizes.T)

@@ -14,7 +14,6 @@ they wait for is the start of a step.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,11 +35,9 @@ class Steps:
         int  # keys that each of them meets in one step, at least one block; by columns, query rows
     )
     dq_by_rows: bool = False  # in a pass of its own: two products more, nothing is added in place
-    at_once: int = 1  # chunks of rows that are worked on side by side, if so many divide them all
 
     def __post_init__(self) -> None:
-        for name in ("rows", "keys", "at_once"):
-            size = getattr(self, name)
+        for name, size in (("rows", self.rows), ("keys", self.keys)):
             if size < 1:
                 raise ValueError(f"Steps.{name} must be at least 1, got {size}")
 
@@ -51,7 +48,7 @@ class Steps:
         What a GPU's step writes (float32 logits, rows x keys) is about the size of its L2 cache.
         """
         if platform == "cpu":
-            return cls(512, 1, at_once=2)
+            return cls(512, 1)
         return cls(16384, 1024, dq_by_rows=deterministic)
 
     def width(self, mask: BlockMask) -> int:
@@ -232,24 +229,6 @@ def work_order(mask: BlockMask, sizes: Sizes, rows: int) -> tuple[Chunk, Array]:
     went = jnp.zeros_like(order).at[order].set(row)
     padded = jnp.pad(order, (0, -total % per_chunk), constant_values=-1)
     return Chunk.of(mask, sizes, padded.reshape(-1, per_chunk)), went
-
-
-def map_chunks(work: Callable[[Chunk], Any], chunks: Chunk, at_once: int) -> Any:
-    """work(chunk) of every chunk, stacked; some of them in one turn of the loop.
-
-    XLA runs what does not wait for each other side by side on a CPU: while one chunk's blocks are
-    gathered, which takes one core, another's are multiplied.
-    """
-    count = chunks.b.shape[0]
-    if at_once == 1 or count % at_once:
-        return lax.map(work, chunks)
-
-    def turn(some: Chunk) -> Any:
-        done = [work(jax.tree.map(operator.itemgetter(i), some)) for i in range(at_once)]
-        return jax.tree.map(lambda *x: jnp.stack(x), *done)
-
-    turns = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), chunks)
-    return jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), lax.map(turn, turns))
 
 
 # -------------------------------------------------------------------------------------------- bias
