@@ -196,9 +196,9 @@ def test_steps_of_a_device():
     assert not Steps.of_device("cpu", deterministic=True).dq_by_rows
     assert Steps.of_device("gpu", deterministic=True).dq_by_rows
     assert not Steps.of_device("gpu", deterministic=False).dq_by_rows
-    mask = BlockMask.from_rule(masks.everything(), (256, 640), block=128)
+    mask = BlockMask.from_rule(masks.everything(), (256, 1280), block=128)
     assert Steps.of_device("cpu", deterministic=False).width(mask) == 1
-    assert Steps.of_device("gpu", deterministic=False).width(mask) == 4
+    assert Steps.of_device("gpu", deterministic=False).width(mask) == 8
     assert Steps.of_device("gpu", deterministic=False).width(mask.transpose()) == 2
 
 

@@ -356,6 +356,21 @@ def hads_speed(report: dict[str, Any]) -> str:
     return _markdown(above, attention) + "\n\n" + _markdown(below, decode)
 
 
+def hads_profile(report: dict[str, Any]) -> str:
+    """`benchmarks/hads_table.py profile`: how long a calibration takes."""
+    rows = [
+        [
+            report["provenance"]["machine"]["device"],
+            f"{row['documents']} × {row['length']:,} tokens",
+            row["dtype"],
+            len(row["curves"]),
+            f"{row['seconds']:.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    return _markdown(("device", "documents", "type", "curves", "seconds"), rows)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "hopper": hopper,
     "hopper-costs": hopper_costs,
@@ -369,6 +384,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "train-step": train_step,
     "train-profile": train_profile,
     "hads-speed": hads_speed,
+    "hads-profile": hads_profile,
     **{
         f"hads-{column.replace('_', '-')}": functools.partial(hads, column)
         for column in ("kl", "recall", "error", "logit_kl", "perplexity_gap")
