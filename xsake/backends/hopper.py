@@ -103,9 +103,6 @@ def _attention_fwd(settings: Settings, *primals: Any) -> Any:
     q, k, v, mask = custom_vjp_primal_tree_values(primals)
     run = first_order_only("hopper", functools.partial(_forward, settings))
     out, logsumexp = run(q, k, v, mask)
-    # What a scan over layers stacks must not be the kernel's bare result: XLA would fuse the
-    # stacking with the kernel and run it a second time for other users.
-    out, logsumexp = jax.lax.optimization_barrier((out, logsumexp))
     # The logsumexp is saved as the backward reads it, [B, N, T].
     return (out, jnp.moveaxis(logsumexp, 1, 2)), (q, k, v, mask, out, logsumexp)
 
@@ -129,7 +126,8 @@ def _forward(
 ) -> tuple[Array, Array]:
     from xsake.backends import hopper_forward as kernels
 
-    return kernels.forward(
+    q, k, v = _jax.own_copies(q, k, v)
+    out, logsumexp = kernels.forward(
         q,
         k,
         v,
@@ -141,6 +139,7 @@ def _forward(
         tiling=settings.options.hopper_forward
         or kernels.ForwardTiling(**measured("forward", Sizes.of(q, k, v), mask)),
     )
+    return _jax.own_copies(out, logsumexp)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -150,13 +149,14 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
 
     q, k, v, mask, out, logsumexp = saved
     d_out, d_logsumexp = cotangents
+    q, k, v, out, logsumexp, d_out = _jax.own_copies(q, k, v, out, logsumexp, d_out)
     options = settings.options
     tiling = options.hopper_backward or kernels.BackwardTiling(
         **measured("backward", Sizes.of(q, k, v), mask)
     )
     if options.deterministic:  # the fused form adds dq in any order
         tiling = dataclasses.replace(tiling, fused=False)
-    return kernels.backward(
+    gradients = kernels.backward(
         q,
         k,
         v,
@@ -172,6 +172,7 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
         soft_cap=settings.soft_cap,
         tiling=tiling,
     )
+    return _jax.own_copies(*gradients)
 
 
 def _kernel_rule(mask: BlockMask) -> Any:
