@@ -1,7 +1,5 @@
 """The one place that bridges JAX versions (0.10.2 to 0.12) and says what device this is."""
 
-from typing import Any
-
 import jax
 
 
@@ -36,13 +34,3 @@ def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
         needed = ".".join(map(str, needs_jax))
         return f"needs JAX {needed} or newer; this is {jax.__version__}"
     return None
-
-
-def own_copies(*arrays: Any) -> tuple[Any, ...]:
-    """The same arrays, as a kernel should get and give them: apart from any stack of layers.
-
-    In a loop, XLA would hand the kernel a place inside the stack instead of a slice (its
-    dynamic-slice fusion), and run it twice where a result is stacked and used too. A copy costs
-    little beside the kernel, and nothing depends on that place.
-    """
-    return jax.lax.optimization_barrier(arrays)

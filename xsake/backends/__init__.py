@@ -83,3 +83,13 @@ def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return lambda *args: fn(*unchanged(args))
+
+
+def own_copies(*arrays: Any) -> tuple[Any, ...]:
+    """The same arrays, as a kernel should get and give them: apart from any stack of layers.
+
+    In a loop, XLA would hand the kernel a place inside the stack instead of a slice (its
+    dynamic-slice fusion), and run it twice where a result is stacked and used too. A copy costs
+    little beside the kernel, and nothing depends on that place.
+    """
+    return jax.lax.optimization_barrier(arrays)

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend import core
 
 from xsake import _jax
-from xsake.backends import Options, Sizes, first_order_only
+from xsake.backends import Options, Sizes, first_order_only, own_copies
 from xsake.backends.hopper_tilings import measured
 from xsake.block_mask import BlockMask
 from xsake.masks import carrying, positional
@@ -126,7 +126,7 @@ def _forward(
 ) -> tuple[Array, Array]:
     from xsake.backends import hopper_forward as kernels
 
-    q, k, v = _jax.own_copies(q, k, v)
+    q, k, v = own_copies(q, k, v)
     out, logsumexp = kernels.forward(
         q,
         k,
@@ -139,7 +139,7 @@ def _forward(
         tiling=settings.options.hopper_forward
         or kernels.ForwardTiling(**measured("forward", Sizes.of(q, k, v), mask)),
     )
-    return _jax.own_copies(out, logsumexp)
+    return own_copies(out, logsumexp)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -149,7 +149,7 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
 
     q, k, v, mask, out, logsumexp = saved
     d_out, d_logsumexp = cotangents
-    q, k, v, out, logsumexp, d_out = _jax.own_copies(q, k, v, out, logsumexp, d_out)
+    q, k, v, out, logsumexp, d_out = own_copies(q, k, v, out, logsumexp, d_out)
     options = settings.options
     tiling = options.hopper_backward or kernels.BackwardTiling(
         **measured("backward", Sizes.of(q, k, v), mask)
@@ -172,7 +172,7 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
         soft_cap=settings.soft_cap,
         tiling=tiling,
     )
-    return _jax.own_copies(*gradients)
+    return own_copies(*gradients)
 
 
 def _kernel_rule(mask: BlockMask) -> Any:

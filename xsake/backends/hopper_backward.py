@@ -110,16 +110,13 @@ def backward(
     scale: float | None = None,
     soft_cap: float | None = None,
     tiling: BackwardTiling = DEFAULT_TILING,
-    row_work: jax.Array | None = None,
-    column_work: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq [B, T, N, H], dk [B, S, K, H], dv [B, S, K, Hv] in the dtype of q.
 
     q, out, d_out [B, T, N, H|Hv], k, v [B, S, K, H|Hv], lse and d_lse float32 [B, N, T] as the
     forward returns them. `lists` name the kv blocks of every row block, `columns` the row blocks of
-    every kv block (start, count, full [B|1, N|K|1, Sb]); full blocks first in both. `row_work` and
-    `column_work` are work tables made earlier for the same lists and tiling.
+    every kv block (start, count, full [B|1, N|K|1, Sb]); full blocks first in both.
     """
     shape = _Shape.of(q, k, v, lists, columns, block, tiling)
     rule = rule or TokenRule(None)
@@ -136,11 +133,10 @@ def backward(
         rule=rule,
         interpret=interpret,
     )
-    if column_work is None:
-        # kv blocks of every query head are items: its own q, d_out and dq stand in L2
-        column_work = work_table(
-            columns, shape.batch, shape.heads, shape.heads, shape.head_bytes, tiling, interpret
-        )
+    # kv blocks of every query head are items: its own q, d_out and dq stand in L2
+    column_work = work_table(
+        columns, shape.batch, shape.heads, shape.heads, shape.head_bytes, tiling, interpret
+    )
     made: dict[str, jax.Array] = {}
     together = shape.size + shape.value_size <= MOST_COLUMNS
     for makes in (("dk", "dv"),) if together else (("dk",), ("dv",)):
@@ -152,10 +148,9 @@ def backward(
             interpret,
         )
     if not fused:
-        if row_work is None:
-            row_work = work_table(
-                lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling, interpret
-            )
+        row_work = work_table(
+            lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling, interpret
+        )
         by_rows = _Rows(shape, tiling, **common)
         made["dq"] = by_rows(
             (*padded, *statistics, row_work, lists.kv_index.reshape(-1), *rows, *keys), interpret

@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from xsake.backends.hopper_items import COMPUTE, THREADS
+from xsake.backends.hopper_items import COMPUTE, THREADS, per_item, split
 
 LEFT = 1 << 28  # more than there are visits
 TAKEN = 1 << 29
@@ -53,9 +53,7 @@ SCALAR = plgpu.Layout.WG_SPLAT
 
 def counters(lists, batch: int, heads: int) -> jax.Array:
     """- visits of every row block, int32 [B * N * Tb]."""
-    _, list_heads, row_blocks = lists.kv_count.shape
-    count = jnp.repeat(lists.kv_count, heads // list_heads, axis=1)
-    return -jnp.broadcast_to(count, (batch, heads, row_blocks)).reshape(-1)
+    return -per_item(lists.kv_count, batch, heads)
 
 
 class Cast:
@@ -134,8 +132,8 @@ class Cast:
 
     def convert(self, row, sums, dq, loads):
         """scale * sums of a row block -> dq; a thread has so many loads of 16 bytes in flight."""
-        head, i = _split(row, self.shape.row_blocks)
-        b, n = _split(head, self.shape.heads)
+        head, i = split(row, self.shape.row_blocks)
+        b, n = split(head, self.shape.heads)
         first = i * self.shape.block[0]
         left = jnp.minimum(sums.shape[1] - first, self.shape.block[0])  # rows
         lanes = self.shape.size * 4 // 16  # of a warp for a row
@@ -338,7 +336,3 @@ def _pointer(ref):
 
 def _shared(ref):
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
-
-
-def _split(number, by):
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

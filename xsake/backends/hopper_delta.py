@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.backends.hopper_items import LOG2E, PIECE, ROW, ROWS, TILE, tiles
+from xsake.backends.hopper_items import LOG2E, PIECE, ROW, ROWS, TILE, split, tiles
 
 ZERO_ROWS = 16  # of zeros in shared memory
 SM_BYTES = 192 << 10  # of out and d_out in flight on an SM
@@ -68,8 +68,8 @@ def statistics(
         turns = lax.div(units - 1 - cta, jnp.int32(ctas)) + 1
 
         def place_of(turn):
-            block, n = _split(cta + turn * ctas, N)
-            b, block = _split(block, blocks)
+            block, n = split(cta + turn * ctas, N)
+            b, block = split(block, blocks)
             return b, block * ROWS, n
 
         def load(turn):
@@ -161,7 +161,3 @@ def statistics(
             **({"interpret": interpret} if interpret else {}),
         )(out, d_out, *values)
     )
-
-
-def _split(number, by):
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

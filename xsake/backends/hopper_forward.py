@@ -97,23 +97,20 @@ def forward(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     tiling: ForwardTiling = DEFAULT_TILING,
-    work: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the listed blocks: out [B, T, N, Hv] like q, logsumexp [B, N, T] float32.
 
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]. A row that sees no key gets zeros and -inf.
     `sinks` float32 [N] is the logsumexp of each head's sinks: it joins the denominator of out, not
-    the logsumexp. `work` is work_table(...) made earlier for the same lists and tiling; without it,
-    it is made here.
+    the logsumexp.
     """
     shape = _Shape.of(q, k, v, lists, block, tiling)
     # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies from and to.
     q, k, v = (_pad_tokens(x, -(-x.shape[1] // 8) * 8) for x in (q, k, v))
-    if work is None:
-        work = work_table(
-            lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling, interpret
-        )
+    work = work_table(
+        lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling, interpret
+    )
     rule = rule or TokenRule(None)
     # A tile of these may be read past the end; what it finds there is masked.
     key_blocks = pl.cdiv(shape.keys, block[1])

@@ -103,6 +103,18 @@ def check_sizes(block, *sizes):
             raise ValueError(f"a head of {size} is none of {HEAD_SIZES}; fill it up with zeros")
 
 
+def split(number, by):
+    """(number // by, number % by) of numbers that are not negative."""
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
+
+
+def per_item(x, batch, heads):
+    """What lists have for every block, [B|1, N|K|1, blocks], for every item: [B * N * blocks]."""
+    _, list_heads, blocks = x.shape
+    repeated = jnp.repeat(x, heads // list_heads, axis=1)
+    return jnp.broadcast_to(repeated, (batch, heads, blocks)).reshape(-1)
+
+
 def tiles(*dims, dtype):
     """Shared memory for products and copies: tiles of 8 rows of 128 bytes, swizzled."""
     columns = 128 // jnp.dtype(dtype).itemsize

@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake.backends.hopper_items import split
+
 WIDTH = 256  # columns of a tile, of all heads side by side: two for a thread
 AT_ONCE = 16  # rows that are added without a branch
 LAYOUT = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=2)
@@ -29,8 +31,8 @@ def means(q: jax.Array, block: int, *, scale: float = 1.0, interpret: Any = Fals
         raise ValueError(f"a block of {block} tokens is not a multiple of {AT_ONCE}; make it one")
 
     def body(q_gmem, out_gmem, q_smem, out_smem, ready):
-        b, rest = _split(lax.axis_index("cta"), R * tiles)
-        i, tile = _split(rest, tiles)
+        b, rest = split(lax.axis_index("cta"), R * tiles)
+        i, tile = split(rest, tiles)
         columns = pl.ds(tile * WIDTH, WIDTH)
         # What lies past the last token or column is read as 0 and not written.
         plgpu.copy_gmem_to_smem(q_gmem.at[b, pl.ds(i * block, block), columns], q_smem, ready)
@@ -67,7 +69,3 @@ def means(q: jax.Array, block: int, *, scale: float = 1.0, interpret: Any = Fals
         **({"interpret": interpret} if interpret else {}),
     )(q.reshape(B, T, N * H))
     return found.reshape(B, R, N, H)
-
-
-def _split(number, by):
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

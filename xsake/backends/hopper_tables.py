@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf, vector
 
-from xsake.backends.hopper_items import COUNTER, THREADS, Item
+from xsake.backends.hopper_items import COUNTER, THREADS, Item, per_item, split
 from xsake.block_lists import Lists, transposed
 
 MOST_ROWS = 384  # rows of blocks whose columns fit into shared memory, 128 at a time
@@ -188,8 +188,8 @@ def _place(start, count, full, table, *, lists, batch, heads, run, end):
 
     def where(item):
         """(b, n, i), and which list of a head that is; batch rows and runs of heads may share."""
-        head, i = _split(item, blocks)
-        b, n = _split(head, heads)
+        head, i = split(item, blocks)
+        b, n = split(head, heads)
         own = lax.div(n, jnp.int32(heads // list_heads))
         return (b, n, i), own if list_batch == 1 else b * list_heads + own
 
@@ -237,21 +237,16 @@ def _place(start, count, full, table, *, lists, batch, heads, run, end):
 
 def _sorted_table(lists: Lists, batch: int, heads: int, run: int, end: np.ndarray) -> Array:
     """The same by sorting."""
-    list_heads, blocks = lists.kv_count.shape[1:]
-
-    def per_item(x):
-        return jnp.broadcast_to(
-            jnp.repeat(x, heads // list_heads, axis=1), (batch, heads, blocks)
-        ).reshape(-1)
-
+    each = functools.partial(per_item, batch=batch, heads=heads)
+    blocks = lists.kv_count.shape[-1]
     lead, capacity = lists.kv_index.shape[:2], lists.kv_index.shape[-1]
     offset = jnp.arange(lead[0] * lead[1], dtype=jnp.int32).reshape(*lead, 1) * capacity
     b, n, i = (
         lax.broadcasted_iota(jnp.int32, (batch, heads, blocks), axis).reshape(-1)
         for axis in range(3)
     )
-    count = per_item(lists.kv_count)
-    item = Item(b, n, i, per_item(lists.kv_start + offset), count, per_item(lists.full_count))
+    count = each(lists.kv_count)
+    item = Item(b, n, i, each(lists.kv_start + offset), count, each(lists.full_count))
     table = jnp.stack([*item, *[jnp.zeros_like(b)] * (WIDTH - len(item))], axis=-1)
     if run > 1:
         table = table[jnp.lexsort((-count, jnp.arange(b.size) // run))]
@@ -272,10 +267,6 @@ def _launch(body, name, out_type, grid, operands, **scratch):
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*operands)
-
-
-def _split(number, by):
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def _lanes():

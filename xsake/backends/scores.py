@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake import _jax
+from xsake.backends import own_copies
 
 HEAD_SIZES = (64, 128, 256)
 BLOCKS = (64, 128)
@@ -62,7 +63,7 @@ def _batchable(block: int) -> Callable[[Array, Array], Array]:
     def batched(q: Array, k: Array) -> Array:
         from xsake.backends import hopper_means, hopper_scores
 
-        q, k = _jax.own_copies(q, k)
+        q, k = own_copies(q, k)
         scale = math.log2(math.e) / math.sqrt(k.shape[-1])
         queries = hopper_means.means(q, block, scale=scale)
         causal = queries.shape[1] == -(-k.shape[1] // block)

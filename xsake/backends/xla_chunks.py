@@ -31,9 +31,8 @@ class Steps:
     """How much is worked on at once, and how dq is summed."""
 
     rows: int  # query rows of a chunk; by columns, keys
-    keys: (
-        int  # keys that each of them meets in one step, at least one block; by columns, query rows
-    )
+    # Keys that each of them meets in one step, at least one block; by columns, query rows.
+    keys: int
     dq_by_rows: bool = False  # in a pass of its own: two products more, nothing is added in place
 
     def __post_init__(self) -> None:

@@ -99,12 +99,12 @@ def skew(B: int, T: int, H: int) -> Part:
 
 def transposing(B: int, T: int, H: int) -> Part:
     """The lists by column, which the backward makes on the device; new contents, no recompile."""
-    from xsake.backends.hopper_tables import lists_by_column  # needs a newer JAX than the door
-
     case = hopper_case(B, T, H, 0.43)
     name = f"{case.name}, transposed lists"
 
     def rows(done: list[Row]) -> Iterator[Row]:
+        from xsake.backends.hopper_tables import lists_by_column  # needs a newer JAX than the door
+
         given = case.arguments(on_device=True)
         arrays = tuple(given[name] for name in ("query", "key", "value"))
         first, second = given["mask"], hopper_case(B, T, H, 0.42).arguments()["mask"]
