@@ -36,6 +36,12 @@ def exact(queries, k, block):
     return np.log(np.stack([weight[..., i : i + block].sum(-1) for i in begins], -1))
 
 
+def exact_means(q, block, scale):
+    """scale · the mean of every block's tokens, in float64."""
+    q = np.asarray(q, np.float64)
+    return scale * np.stack([q[:, i : i + block].mean(1) for i in range(0, q.shape[1], block)], 1)
+
+
 def interpreted(queries, k, block, *, causal, run=None, **tiling):
     """The kernel on Mosaic's interpreter, which prints the races that it finds."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -80,7 +86,7 @@ def test_the_kernel_sums_over_the_keys_of_every_block(
 
 
 @pytest.mark.parametrize(
-    ("batch", "T", "N", "size", "block"), [(2, 301, 3, 64, 128), (1, 200, 4, 128, 64)]
+    ("batch", "T", "N", "size", "block"), [(2, 301, 3, 64, 128), (1, 200, 4, 128, 64), (2, 70, 4, 64, 64)]
 )
 @needs_interpreter
 def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block, capsys):
@@ -93,9 +99,8 @@ def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block, caps
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     got = np.asarray(hopper_means.means(q, block, scale=3.0, interpret=interpret), np.float64)
     assert "RACE" not in capsys.readouterr().out
-    exact = np.asarray(q, np.float64)
-    want = 3 * np.stack([exact[:, i : i + block].mean(1) for i in range(0, T, block)], 1)
-    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-5)  # bfloat16 has 8 bits
+    # bfloat16 has 8 bits
+    np.testing.assert_allclose(got, exact_means(q, block, 3), rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +278,29 @@ def test_every_refusal_has_its_reason(change, reason, monkeypatch):
     assert (said is None) if reason is None else (reason in said)
 
 
+on_a_card = pytest.mark.skipif(
+    _jax.platform() != "gpu", reason="the kernel itself runs on a GPU only"
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(_jax.platform() != "gpu", reason="the kernel itself runs on a GPU only")
+@on_a_card
+@pytest.mark.parametrize(
+    ("batch", "T", "N", "size", "block"),
+    [(3, 8192, 9, 64, 128), (3, 301, 4, 64, 128), (2, 200, 2, 128, 64), (2, 77, 1, 64, 64)],
+    ids=str,
+)
+def test_on_a_card_means_are_over_the_tokens_of_every_block(batch, T, N, size, block):
+    """Heads that do not fill the last tile, and those that fill exactly one, with a short block."""
+    from xsake.backends import hopper_means
+
+    q = drawn(batch, T, N, size)
+    found = np.asarray(hopper_means.means(q, block, scale=3.0), np.float64)
+    np.testing.assert_allclose(found, exact_means(q, block, 3), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.gpu
+@on_a_card
 @pytest.mark.parametrize(
     ("layers", "T", "heads", "size", "block"),
     [(5, 8192, (9, 3), 64, 128), (3, 2048, (8, 8), 64, 64), (3, 4001, (4, 2), 128, 128)],

@@ -34,27 +34,33 @@ def means(q: jax.Array, block: int, *, scale: float = 1.0, interpret: Any = Fals
         b, rest = split(lax.axis_index("cta"), R * tiles)
         i, tile = split(rest, tiles)
         columns = pl.ds(tile * WIDTH, WIDTH)
-        # What lies past the last token or column is read as 0 and not written.
+        # Nothing past the last token is added, and columns past the last are cut off at the end:
+        # Mosaic copies what lies side by side in one piece, not row by row, and drops nothing.
         plgpu.copy_gmem_to_smem(q_gmem.at[b, pl.ds(i * block, block), columns], q_smem, ready)
         plgpu.barrier_wait(ready)
 
-        def add(part, acc):
-            for r in range(AT_ONCE):
-                row = q_smem.at[part * AT_ONCE + r]
-                acc += plgpu.load(row, layout=LAYOUT).astype(jnp.float32)
-            return acc
+        def add(row, total):
+            return total + plgpu.load(q_smem.at[row], layout=LAYOUT).astype(jnp.float32)
 
-        zeros = plgpu.layout_cast(jnp.zeros((WIDTH,), jnp.float32), LAYOUT)
-        total = lax.fori_loop(0, block // AT_ONCE, add, zeros)
-        size = jnp.minimum(T - i * block, block).astype(jnp.float32)
-        out_smem[...] = (total * (scale / size)).astype(out_smem.dtype)
+        def add_several(part, total):
+            for r in range(AT_ONCE):
+                total = add(part * AT_ONCE + r, total)
+            return total
+
+        size = jnp.minimum(T - i * block, block)
+        parts = lax.div(size, jnp.int32(AT_ONCE))
+        total = plgpu.layout_cast(jnp.zeros((WIDTH,), jnp.float32), LAYOUT)
+        total = lax.fori_loop(0, parts, add_several, total)
+        if T % AT_ONCE:
+            total = lax.fori_loop(parts * AT_ONCE, size, add, total)
+        out_smem[...] = (total * (scale / size.astype(jnp.float32))).astype(out_smem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[b, i, columns])
         plgpu.wait_smem_to_gmem(0)
 
     found = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((B, R, N * H), q.dtype),
+        out_type=jax.ShapeDtypeStruct((B, R, tiles * WIDTH), q.dtype),
         scratch_types=dict(
             q_smem=plgpu.SMEM((block, WIDTH), q.dtype),
             out_smem=plgpu.SMEM((WIDTH,), q.dtype),
@@ -68,4 +74,4 @@ def means(q: jax.Array, block: int, *, scale: float = 1.0, interpret: Any = Fals
         ),
         **({"interpret": interpret} if interpret else {}),
     )(q.reshape(B, T, N * H))
-    return found.reshape(B, R, N, H)
+    return found[..., : N * H].reshape(B, R, N, H)
