@@ -265,7 +265,10 @@ def _launch(body, name, out_type, grid, operands, **scratch):
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True,  # the bodies say where shared memory changes hands
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
     )(*operands)
 
 
