@@ -86,7 +86,8 @@ def test_the_kernel_sums_over_the_keys_of_every_block(
 
 
 @pytest.mark.parametrize(
-    ("batch", "T", "N", "size", "block"), [(2, 301, 3, 64, 128), (1, 200, 4, 128, 64), (2, 70, 4, 64, 64)]
+    ("batch", "T", "N", "size", "block"),
+    [(2, 301, 3, 64, 128), (1, 200, 4, 128, 64), (2, 70, 4, 64, 64)],
 )
 @needs_interpreter
 def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block, capsys):

@@ -45,6 +45,7 @@ from xsake.backends.hopper_items import (
     BlockKernel,
     Handover,
     Item,
+    Resident,
     Ring,
     TokenRule,
     check_sizes,
@@ -497,6 +498,8 @@ class _Columns(_Kernel):
         self.dq_by = "rows" if self.step > ROWS else "columns" if pieces > 1 else "turns"
         if self.alternate:
             self.dq_by = "steps"
+        # V is free before the item ends. With larger steps, telling so would spill registers.
+        self.v_early = self.makes_dk and self.step == ROWS and not self.alternate
         if fused and (pieces > COMPUTE or (self.alternate and self.step > ROWS)):
             raise ValueError(f"fused, this shape needs row_step = {ROWS}, not {self.step}")
 
@@ -543,13 +546,15 @@ class _Columns(_Kernel):
             q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # Q and lse
             # d_out and delta
             d_out_ready=plgpu.Barrier(num_arrivals=1 + self.makes_dk, num_barriers=d_out_stages),
-            kv_free=plgpu.Barrier(num_arrivals=COMPUTE),
+            k_free=plgpu.Barrier(num_arrivals=COMPUTE),  # V too, unless it has its own
             q_free=plgpu.Barrier(num_barriers=stages, **free),
             d_out_free=plgpu.Barrier(num_barriers=d_out_stages, **free),
         )
         if self.makes_dk:
             scratch["v_smem"] = tiles(shape.block[1], shape.value_size, dtype=dtype)
             scratch["v_ready"] = plgpu.Barrier()
+        if self.v_early:
+            scratch["v_free"] = plgpu.Barrier(num_arrivals=COMPUTE)
         if self.interpret:
             scratch["left_smem"] = tiles(COMPUTE, ROWS, step, dtype=dtype)
         if self.casts:
@@ -567,8 +572,8 @@ class _Columns(_Kernel):
     def memory(
         self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, index,
         *, q_smem, k_smem, d_out_smem, statistics_smem,
-        q_ready, k_ready, d_out_ready, q_free, kv_free, d_out_free,
-        v_smem=None, v_ready=None, **_,
+        q_ready, k_ready, d_out_ready, q_free, k_free, d_out_free,
+        v_smem=None, v_ready=None, v_free=None, **_,
     ):  # fmt: skip
         """Copies K, V once per item and Q, d_out once per step, as soon as there is room."""
         copy = plgpu.copy_gmem_to_smem
@@ -584,23 +589,26 @@ class _Columns(_Kernel):
             if self.makes_dk:
                 copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[slot], ready)
 
-        def load_kv(item):
+        def tile_of(gmem, item):
             keys = pl.ds(item.i * self.item_block, self.item_block)
-            copy(k_gmem.at[item.b, keys, self.kv_head(item)], k_smem, k_ready)
-            if self.makes_dk:
-                copy(v_gmem.at[item.b, keys, self.kv_head(item)], v_smem, v_ready)
+            return gmem.at[item.b, keys, self.kv_head(item)]
+
+        residents = [Resident(functools.partial(tile_of, k_gmem), k_smem, k_ready, k_free)]
+        if self.makes_dk:
+            v = Resident(functools.partial(tile_of, v_gmem), v_smem, v_ready, v_free)
+            residents = [v, *residents] if self.v_early else [*residents, v]
 
         q_ring = Ring(self.stages, lambda x: plgpu.barrier_wait(q_free.at[x]), load_q)
         d_out_ring = Ring(
             self.d_out_stages, lambda x: plgpu.barrier_wait(d_out_free.at[x]), load_d_out
         )
-        self.stream(work, index, q_ring, d_out_ring, load_kv, kv_free)
+        self.stream(work, index, q_ring, d_out_ring, residents, late=self.v_early)
 
     def compute(
         self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,
         *, q_smem, k_smem, d_out_smem, statistics_smem,
-        q_ready, k_ready, d_out_ready, q_free, kv_free, d_out_free,
-        out_smem=None, v_smem=None, v_ready=None,
+        q_ready, k_ready, d_out_ready, q_free, k_free, d_out_free,
+        out_smem=None, v_smem=None, v_ready=None, v_free=None,
         left_smem=None, ds_smem=None, dq_smem=None,
         piece_smem=None, piece_ready=None, piece_taken=None,
         added_smem=None, cast_started=None,
@@ -665,6 +673,8 @@ class _Columns(_Kernel):
                     dp = d_p()
                 p = p.astype(d_out_smem.dtype) if self.makes_dv else None
                 dp, delta = self.settled_beside(dp, 0, delta_smem.at[d_out_slot(t)], masked)
+                if self.v_early:
+                    pl.when(t == steps - 1)(lambda: plgpu.barrier_arrive(v_free))
                 ds = slope * (dp - delta)
                 if not self.makes_dv:
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
@@ -714,7 +724,7 @@ class _Columns(_Kernel):
                     plgpu.barrier_wait(v_ready)
                 refs = dict(zip(self.sizes, accumulators, strict=True))
                 self.run_steps(wg, item, done, front, functools.partial(back, refs))
-                plgpu.barrier_arrive(kv_free)
+                plgpu.barrier_arrive(k_free)
                 return tuple(ref[...] for ref in refs.values())
 
             sizes = [(ROWS, size) for size in self.sizes.values()]
@@ -869,14 +879,17 @@ class _Rows(_Kernel):
         def load_v(item, keys, slot):
             copy(v_gmem.at[item.b, keys, self.kv_head(item)], v_smem.at[slot], v_ready.at[slot])
 
-        def load_q_d_out(item):
+        def tile_of(gmem, item):
             queries = pl.ds(item.i * self.item_block, self.item_block)
-            copy(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
-            copy(d_out_gmem.at[item.b, queries, item.n], d_out_smem, d_out_ready)
+            return gmem.at[item.b, queries, item.n]
 
+        residents = [
+            Resident(functools.partial(tile_of, q_gmem), q_smem, q_ready, q_free),
+            Resident(functools.partial(tile_of, d_out_gmem), d_out_smem, d_out_ready, None),
+        ]
         k_ring = Ring(self.stages, lambda x: plgpu.barrier_wait(k_free.at[x]), load_k)
         v_ring = Ring(self.v_stages, lambda x: plgpu.barrier_wait(v_free.at[x]), load_v)
-        self.stream(work, index, k_ring, v_ring, load_q_d_out, q_free)
+        self.stream(work, index, k_ring, v_ring, residents)
 
     def compute(
         self, wg, lse_gmem, delta_gmem, work, index, rows, columns, outs,

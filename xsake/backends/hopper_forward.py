@@ -40,6 +40,7 @@ from xsake.backends.hopper_items import (
     TILE,
     BlockKernel,
     Handover,
+    Resident,
     Ring,
     TokenRule,
     check_sizes,
@@ -335,13 +336,14 @@ class _Kernel(BlockKernel):
             gmem = v_gmem.at[item.b, keys, self.kv_head(item)]
             plgpu.copy_gmem_to_smem(gmem, v_smem.at[slot], v_ready.at[slot])
 
-        def load_q(item):
+        def q_tile(item):
             queries = pl.ds(item.i * self.item_block, self.item_block)
-            plgpu.copy_gmem_to_smem(q_gmem.at[item.b, queries, item.n], q_smem, q_ready)
+            return q_gmem.at[item.b, queries, item.n]
 
         k_ring = Ring(self.stages, functools.partial(self.await_free_k, k_free), load_k)
         v_ring = Ring(self.stages, functools.partial(self.await_free_v, v_free), load_v)
-        self.stream(work, index, k_ring, v_ring, load_q, q_free)
+        residents = [Resident(q_tile, q_smem, q_ready, q_free)]
+        self.stream(work, index, k_ring, v_ring, residents)
 
     # Compute warpgroups
 

@@ -18,6 +18,7 @@ Which CTA takes which item (`deal`, of a persistent grid):
                 counter in global memory and copies the record to shared memory, one item ahead
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -91,6 +92,15 @@ class Ring(NamedTuple):
     stages: int
     await_free: Callable[[Any], None]  # (place): returns when what is there was read
     load: Callable[[Item, Any, Any], None]  # (item, the step's tokens, place): starts the copy
+
+
+class Resident(NamedTuple):
+    """A tile that is copied once per item and stays for all its steps."""
+
+    tile: Callable[[Item], Any]  # its place in global memory
+    smem: Any
+    ready: Any  # barrier: it is there
+    free: Any  # barrier: that of the item before was read; None: it is free with the one before it
 
 
 def check_sizes(block, *sizes):
@@ -311,11 +321,11 @@ class BlockKernel:
     def kv_head(self, item):
         return lax.div(item.n, jnp.int32(self.shape.heads // self.shape.kv_heads))
 
-    def stream(self, work, index, first, second, load_once, item_free):
+    def stream(self, work, index, first, second, residents, late=False):
         """The memory role: both rings' tiles of every step, as soon as there is room for them.
 
-        load_once(item) starts the copies of what stays for a whole item, behind the first tile of
-        the first ring, for which there may be room earlier. `item_free` completes when it was read.
+        What stays for a whole item is copied behind the first tile of the first ring, for which
+        there may be room earlier; `late`, behind those of both. Until then it comes as far as L2.
         """
 
         def load_item(item, carry):
@@ -323,8 +333,17 @@ class BlockKernel:
             steps = item.count * self.splits
 
             def load_its_own():
-                pl.when(items_before > 0)(lambda: plgpu.barrier_wait(item_free))
-                load_once(item)
+                for tile, smem, ready, free in residents:
+                    if free is not None:
+                        pl.when(items_before > 0)(functools.partial(plgpu.barrier_wait, free))
+                    plgpu.copy_gmem_to_smem(tile(item), smem, ready)
+
+            def prefetch_its_own():
+                for tile, *_ in residents:
+                    plgpu.async_prefetch(tile(item))
+
+            if self.persistent and not self.interpret:
+                pl.when(steps > 0)(prefetch_its_own)
 
             @pl.loop(0, steps)
             def _(t):
@@ -336,8 +355,11 @@ class BlockKernel:
                     ring.load(item, tokens, place)
 
                 fill(first)
+                if late:
+                    fill(second)
                 pl.when(t == 0)(load_its_own)
-                fill(second)
+                if not late:
+                    fill(second)
 
             return done + steps, items_before + (steps > 0).astype(jnp.int32)
 
@@ -349,7 +371,8 @@ class BlockKernel:
                 def _(t, ring=ring):
                     ring.await_free(self.slot(t, ring.stages))
 
-            pl.when(items > 0)(lambda: plgpu.barrier_wait(item_free))
+            for free in (x.free for x in residents if x.free is not None):
+                pl.when(items > 0)(functools.partial(plgpu.barrier_wait, free))
 
     # Steps
 

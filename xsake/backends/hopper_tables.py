@@ -28,7 +28,7 @@ from xsake.block_lists import Lists, transposed
 
 MOST_ROWS = 384  # rows of blocks whose columns fit into shared memory, 128 at a time
 MOST_COMPARED = 4096  # items that are sorted together by comparing each with all others
-AT_ONCE = 4  # loads that are asked for together
+AT_ONCE = 16  # loads that are asked for together
 WIDTH = 8  # integers of a row of a work table
 
 LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one value per thread
@@ -56,7 +56,7 @@ def lists_by_column(lists: Lists, columns: int, interpret: Any = False) -> Lists
         [jax.ShapeDtypeStruct((int(np.prod(shape)),), jnp.int32) for shape in shapes],
         dict(head=batch * heads, part=pl.cdiv(columns, THREADS)),
         [x.reshape(-1) for x in lists[:4]],
-        units=plgpu.SMEM((rows * THREADS,), jnp.int32),
+        units=plgpu.SMEM((pl.cdiv(rows, AT_ONCE) * AT_ONCE * THREADS,), jnp.int32),
         shared=plgpu.SMEM((THREADS,), jnp.int32),
     )
     turned = (x.reshape(shape) for x, shape in zip(made, shapes, strict=True))
@@ -71,10 +71,15 @@ def _turn(
     lane = _lanes()
     list_of_head = head * capacity
 
-    @pl.loop(0, rows)
-    def _(row):
-        units[pl.ds(row * THREADS, THREADS)] = _every_lane(0)
+    def units_of(row):
+        return units.at[pl.ds(row * THREADS, THREADS)]
 
+    def clear(rows, state):
+        for row in rows:
+            units_of(row)[...] = _every_lane(0)
+        return state
+
+    _for_each(rows, clear, None)
     plgpu.commit_smem()
     before = _every_lane(0)  # entries of columns left of these
     live = _every_lane(0)
@@ -84,8 +89,7 @@ def _turn(
         its_count = jnp.where(row < rows, its_count, 0)
         live += its_count
 
-        def mark(turn, before, row=row, start=its_start, count=its_count, full=its_full):
-            ranks = [turn * AT_ONCE + more for more in range(AT_ONCE)]
+        def mark(ranks, before, row=row, start=its_start, count=its_count, full=its_full):
             names = [
                 _gather(index, list_of_head + jnp.minimum(start + t, capacity - 1)) for t in ranks
             ]
@@ -97,32 +101,41 @@ def _turn(
                 before += jnp.where(there & (column < 0), 1, 0)
             return before
 
-        turns = lax.div(its_count.max() + (AT_ONCE - 1), AT_ONCE)
-        before = lax.fori_loop(0, turns, mark, before)
+        before = _for_each(its_count.max(), mark, before)
     plgpu.commit_smem()
 
-    def units_of(row):
-        return plgpu.load(units.at[pl.ds(row * THREADS, THREADS)], layout=LANES)
+    def for_each_row(step):
+        """state = step(row, its units, state); the last rows may be past the end, and are empty."""
 
-    both = lax.fori_loop(0, rows, lambda row, sums: sums + units_of(row), _every_lane(0))
+        def several(rows, state):
+            loaded = [plgpu.load(units_of(row), layout=LANES) for row in rows]
+            for row, unit in zip(rows, loaded, strict=True):
+                state = step(row, unit, state)
+            return state
+
+        return _for_each(rows, several, _every_lane(0))
+
+    both = for_each_row(lambda row, unit, sums: sums + unit)
     full_count = both & 0xFFFF
     column_count = full_count + (both >> 16)
     shared[...] = column_count
     plgpu.commit_smem()
 
-    def add_left(other, place):
-        return place + jnp.where(other < lane, shared[other], 0)
+    def add_left(others, place):
+        loaded = [shared[other] for other in others]
+        for other, entries in zip(others, loaded, strict=True):
+            place += jnp.where(other < lane, entries, 0)
+        return place
 
-    column_start = lax.fori_loop(0, THREADS, add_left, _every_lane(0) + before.sum())
+    column_start = _for_each(THREADS, add_left, _every_lane(0) + before.sum())
 
-    def place_row(row, above):
-        unit = units_of(row)
+    def place_row(row, unit, above):
         rank = jnp.where(unit == 1, above & 0xFFFF, full_count + (above >> 16))
         place = jnp.where(unit > 0, list_of_head + column_start + rank, -1)
         _scatter(indices, place, _every_lane(0) + row)
         return above + unit
 
-    lax.fori_loop(0, rows, place_row, _every_lane(0))
+    for_each_row(place_row)
     column = first + lane
     place = jnp.where(column < columns, head * columns + column, -1)
     for x, value in ((starts, column_start), (counts, column_count), (fulls, full_count)):
@@ -210,8 +223,8 @@ def _place(start, count, full, table, *, lists, batch, heads, run, end):
         end_of_runs = jnp.minimum((lax.div(last, jnp.int32(run)) + 1) * run, items)
         its_run = lax.div(item, jnp.int32(run))
 
-        def compare(turn, rank):
-            others = [begin + turn * AT_ONCE + more for more in range(AT_ONCE)]
+        def compare(numbers, rank):
+            others = [begin + number for number in numbers]
             counts = [count[list_of(jnp.minimum(other, items - 1))] for other in others]
             for other, other_count in zip(others, counts, strict=True):
                 earlier = (other_count > its_count) | ((other_count == its_count) & (other < item))
@@ -219,8 +232,7 @@ def _place(start, count, full, table, *, lists, batch, heads, run, end):
                 rank += jnp.where(earlier & same, 1, 0)
             return rank
 
-        turns = lax.div(end_of_runs - begin + (AT_ONCE - 1), jnp.int32(AT_ONCE))
-        rank = lax.fori_loop(0, turns, compare, its_run * run)
+        rank = _for_each(end_of_runs - begin, compare, its_run * run)
     its_start += of_head * lists.kv_index.shape[-1]
     values = (*Item(b, n, i, its_start, its_count, its_full), *[_every_lane(0)] * 2)
     row = jnp.where(first + lane < items, rank * WIDTH, -1)
@@ -270,6 +282,16 @@ def _launch(body, name, out_type, grid, operands, **scratch):
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )(*operands)
+
+
+def _for_each(size, step, state):
+    """state = step(numbers, state) over 0 … size - 1, several at once; the last may be past it."""
+
+    def several(turn, state):
+        return step([turn * AT_ONCE + more for more in range(AT_ONCE)], state)
+
+    turns = lax.div(jnp.int32(size) + (AT_ONCE - 1), jnp.int32(AT_ONCE))
+    return lax.fori_loop(0, turns, several, state)
 
 
 def _lanes():

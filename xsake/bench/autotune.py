@@ -33,29 +33,31 @@ ROUNDS = 7
 SECONDS = 0.01  # of queued calls in one round
 
 # Fields of ForwardTiling and BackwardTiling that are tried.
+SECTIONS: dict[str, Any] = {"order": "sections"}
+SHORT: dict[str, Any] = {"l2_bytes": 8 << 20}  # sections of fewer heads
+NATURAL: dict[str, Any] = {"order": "natural"}
 FORWARD: tuple[dict[str, Any], ...] = (
     *(
-        {"order": order, "take_turns": turns, "lazy_rescale": 8.0}
-        for order in ("sections", "natural")
+        {**order, "take_turns": turns, "lazy_rescale": 8.0}
+        for order in (SECTIONS, SHORT, NATURAL)
         for turns in (True, False)
     ),
     {"persistent": False, "lazy_rescale": 8.0, "take_turns": False},
-    {"overlap": False},
-    {"overlap": False, "order": "natural"},
-    {"overlap": False, "lazy_rescale": 8.0},
-    {"overlap": False, "take_turns": False},
+    *({"overlap": False, **order} for order in (SECTIONS, SHORT, NATURAL)),
 )
 BACKWARD: tuple[dict[str, Any], ...] = tuple(
-    {"fused": fused, "cast": cast, "persistent": persistent, "order": order}
+    {"fused": fused, "cast": cast, "persistent": persistent, **order}
     for fused, cast, persistent, order in (
-        (True, "pass", True, "sections"),
-        (True, "pass", True, "natural"),
-        (True, "pass", False, "sections"),
-        (True, "pass", False, "natural"),
-        (True, "kernel", True, "sections"),
-        (True, "kernel", True, "natural"),
-        (False, "pass", True, "sections"),
-        (False, "pass", True, "natural"),
+        (True, "pass", True, SECTIONS),
+        (True, "pass", True, SHORT),
+        (True, "pass", True, NATURAL),
+        (True, "pass", False, SECTIONS),
+        (True, "pass", False, NATURAL),
+        (True, "kernel", True, SECTIONS),
+        (True, "kernel", True, SHORT),
+        (True, "kernel", True, NATURAL),
+        (False, "pass", True, SHORT),
+        (False, "pass", True, NATURAL),
     )
 )
 
