@@ -40,6 +40,7 @@ def row_of(run: Path) -> dict[str, Any]:
     sparse = [event for event in steps if event.density_ratio < 1] or steps
     return {
         "run": run.name,
+        "commit": began.commit,
         "config_hash": began.config_hash,
         "data_hash": began.data_hash,
         "seed": settings["seed"],
