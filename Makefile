@@ -58,8 +58,9 @@ lint: setup  ## ruff, mypy, and who may import whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# NumPy's products take all cores for each of the workers, and wait for one another's threads.
 pytest: setup  ## the tests without lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist $(DIST) $(PYTEST_ARGS)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist $(DIST) $(PYTEST_ARGS)
 
 format: setup  ## rewrite the sources as lint wants them
 	$(BIN)/ruff check --fix --exit-zero .
