@@ -13,11 +13,14 @@ import pytest
 import xsake
 from tests import oracle
 from tests.draws import FAST_COMPILATION
-from xsake import masks
+from xsake import _jax, masks
 from xsake.attention import BACKENDS
 from xsake.backends import Options, hopper
 from xsake.backends.xla_chunks import Steps
 from xsake.bench.cases import CONFORMANCE, Case
+
+# On a card all of it is what `pytest -m gpu` asks for.
+pytestmark = [pytest.mark.gpu] if _jax.platform() == "gpu" else []
 
 # max |error| ÷ max |reference|. float32: sums of a few hundred terms of relative error 6e-8, and
 # gradients chain three products. Half precision: inputs are rounded before the oracle sees them, so

@@ -112,11 +112,10 @@ def test_deterministic_gradients_come_from_two_kernels(block):
 
 @needs_newer_jax
 def test_whole_eights_of_tokens_have_a_kernel_for_delta():
-    """It runs before the fused backward or before the two kernels; other lengths take XLA."""
-    eights, others = (mask_of(masks.causal(), length) for length in (504, 500))
-    assert kernels_lowered(eights, 128) == kernels_lowered(others, 128) + 1
-    both = functools.partial(kernels_lowered, head_size=128, deterministic=True)
-    assert both(eights) == both(others) + 1
+    """Before the fused backward or before the two kernels; the tests above have other lengths."""
+    eights = mask_of(masks.causal(), 504)
+    assert kernels_lowered(eights, 128) == FORWARD + FUSED + 1
+    assert kernels_lowered(eights, 128, deterministic=True) == FORWARD + FUSED + BY_ROWS + 1
 
 
 @pytest.mark.parametrize(

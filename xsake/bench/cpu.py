@@ -121,7 +121,7 @@ def mask_building(repeats: int) -> Iterator[dict[str, Any]]:
 
 def suite(quick: bool = False) -> Iterator[dict[str, Any]]:
     """What FEATURES promises of CPUs: time in proportion to density, little memory, quick masks."""
-    for T, repeats in ((2048, 3),) if quick else ((4096, 31), (8192, 15)):
+    for T, repeats in ((2048, 3),) if quick else ((4096, 31), (8192, 31)):
         yield from densities(T, (0.43, 0.25) if quick else (0.43, 0.25, 0.10), repeats)
     yield from memory(16384)
     yield from mask_building(3 if quick else 15)
