@@ -35,7 +35,7 @@ CANCELLATION = 1 / 20
 # Logsumexp is an exponent: its absolute error is the relative error of the weights made from it.
 LOGSUMEXP_FLOOR = 1.0
 # LLVM's optimiser takes half of the time to compile and changes no result that a tolerance sees;
-# the conformance suite compiles as users do. The older JAX can do without MLIR too: half again.
+# the conformance suite compiles as users do, a GPU's steps aside. The older JAX can leave out MLIR.
 FAST_COMPILATION: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if _jax.version() < (0, 11):
     FAST_COMPILATION["xla_cpu_use_fusion_emitters"] = False

@@ -18,7 +18,7 @@ import numpy as np
 
 Spec = tuple[Any, ...]
 
-# The same sums as without `optimize`, but by matrix products: ten times as fast.
+# The same sums as without `optimize`, but by matrix products, which are far faster.
 _einsum = partial(np.einsum, optimize=True)
 
 
