@@ -33,9 +33,10 @@ from xsake.backends.xla_chunks import (
     Visit,
     add,
     has_own_bias,
-    in_order,
+    put,
     take,
     work_order,
+    zeros,
 )
 from xsake.block_mask import BlockMask
 
@@ -144,12 +145,12 @@ def _visit_rows(
     settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
 ) -> tuple[Array, Array]:
     sizes, dtype = Sizes.of(q, k, v), accumulator(q.dtype)
-    _, T, _, N, K, _, _ = sizes
+    _, T, _, N, K, _, Hv = sizes
     bq = mask.block[0]
     biases = None if bias is None else BiasBlocks(bias, mask, sizes)
-    order, went = work_order(mask, sizes, settings.steps.rows)
+    order = work_order(mask, sizes, settings.steps.rows)
 
-    def rows(chunk: Chunk) -> tuple[Array, Array]:
+    def rows(done: tuple[Array, ...], chunk: Chunk) -> tuple[tuple[Array, ...], None]:
         q_rows = _operand(take(q, chunk.b, chunk.tokens(bq), chunk.n))
         q_rows, scale = _scaled(q_rows, settings.scale, dtype)
         head = chunk.n * K // N
@@ -179,10 +180,12 @@ def _visit_rows(
         seen = l != 0  # acc may be anything elsewhere: it was fed blocks that are not its own
         out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
         lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
-        return out, lse[..., None]
+        made = out, lse[..., None]
+        return tuple(put(x, chunk, blocks) for x, blocks in zip(done, made, strict=True)), None
 
-    out, lse = (in_order(x, went, sizes, T) for x in lax.map(rows, order))
-    return out, lse[..., 0]
+    nothing = tuple(zeros(sizes, T, bq, size, dtype) for size in (Hv, 1))
+    (out, lse), _ = lax.scan(rows, nothing, order)
+    return out[:, :T], lse[:, :T, :, 0]
 
 
 # ---------------------------------------------------------------------------------------- backward
@@ -276,9 +279,10 @@ def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | No
     B, T, S, N, K, H, Hv = sizes
     bq, bk = mask.block
     columns, biases = mask.transpose(), given.biases
-    order, went = work_order(columns, sizes, settings.steps.rows)
+    order = work_order(columns, sizes, settings.steps.rows)
 
-    def column_chunk(carry: Any, chunk: Chunk) -> tuple[Any, Any]:
+    def column_chunk(carry: Any, chunk: Chunk) -> tuple[Any, None]:
+        *sums, dk_done, dv_done = carry
         k_rows, v_rows = given.k_side(chunk.b, chunk.tokens(bk), chunk.n)
         k_rows, scale = _scaled(k_rows, settings.scale, dtype)
 
@@ -300,15 +304,17 @@ def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | No
             return dq, dbias, dk, _plus(dv, _product("rqk,rqh->rkh", p, do_rows, dtype))
 
         width = settings.steps.width(columns)
-        dq, dbias, dk, dv = chunk.loop(columns, width, True, step, (*carry, None, None))
+        dq, dbias, dk, dv = chunk.loop(columns, width, True, step, (*sums, None, None))
         some = (chunk.count > 0)[:, None, None]
-        return (dq, dbias), (jnp.where(some, dk * settings.scale, 0), jnp.where(some, dv, 0))
+        dk_done = put(dk_done, chunk, jnp.where(some, dk * settings.scale, 0))
+        return (dq, dbias, dk_done, put(dv_done, chunk, jnp.where(some, dv, 0))), None
 
-    dq = None if settings.steps.dq_by_rows else jnp.zeros((B, T + -T % bq, N, H), dtype)
+    dq = None if settings.steps.dq_by_rows else zeros(sizes, T, bq, H, dtype)
     dbias = None if biases is None else jnp.zeros(biases.padded.shape, dtype)
-    (dq, dbias), columns_done = lax.scan(column_chunk, (dq, dbias), order)
+    nothing: Any = dq, dbias, *(zeros(sizes, S, bk, size, dtype) for size in (H, Hv))
+    (dq, dbias, *by_head), _ = lax.scan(column_chunk, nothing, order)
     # what the query heads of a group gave to their kv head
-    dk, dv = (in_order(x, went, sizes, S).reshape(B, S, K, N // K, -1).sum(3) for x in columns_done)
+    dk, dv = (x[:, :S].reshape(B, S, K, N // K, -1).sum(3) for x in by_head)
     return None if dq is None else dq[:, :T], dk, dv, dbias
 
 
@@ -316,9 +322,9 @@ def _visit_rows_again(given: Given) -> Array:
     """dq [B, T, N, H] in float32, each row of blocks by the lists that the forward pass visits."""
     settings, sizes, mask, dtype = given.settings, given.sizes, given.mask, given.dtype
     bq = mask.block[0]
-    order, went = work_order(mask, sizes, settings.steps.rows)
+    order = work_order(mask, sizes, settings.steps.rows)
 
-    def rows(chunk: Chunk) -> Array:
+    def rows(done: Array, chunk: Chunk) -> tuple[Array, None]:
         q_rows, *others = given.q_side(chunk.b, chunk.tokens(bq), chunk.n)
         q_rows, scale = _scaled(q_rows, settings.scale, dtype)
 
@@ -328,6 +334,8 @@ def _visit_rows_again(given: Given) -> Array:
             return _plus(dq, _product("rqk,rkh->rqh", ds.astype(q_rows.dtype), k_side[0], dtype))
 
         dq = chunk.loop(mask, settings.steps.width(mask), False, step, None)
-        return jnp.where((chunk.count > 0)[:, None, None], dq * settings.scale, 0)
+        some = (chunk.count > 0)[:, None, None]
+        return put(done, chunk, jnp.where(some, dq * settings.scale, 0)), None
 
-    return in_order(lax.map(rows, order), went, sizes, sizes.T)
+    nothing = zeros(sizes, sizes.T, bq, sizes.H, dtype)
+    return lax.scan(rows, nothing, order)[0][:, : sizes.T]

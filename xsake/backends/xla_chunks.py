@@ -67,6 +67,11 @@ def take(x: Array, b: Array, tokens: Array, n: Array, past: float | None = None)
     return x.at[at].get(mode="clip") if past is None else x.at[at].get(mode="fill", fill_value=past)
 
 
+def zeros(sizes: Sizes, length: int, block: int, size: int, dtype: Any) -> Array:
+    """[B, length in whole blocks, N, size]: where blocks are put, or added."""
+    return jnp.zeros((sizes.B, length + -length % block, sizes.N, size), dtype)
+
+
 _WINDOWS = lax.ScatterDimensionNumbers(
     update_window_dims=(2, 3), inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 1, 2)
 )
@@ -83,12 +88,19 @@ def add(x: Array, b: Array, first: Array, n: Array, blocks: Array) -> Array:
     )
 
 
-def in_order(x: Array, went: Array, sizes: Sizes, length: int) -> Array:
-    """Blocks in the order they were worked on, [chunks, R, block, D] -> [B, length, N, D]."""
-    # gathered by token, so that the result is written once, where it belongs
-    block = went.reshape(sizes.B, -1, 1, sizes.N)
-    tokens = x.reshape(-1, *x.shape[2:])[block, jnp.arange(x.shape[2])[:, None]]
-    return tokens.reshape(sizes.B, -1, sizes.N, x.shape[-1])[:, :length]
+_BLOCKS = lax.ScatterDimensionNumbers(
+    update_window_dims=(1, 2), inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 1, 2)
+)
+
+
+def put(x: Array, chunk: Chunk, blocks: Array) -> Array:
+    """Writes what a chunk made, blocks [R, block, D], to its own tokens of x, in place in a loop.
+
+    x is [B, L, N, D], L in whole blocks.
+    """
+    at = jnp.stack([chunk.b, chunk.i * blocks.shape[1], chunk.n], axis=-1)
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(x, at, blocks.astype(x.dtype), _BLOCKS, unique_indices=True, mode=drop)
 
 
 # ------------------------------------------------------------------------------------------ chunks
@@ -156,15 +168,16 @@ class Chunk:
 
     @classmethod
     def of(cls, mask: BlockMask, sizes: Sizes, row: Array) -> Chunk:
-        """Looks the rows up; -1 stands for a row that visits nothing."""
+        """Looks the rows up; -1 stands for one past the last, which visits nothing."""
         blocks, entries = mask.kv_count.shape[2], mask.kv_index.shape[2]
         real, row = row >= 0, jnp.maximum(row, 0)
         b, i, n = _coordinates(row, blocks, sizes)
         place = mask_place(mask, sizes, b, n)
         at = place * blocks + i
+        first = place * entries + mask.kv_start.reshape(-1)[at]
         count = jnp.where(real, mask.kv_count.reshape(-1)[at], 0)
         full = jnp.where(real, mask.full_count.reshape(-1)[at], 0)
-        return cls(b, n, i, place * entries + mask.kv_start.reshape(-1)[at], count, full)
+        return cls(b, n, jnp.where(real, i, blocks), first, count, full)
 
     def tokens(self, block: int) -> Array:
         """Indices of the rows' own tokens, [R, block], possibly past the end."""
@@ -212,8 +225,8 @@ def _coordinates(row: Array, blocks: int, sizes: Sizes) -> tuple[Array, Array, A
     return row // (blocks * sizes.N), row // sizes.N % blocks, row % sizes.N
 
 
-def work_order(mask: BlockMask, sizes: Sizes, rows: int) -> tuple[Chunk, Array]:
-    """All rows of blocks, most visits first, in chunks of about `rows` tokens; where each went.
+def work_order(mask: BlockMask, sizes: Sizes, rows: int) -> Chunk:
+    """All rows of blocks, most visits first, in chunks of about `rows` tokens.
 
     Among equals, heads of the same tokens follow one another: they lie side by side in memory.
     """
@@ -225,9 +238,8 @@ def work_order(mask: BlockMask, sizes: Sizes, rows: int) -> tuple[Chunk, Array]:
     place = mask_place(mask, sizes, b, n) * blocks + i
     count, full = mask.kv_count.reshape(-1)[place], mask.full_count.reshape(-1)[place]
     order = jnp.lexsort((full, count))[::-1].astype(jnp.int32)
-    went = jnp.zeros_like(order).at[order].set(row)
     padded = jnp.pad(order, (0, -total % per_chunk), constant_values=-1)
-    return Chunk.of(mask, sizes, padded.reshape(-1, per_chunk)), went
+    return Chunk.of(mask, sizes, padded.reshape(-1, per_chunk))
 
 
 # -------------------------------------------------------------------------------------------- bias
