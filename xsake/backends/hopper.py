@@ -126,7 +126,6 @@ def _forward(
 ) -> tuple[Array, Array]:
     from xsake.backends import hopper_forward as kernels
 
-    q, k, v = own_copies(q, k, v)
     out, logsumexp = kernels.forward(
         q,
         k,
@@ -149,7 +148,6 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
 
     q, k, v, mask, out, logsumexp = saved
     d_out, d_logsumexp = cotangents
-    q, k, v, out, logsumexp, d_out = own_copies(q, k, v, out, logsumexp, d_out)
     options = settings.options
     tiling = options.hopper_backward or kernels.BackwardTiling(
         **measured("backward", Sizes.of(q, k, v), mask)

@@ -500,6 +500,8 @@ class _Columns(_Kernel):
             self.dq_by = "steps"
         # V is free before the item ends. With larger steps, telling so would spill registers.
         self.v_early = self.makes_dk and self.step == ROWS and not self.alternate
+        # Which queries dq belongs to is read when a step begins; with small steps that is slower.
+        self.reads_early = fused and self.step > ROWS
         if fused and (pieces > COMPUTE or (self.alternate and self.step > ROWS)):
             raise ValueError(f"fused, this shape needs row_step = {ROWS}, not {self.step}")
 
@@ -589,13 +591,12 @@ class _Columns(_Kernel):
             if self.makes_dk:
                 copy(delta_gmem.at[item.b, item.n, queries], delta_smem.at[slot], ready)
 
-        def tile_of(gmem, item):
-            keys = pl.ds(item.i * self.item_block, self.item_block)
-            return gmem.at[item.b, keys, self.kv_head(item)]
+        def tile(gmem):
+            return lambda item: self.tile_of(item, gmem, self.kv_head(item))
 
-        residents = [Resident(functools.partial(tile_of, k_gmem), k_smem, k_ready, k_free)]
+        residents = [Resident(tile(k_gmem), k_smem, k_ready, k_free)]
         if self.makes_dk:
-            v = Resident(functools.partial(tile_of, v_gmem), v_smem, v_ready, v_free)
+            v = Resident(tile(v_gmem), v_smem, v_ready, v_free)
             residents = [v, *residents] if self.v_early else [*residents, v]
 
         q_ring = Ring(self.stages, lambda x: plgpu.barrier_wait(q_free.at[x]), load_q)
@@ -646,7 +647,7 @@ class _Columns(_Kernel):
                 return self.issued(own(k_smem), q_smem.at[q_slot(t)].transpose((1, 0)))
 
             def front(t, s, masked):
-                """pT and dsT, None instead of what is not needed."""
+                """pT, dsT and the first query, None instead of what is not needed."""
 
                 def allowed():
                     first_query = self.first_token(index, item, t)
@@ -660,6 +661,7 @@ class _Columns(_Kernel):
                     d_out = d_out_smem.at[d_out_slot(t)].transpose((1, 0))
                     return self.issued(own(v_smem), d_out)
 
+                first_query = self.first_token(index, item, t) if self.reads_early else None
                 s = scores(t) if s is None else s
                 plgpu.barrier_wait(d_out_ready.at[d_out_slot(t)])
                 early = self.makes_dk and masked is False
@@ -667,7 +669,7 @@ class _Columns(_Kernel):
                 s, lse = self.settled_beside(s, 1 if early else 0, lse_smem.at[q_slot(t)], masked)
                 p, slope = self.probabilities(s, lse, masked, allowed)
                 if not self.makes_dk:
-                    return p.astype(d_out_smem.dtype), None
+                    return p.astype(d_out_smem.dtype), None, None
                 if not early:  # the rule needed the registers of dp
                     p, slope = lax.optimization_barrier((p, slope))
                     dp = d_p()
@@ -678,11 +680,16 @@ class _Columns(_Kernel):
                 ds = slope * (dp - delta)
                 if not self.makes_dv:
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
-                return p, ds.astype(d_out_smem.dtype)
+                return p, ds.astype(d_out_smem.dtype), first_query
 
-            def back(refs, t, p_ds, ahead):
+            def back(refs, t, made, ahead):
                 """dv += pT d_out, dk += dsT q, and dq."""
-                p, ds = p_ds
+                p, ds, first_query = made
+
+                def add_dq(dq, column=0):
+                    first = self.first_token(index, item, t) if first_query is None else first_query
+                    self.add_dq(wg, item, first, dq, dq_smem, sums, column)
+
                 if self.makes_dv:
                     self.product(refs["dv"], p, d_out_smem.at[d_out_slot(t)], left)
                 if self.fused:
@@ -695,17 +702,14 @@ class _Columns(_Kernel):
                     self.product(refs["dk"], ds, q_smem.at[q_slot(t)], left)
                 s = scores(t + 1) if ahead else None
                 if self.fused and not by_turns:
-                    dq = self.settled(dq, ahead + 1)
-                    self.add_dq(wg, item, self.first_token(index, item, t), dq, dq_smem, sums)
+                    add_dq(self.settled(dq, ahead + 1))
                 elif self.makes_dv:
                     plgpu.wgmma_wait(ahead + self.makes_dk)  # dv is done
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
                 if self.fused and self.dq_by == "steps":
                     for column in range(PIECE, self.shape.size, PIECE):
                         dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem, column))
-                        dq = self.settled(dq, 0)
-                        first_query = self.first_token(index, item, t)
-                        self.add_dq(wg, item, first_query, dq, dq_smem, sums, column)
+                        add_dq(self.settled(dq, 0), column)
                 plgpu.wgmma_wait(ahead)  # dk is done
                 plgpu.barrier_arrive(q_free.at[q_slot(t)])
                 if by_turns:
@@ -713,8 +717,7 @@ class _Columns(_Kernel):
                     @pl.when(lax.rem(done + t, jnp.int32(COMPUTE)) == wg)
                     def _():
                         dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem))
-                        dq = self.settled(dq, 0)
-                        self.add_dq(wg, item, self.first_token(index, item, t), dq, dq_smem, sums)
+                        add_dq(self.settled(dq, 0))
 
                 return s
 
@@ -879,13 +882,12 @@ class _Rows(_Kernel):
         def load_v(item, keys, slot):
             copy(v_gmem.at[item.b, keys, self.kv_head(item)], v_smem.at[slot], v_ready.at[slot])
 
-        def tile_of(gmem, item):
-            queries = pl.ds(item.i * self.item_block, self.item_block)
-            return gmem.at[item.b, queries, item.n]
+        def tile(gmem):
+            return lambda item: self.tile_of(item, gmem, item.n)
 
         residents = [
-            Resident(functools.partial(tile_of, q_gmem), q_smem, q_ready, q_free),
-            Resident(functools.partial(tile_of, d_out_gmem), d_out_smem, d_out_ready, None),
+            Resident(tile(q_gmem), q_smem, q_ready, q_free),
+            Resident(tile(d_out_gmem), d_out_smem, d_out_ready, None),
         ]
         k_ring = Ring(self.stages, lambda x: plgpu.barrier_wait(k_free.at[x]), load_k)
         v_ring = Ring(self.v_stages, lambda x: plgpu.barrier_wait(v_free.at[x]), load_v)

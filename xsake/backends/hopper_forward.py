@@ -337,8 +337,7 @@ class _Kernel(BlockKernel):
             plgpu.copy_gmem_to_smem(gmem, v_smem.at[slot], v_ready.at[slot])
 
         def q_tile(item):
-            queries = pl.ds(item.i * self.item_block, self.item_block)
-            return q_gmem.at[item.b, queries, item.n]
+            return self.tile_of(item, q_gmem, item.n)
 
         k_ring = Ring(self.stages, functools.partial(self.await_free_k, k_free), load_k)
         v_ring = Ring(self.stages, functools.partial(self.await_free_v, v_free), load_v)

@@ -318,6 +318,11 @@ class BlockKernel:
         first = item.i * self.item_block
         return first if self.alternate else first + wg * ROWS
 
+    def tile_of(self, item, gmem, head):
+        """An item's own tokens of a head of gmem [B, tokens, heads, size]."""
+        tokens = pl.ds(item.i * self.item_block, self.item_block)
+        return gmem.at[item.b, tokens, head]
+
     def kv_head(self, item):
         return lax.div(item.n, jnp.int32(self.shape.heads // self.shape.kv_heads))
 

@@ -190,11 +190,13 @@ def work_table(
         [jax.ShapeDtypeStruct(((items + 1) * WIDTH,), jnp.int32)],
         dict(part=pl.cdiv(items, THREADS)),
         [x.reshape(-1) for x in (lists.kv_start, lists.kv_count, lists.full_count)],
+        # the visits of the lanes' items and of what their first and last run have besides
+        shared=plgpu.SMEM((pl.cdiv(min(THREADS + 2 * run, items), THREADS) * THREADS,), jnp.int32),
     )
     return table.reshape(items + 1, WIDTH)
 
 
-def _place(start, count, full, table, *, lists, batch, heads, run, end):
+def _place(start, count, full, table, *, shared, lists, batch, heads, run, end):
     """Every lane finds the place of its item by comparing it with all others of its run."""
     list_batch, list_heads, blocks = lists.kv_count.shape
     items = batch * heads * blocks
@@ -217,15 +219,21 @@ def _place(start, count, full, table, *, lists, batch, heads, run, end):
     its_start, its_count, its_full = (_gather(x, list_of(item)) for x in (start, count, full))
     rank = item
     if run > 1:
-        # the runs of the first and of the last lane are one, or neighbours
         last = jnp.minimum(first + (THREADS - 1), items - 1)
         begin = lax.div(first, jnp.int32(run)) * run
         end_of_runs = jnp.minimum((lax.div(last, jnp.int32(run)) + 1) * run, items)
         its_run = lax.div(item, jnp.int32(run))
 
+        @pl.loop(0, lax.div(end_of_runs - begin + (THREADS - 1), jnp.int32(THREADS)))
+        def _(part):
+            other = jnp.minimum(begin + part * THREADS + lane, items - 1)
+            shared[pl.ds(part * THREADS, THREADS)] = _gather(count, list_of(other))
+
+        plgpu.commit_smem()
+
         def compare(numbers, rank):
             others = [begin + number for number in numbers]
-            counts = [count[list_of(jnp.minimum(other, items - 1))] for other in others]
+            counts = [shared[number] for number in numbers]
             for other, other_count in zip(others, counts, strict=True):
                 earlier = (other_count > its_count) | ((other_count == its_count) & (other < item))
                 same = (lax.div(other, jnp.int32(run)) == its_run) & (other < end_of_runs)
