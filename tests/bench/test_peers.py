@@ -97,7 +97,9 @@ def flash(monkeypatch):
         zeros_like=np.zeros_like,
         contiguous_format=None,
         no_grad=contextlib.nullcontext,
-        cuda=types.SimpleNamespace(synchronize=lambda: None),
+        cuda=types.SimpleNamespace(
+            synchronize=lambda: None, Stream=lambda: None, stream=contextlib.nullcontext
+        ),
         autograd=types.SimpleNamespace(grad=grad),
     )
     cute = types.ModuleType("flash_attn.cute")

@@ -64,19 +64,27 @@ def time_calls(
 
 
 def time_queued(
-    fn: Callable[..., Any], *args: Any, seconds: float = 0.1, rounds: int = 5
+    fn: Callable[..., Any],
+    *args: Any,
+    seconds: float = 0.1,
+    rounds: int = 5,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> Timing:
-    """Times an accelerator: many calls queued, one wait, divided by their number."""
-    jax.block_until_ready(fn(*args))
+    """Times an accelerator: many calls queued, one wait, divided by their number.
+
+    A round has to be as long for all that are compared: a card that rested is faster for the first
+    hundredths of a second, until its power limit is felt.
+    """
+    wait(fn(*args))
     began = time.perf_counter()
-    jax.block_until_ready([fn(*args) for _ in range(3)])
+    wait([fn(*args) for _ in range(3)])
     calls = max(3, int(seconds * 3 / (time.perf_counter() - began)))
     taken = []
     for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(calls):
             result = fn(*args)
-        jax.block_until_ready(result)
+        wait(result)
         taken.append((time.perf_counter() - began) / calls)
     return Timing(tuple(taken))
 
