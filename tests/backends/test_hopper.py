@@ -11,12 +11,9 @@ import pytest
 
 import xsake
 from tests import oracle
+from tests.conditions import needs_interpreter, needs_newer_jax, on_a_card
 from xsake import BlockMask, Options, _jax, masks
 from xsake.backends import hopper
-
-needs_newer_jax = pytest.mark.skipif(
-    _jax.version() < hopper.NEEDS_JAX, reason="the kernels need JAX 0.11; this is older"
-)
 
 RULES = {
     "none": None,
@@ -156,11 +153,6 @@ def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
 def test_a_cast_by_another_name_is_refused():
     with pytest.raises(ValueError, match=r"cast is 'later', which is none of \('pass', 'kernel'\)"):
         kernels_lowered(mask_of(None, 504), cast="later")
-
-
-needs_interpreter = pytest.mark.skipif(
-    _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"
-)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +296,7 @@ def test_gradients_flow_through_what_is_used(used, monkeypatch):
     ids=str,
 )
 @pytest.mark.gpu
-@pytest.mark.skipif(_jax.platform() != "gpu", reason="the interpreter cannot add to global memory")
+@on_a_card
 def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, block, tiling):
     """Twenty times: a row block that is cast too early, or by nobody, does not show every time."""
     from xsake.backends.hopper_backward import BackwardTiling
@@ -337,7 +329,7 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, bloc
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(_jax.platform() != "gpu", reason="what XLA makes of it is seen on a GPU only")
+@on_a_card
 def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
     """XLA hands a kernel a place inside the stack instead of a slice: the right one, every turn."""
     rng = np.random.default_rng(0)
@@ -370,7 +362,7 @@ def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(_jax.platform() != "gpu", reason="what XLA makes of it is seen on a GPU only")
+@on_a_card
 def test_a_scan_over_layers_runs_each_kernel_once():
     """XLA would fuse the forward with the stacking of its result, beside the forward itself."""
 

@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake import _jax
-
-needs_newer_jax = pytest.mark.skipif(
-    _jax.version() < (0, 11), reason="the kernel needs JAX 0.11; this is older"
-)
-needs_interpreter = pytest.mark.skipif(
-    _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"
-)
+from tests.conditions import needs_interpreter, needs_newer_jax
 
 
 def drawn(batch, length, heads, size, dtype="bfloat16", with_d_lse=True):

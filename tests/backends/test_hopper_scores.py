@@ -9,17 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.conditions import needs_interpreter, needs_newer_jax, on_a_card
 from xsake import _jax, dot_product_attention
 from xsake.backends import scores
 from xsake.hads import Plan, rows, select
 from xsake.hads.plan import Terms
-
-needs_newer_jax = pytest.mark.skipif(
-    _jax.version() < scores.NEEDS_JAX, reason="the kernel needs JAX 0.11; this is older"
-)
-needs_interpreter = pytest.mark.skipif(
-    _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"
-)
 
 
 def drawn(batch, length, heads, size, dtype=jnp.bfloat16, seed=0):
@@ -286,11 +280,6 @@ def test_every_refusal_has_its_reason(change, reason, monkeypatch):
     q = jax.ShapeDtypeStruct(k.shape, change.get("query", k.dtype))
     said = scores.why_not(q, k, change.get("block", 64))
     assert (said is None) if reason is None else (reason in said)
-
-
-on_a_card = pytest.mark.skipif(
-    _jax.platform() != "gpu", reason="the kernel itself runs on a GPU only"
-)
 
 
 @pytest.mark.gpu

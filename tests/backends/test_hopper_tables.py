@@ -8,15 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from xsake import BlockMask, _jax, masks
+from tests.conditions import needs_newer_jax, on_a_card
+from xsake import BlockMask, masks
 
-pytestmark = pytest.mark.skipif(
-    _jax.version() < (0, 11), reason="the kernels need JAX 0.11; this is older"
-)
-on_a_card = pytest.mark.skipif(
-    _jax.platform() != "gpu", reason="loads and stores by lane run on a GPU only"
-)
-
+pytestmark = needs_newer_jax
 # list batch, list heads, row blocks, kv blocks, share of blocks, with partial blocks
 MASKS = {
     "few": (1, 2, 5, 7, 0.4, False),

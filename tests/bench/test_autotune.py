@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from xsake import _jax
+from tests.conditions import needs_newer_jax
 from xsake.backends import Options, hopper, reference
 from xsake.bench import autotune
 from xsake.bench.cases import hopper_case
 from xsake.bench.checks import WrongResultError
-
-needs_newer_jax = pytest.mark.skipif(
-    _jax.version() < hopper.NEEDS_JAX, reason="the kernels need JAX 0.11; this is older"
-)
 
 
 @pytest.fixture

@@ -1,0 +1,17 @@
+"""What a machine must have for a test to run there."""
+
+from __future__ import annotations
+
+import pytest
+
+from xsake import _jax
+
+needs_newer_jax = pytest.mark.skipif(
+    _jax.version() < (0, 11), reason="the kernels need JAX 0.11; this is older"
+)
+needs_interpreter = pytest.mark.skipif(
+    _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"
+)
+on_a_card = pytest.mark.skipif(
+    _jax.platform() != "gpu", reason="the kernels themselves run on a GPU only"
+)
