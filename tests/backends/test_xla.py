@@ -15,7 +15,8 @@ from tests.draws import FAST_COMPILATION
 from tests.test_probes import assert_same_bits, random_arrays, run
 from xsake import BlockMask, Options, _jax, masks
 from xsake.attention import BACKENDS
-from xsake.backends.xla_chunks import Steps
+from xsake.backends import Sizes
+from xsake.backends.xla_chunks import Steps, work_order
 from xsake.bench.cases import Case
 
 # Several chunks, and lists that end inside a step; dq added by columns or in a pass by rows.
@@ -202,6 +203,21 @@ def test_steps_of_a_device():
     assert Steps.of_device("gpu", deterministic=False).width(mask.transpose()) == 2
 
 
-def test_a_step_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"Steps.keys must be at least 1, got 0"):
-        Steps(rows=1, keys=0)
+@pytest.mark.parametrize(("T", "lists"), [(24, 1), (64, 3), (77, 3)])
+def test_chunks_side_by_side_are_chunks_one_after_the_other(T, lists):
+    """Bit by bit; with rows left over, and with too few chunks to go side by side."""
+    arrays = random_arrays(2, T, T, 3, 3, 8)
+    side = -(-T // 8)
+    blocks = np.random.default_rng(T).random((2, 3, side, side)) < 0.5
+    mask = BlockMask.from_dense(jnp.asarray(blocks), masks.causal(), shape=(T, T), block=8)
+    steps = [Steps(rows=16, keys=1, side_by_side=n) for n in (1, 2, 3)]
+    assert len(work_order(mask, Sizes.of(*arrays[:3]), 16, 3)) == lists
+    one, *others = (run("xla", *arrays, mask=mask, options=Options(xla=x)) for x in steps)
+    for other in others:
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", ["rows", "keys", "side_by_side"])
+def test_a_step_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=rf"Steps.{name} must be at least 1, got 0"):
+        Steps(**{"rows": 1, "keys": 1} | {name: 0})

@@ -59,6 +59,40 @@ def test_a_case_that_is_not_there_is_an_error(parts, tmp_path):
         run.run_suite("hopper", tmp_path / "r.json", only="d")
 
 
+def measured_apart(tmp_path, *only):
+    """Files of one case or more each, as processes side by side write them."""
+    files = [tmp_path / f"{x}.json" for x in only]
+    for x, file in zip(only, files, strict=True):
+        run.run_suite("hopper", file, only=x)
+    return files
+
+
+def test_parts_become_one_file_in_the_order_of_the_suite(parts, tmp_path):
+    """Nothing is measured again; all commands are named."""
+    files = measured_apart(tmp_path, "c", "a")
+    for file, command in zip(files, ("second", "first"), strict=True):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"command": command}))
+    whole = run.join("hopper", files, tmp_path / "whole.json")
+    assert parts == ["c", "a", "ab"]
+    assert [row["case"] for row in whole["results"]] == ["a", "ab", "c"]
+    assert whole["command"] == "second; first"
+    assert json.loads((tmp_path / "whole.json").read_text()) == whole
+    assert run.run_suite("hopper", tmp_path / "whole.json")["results"] == whole["results"]
+
+
+def test_files_that_differ_are_not_joined(parts, tmp_path, monkeypatch):
+    """Neither of two commits, nor with a case twice, nor of another suite."""
+    files = measured_apart(tmp_path, "c", "a")
+    with pytest.raises(ValueError, match=r"case 'c' is in more than one of"):
+        run.join("hopper", [*files, files[0]], tmp_path / "whole.json")
+    with pytest.raises(ValueError, match=r"suite 'hopper-features' has no case 'c'"):
+        run.join("hopper-features", files[:1], tmp_path / "whole.json")
+    monkeypatch.setenv("XSAKE_COMMIT", "two")
+    files[1:] = measured_apart(tmp_path, "ab")
+    with pytest.raises(ValueError, match=r"ab\.json has commit two, .*c\.json has one"):
+        run.join("hopper", files, tmp_path / "whole.json")
+
+
 CASE = Case("grouped", T=140, N=4, K=2, H=16, sinks=0, soft_cap=3.0, rule=masks.causal())
 
 

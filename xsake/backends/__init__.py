@@ -86,10 +86,10 @@ def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def own_copies(*arrays: Any) -> tuple[Any, ...]:
-    """The same arrays, as a kernel should get and give them: apart from any stack of layers.
+    """The same arrays, apart from any stack of layers that they come from or go to.
 
-    In a loop, XLA would hand the kernel a place inside the stack instead of a slice (its
-    dynamic-slice fusion), and run it twice where a result is stacked and used too. A copy costs
-    little beside the kernel, and nothing depends on that place.
+    In a loop XLA hands a kernel a place inside the stack instead of a slice (its dynamic-slice
+    fusion). That saves a copy of what is read; but a kernel whose result is stacked and used too
+    would run twice.
     """
     return jax.lax.optimization_barrier(arrays)

@@ -63,7 +63,7 @@ def _batchable(block: int) -> Callable[[Array, Array], Array]:
     def batched(q: Array, k: Array) -> Array:
         from xsake.backends import hopper_means, hopper_scores
 
-        q, k = own_copies(q, k)
+        q, k = own_copies(q, k)  # not tried without, as the attention kernels were
         scale = math.log2(math.e) / math.sqrt(k.shape[-1])
         queries = hopper_means.means(q, block, scale=scale)
         causal = queries.shape[1] == -(-k.shape[1] // block)

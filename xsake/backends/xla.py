@@ -148,9 +148,10 @@ def _visit_rows(
     _, T, _, N, K, _, Hv = sizes
     bq = mask.block[0]
     biases = None if bias is None else BiasBlocks(bias, mask, sizes)
-    order = work_order(mask, sizes, settings.steps.rows)
+    steps = settings.steps
+    order = work_order(mask, sizes, steps.rows, steps.side_by_side)
 
-    def rows(done: tuple[Array, ...], chunk: Chunk) -> tuple[tuple[Array, ...], None]:
+    def rows(chunk: Chunk) -> tuple[Array, Array]:
         q_rows = _operand(take(q, chunk.b, chunk.tokens(bq), chunk.n))
         q_rows, scale = _scaled(q_rows, settings.scale, dtype)
         head = chunk.n * K // N
@@ -176,15 +177,19 @@ def _visit_rows(
             shrink = jnp.exp(m - level)  # rescales what was summed under the old maximum
             return m_new, l * shrink + p.sum(-1), acc * shrink[..., None] + pv
 
-        m, l, acc = chunk.loop(mask, settings.steps.width(mask), False, step, None)
+        m, l, acc = chunk.loop(mask, steps.width(mask), False, step, None)
         seen = l != 0  # acc may be anything elsewhere: it was fed blocks that are not its own
         out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
         lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
-        made = out, lse[..., None]
-        return tuple(put(x, chunk, blocks) for x, blocks in zip(done, made, strict=True)), None
+        return out, lse[..., None]
+
+    def put_rows(done: tuple[Array, ...], chunks: list[Chunk]) -> tuple[tuple[Array, ...], None]:
+        for chunk, made in zip(chunks, [rows(chunk) for chunk in chunks], strict=True):
+            done = tuple(put(x, chunk, blocks) for x, blocks in zip(done, made, strict=True))
+        return done, None
 
     nothing = tuple(zeros(sizes, T, bq, size, dtype) for size in (Hv, 1))
-    (out, lse), _ = lax.scan(rows, nothing, order)
+    (out, lse), _ = lax.scan(put_rows, nothing, order)
     return out[:, :T], lse[:, :T, :, 0]
 
 
@@ -279,7 +284,7 @@ def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | No
     B, T, S, N, K, H, Hv = sizes
     bq, bk = mask.block
     columns, biases = mask.transpose(), given.biases
-    order = work_order(columns, sizes, settings.steps.rows)
+    (order,) = work_order(columns, sizes, settings.steps.rows)
 
     def column_chunk(carry: Any, chunk: Chunk) -> tuple[Any, None]:
         *sums, dk_done, dv_done = carry
@@ -322,7 +327,7 @@ def _visit_rows_again(given: Given) -> Array:
     """dq [B, T, N, H] in float32, each row of blocks by the lists that the forward pass visits."""
     settings, sizes, mask, dtype = given.settings, given.sizes, given.mask, given.dtype
     bq = mask.block[0]
-    order = work_order(mask, sizes, settings.steps.rows)
+    (order,) = work_order(mask, sizes, settings.steps.rows)
 
     def rows(done: Array, chunk: Chunk) -> tuple[Array, None]:
         q_rows, *others = given.q_side(chunk.b, chunk.tokens(bq), chunk.n)

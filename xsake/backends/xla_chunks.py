@@ -34,20 +34,24 @@ class Steps:
     # Keys that each of them meets in one step, at least one block; by columns, query rows.
     keys: int
     dq_by_rows: bool = False  # in a pass of its own: two products more, nothing is added in place
+    # Chunks of the forward that do not wait for one another, where there are many of them.
+    side_by_side: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in (("rows", self.rows), ("keys", self.keys)):
-            if size < 1:
-                raise ValueError(f"Steps.{name} must be at least 1, got {size}")
+        for name in ("rows", "keys", "side_by_side"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Steps.{name} must be at least 1, got {getattr(self, name)}")
 
     @classmethod
     def of_device(cls, platform: str, deterministic: bool) -> Steps:
         """A CPU's step stays in its cache and adds in order; a GPU's is worth a dozen launches.
 
-        What a GPU's step writes (float32 logits, rows x keys) is about the size of its L2 cache.
+        What a GPU's step writes (float32 logits, rows x keys) is about the size of its L2 cache. Of
+        a CPU's step only the products use several threads; with two chunks side by side, one of
+        them reads or takes exponentials while the other multiplies.
         """
         if platform == "cpu":
-            return cls(512, 1)
+            return cls(512, 1, side_by_side=2)
         return cls(16384, 1024, dq_by_rows=deterministic)
 
     def width(self, mask: BlockMask) -> int:
@@ -225,21 +229,29 @@ def _coordinates(row: Array, blocks: int, sizes: Sizes) -> tuple[Array, Array, A
     return row // (blocks * sizes.N), row // sizes.N % blocks, row % sizes.N
 
 
-def work_order(mask: BlockMask, sizes: Sizes, rows: int) -> Chunk:
-    """All rows of blocks, most visits first, in chunks of about `rows` tokens.
+MANY = 8  # chunks for each of those side by side; fewer are not worth compiling
 
-    Among equals, heads of the same tokens follow one another: they lie side by side in memory.
+
+def work_order(mask: BlockMask, sizes: Sizes, rows: int, side_by_side: int = 1) -> list[Chunk]:
+    """All rows of blocks, most visits first, in chunks of about `rows` tokens, [turns, R] each.
+
+    One list of chunks, or `side_by_side` of them where there are many. Among equals, heads of the
+    same tokens follow one another: they lie side by side in memory.
     """
     blocks = mask.kv_count.shape[2]
     total, most = sizes.B * blocks * sizes.N, max(1, rows // mask.block[0])
-    per_chunk = -(-total // -(-total // most))  # chunks of equal size
+    chunks = -(-total // most)
+    lists = side_by_side if chunks >= MANY * side_by_side else 1
+    chunks += -chunks % lists
+    per_chunk = -(-total // chunks)  # chunks of equal size
     row = jnp.arange(total, dtype=jnp.int32)
     b, i, n = _coordinates(row, blocks, sizes)
     place = mask_place(mask, sizes, b, n) * blocks + i
     count, full = mask.kv_count.reshape(-1)[place], mask.full_count.reshape(-1)[place]
     order = jnp.lexsort((full, count))[::-1].astype(jnp.int32)
-    padded = jnp.pad(order, (0, -total % per_chunk), constant_values=-1)
-    return Chunk.of(mask, sizes, padded.reshape(-1, per_chunk))
+    padded = jnp.pad(order, (0, chunks * per_chunk - total), constant_values=-1)
+    dealt = padded.reshape(-1, lists, per_chunk)
+    return [Chunk.of(mask, sizes, dealt[:, i]) for i in range(lists)]
 
 
 # -------------------------------------------------------------------------------------------- bias

@@ -1,14 +1,15 @@
 """Suites by name: what `xsake bench --suite NAME` measures and writes.
 
 A suite is a list of parts. A file that was cut off, by the same commit on the same machine, is gone
-on with: parts whose case it holds are not measured again.
+on with: parts whose case it holds are not measured again. Parts that several processes measured
+become one file by `join`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ SUITES: dict[str, Suite] = {
     "hopper": hopper.suite,
     "hopper-features": hopper.feature_suite,
 }
+
+SAME = ("commit", "machine", "versions", "quick")  # what rows of one file have in common
 
 
 def run_suite(
@@ -61,6 +64,38 @@ def run_suite(
     return report
 
 
+def join(name: str, files: Sequence[Path], out: Path) -> dict[str, Any]:
+    """Writes files of the same commit, machine, versions and sizes as one, in the suite's order.
+
+    Its `command` is all of theirs, its `date` the first, its `seconds` their sum.
+    """
+    reports = [json.loads(file.read_text()) for file in files]
+    first = reports[0]
+    for file, report in zip(files, reports, strict=True):
+        for fact in SAME:
+            if report[fact] != first[fact]:
+                raise ValueError(
+                    f"{file} has {fact} {report[fact]}, {files[0]} has {first[fact]}; join only "
+                    "files of one commit, machine and size"
+                )
+    cases = [case for case, _ in _parts(name, first["quick"], None)]
+    held = [{row["case"] for row in report["results"]} for report in reports]
+    for case in dict.fromkeys(case for found in held for case in found):
+        if case not in cases:
+            raise ValueError(f"suite {name!r} has no case {case!r}")
+        if sum(case in found for found in held) > 1:
+            raise ValueError(f"case {case!r} is in more than one of {list(map(str, files))}")
+    rows = [row for report in reports for row in report["results"]]
+    whole = first | {
+        "date": min(report["date"] for report in reports),
+        "command": "; ".join(dict.fromkeys(report["command"] for report in reports)),
+        "seconds": sum(report["seconds"] for report in reports),
+        "results": sorted(rows, key=lambda row: cases.index(row["case"])),
+    }
+    out.write_text(json.dumps(whole, indent=1) + "\n")
+    return whole
+
+
 def _parts(name: str, quick: bool, model: Path | None) -> Iterator[hopper.Part]:
     if name == "model":
         if model is None:
@@ -80,5 +115,4 @@ def _earlier(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
     if not out.exists() or facts["commit"] == "unknown" or facts["commit"].endswith("+"):
         return nothing
     found = json.loads(out.read_text())
-    same = all(found.get(x) == facts[x] for x in ("commit", "machine", "versions", "quick"))
-    return found if same else nothing
+    return found if all(found.get(x) == facts[x] for x in SAME) else nothing

@@ -36,6 +36,7 @@ def bench(
     model: Path | None = None,
     autotune: bool = False,
     only: str = "",
+    join: tuple[Path, ...] = (),
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
@@ -49,6 +50,7 @@ def bench(
       autotune: instead of a suite, time every tiling of the Hopper kernels on this card and write
         the table that they choose from; `out` defaults to the installed package's own.
       only: part of the names of the cases (autotune: of directions and classes); default all.
+      join: measure nothing, but write these files of the suite, made with `only`, as one.
     """
     if autotune:
         table = out or hopper_tilings.TABLE
@@ -57,9 +59,12 @@ def bench(
         return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     out = out or Path("benchmarks/results") / f"{suite}-{today}.json"
-    run.run_suite(
-        suite, out, quick, model, tell=lambda row: console.print(_one_line(row)), only=only
-    )
+    if join:
+        run.join(suite, join, out)
+    else:
+        run.run_suite(
+            suite, out, quick, model, tell=lambda row: console.print(_one_line(row)), only=only
+        )
     console.print(f"written: {out}")
 
 
