@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from xsake import masks
-from xsake.bench import hopper, peers, report
+from xsake.bench import hopper, peers, report, timing
 from xsake.bench.cases import Case
 from xsake.bench.checks import WrongResultError
 
@@ -158,6 +158,7 @@ def test_flash_attention_4_stands_in_every_cell_of_the_suite(monkeypatch):
             yield row | {"median_seconds": 1.0, "density_ratio": 1.0}
 
     monkeypatch.setattr(hopper, "measure", measure)
+    monkeypatch.setattr(hopper, "over", lambda case, other, direction: 1.0)
     done: list[hopper.Row] = []
     for _, part in hopper.suite(quick=True):
         done.extend(part(done))
@@ -194,6 +195,26 @@ def test_a_peer_that_fails_leaves_its_reason_and_our_time():
         assert row["broken_missing"] == "AssertionError: sm90 only"
         assert row["times_faster_than_there"] == seconds / row["median_seconds"]
         assert not any(f"{name}_teraflops" in row for name in ("absent", "wrong", "broken"))
+
+
+def test_two_cases_take_turns(monkeypatch):
+    """The ratio is that of times of the same round, whatever the card does in between."""
+    called = []
+
+    def compiled(case, backend):
+        fns = {way: lambda way=way: called.append((case.name, way)) for way in ("forward", "back")}
+        return {}, {way: (fn, ()) for way, fn in fns.items()}
+
+    slower = iter((2.0, 1.0, 40.0, 20.0, 6.0, 3.0, 8.0, 4.0, 2.0, 1.0))
+
+    def time_queued(fn, *args, rounds):
+        fn(*args)
+        return timing.Timing((next(slower),) * rounds)
+
+    monkeypatch.setattr(hopper, "compiled", compiled)
+    monkeypatch.setattr(timing, "time_queued", time_queued)
+    assert hopper.over(CASES["sparse"], CASES["full"], "back") == 2.0
+    assert called == [("sparse", "back"), ("full", "back")] * 5
 
 
 def test_a_table_has_flash_attention_4_where_the_file_holds_it():

@@ -118,6 +118,15 @@ def compile_directions(attend: Any, inputs: Any, more: Any) -> Calls:
         return {name: future.result() for name, future in made.items()}
 
 
+def time_by_turns(calls: Calls, rounds: int = 5) -> dict[str, Timing]:
+    """Queued calls of each, round by round, so that drift hits all of them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, (fn, args) in calls.items():
+            seconds[name].append(time_queued(fn, *args, rounds=1).median_seconds)
+    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+
+
 def time_directions(calls: Calls) -> dict[str, float]:
     """Median seconds of each call, queued."""
     return {name: time_queued(fn, *args).median_seconds for name, (fn, args) in calls.items()}
