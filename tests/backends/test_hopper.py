@@ -137,16 +137,48 @@ def test_the_cast_of_dq_inside_the_kernel_lowers_for_cuda(block, size, tiling):
 @needs_newer_jax
 def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
     """Otherwise it would be cast before it is complete, or never."""
-    from xsake.backends import hopper_cast
+    from xsake.backends import hopper_backward, hopper_prepare
 
     mask = mask_of(RULES[rule], 500, (64, 128))
     columns = mask.transpose().lists
     visits = np.zeros(8, int)
     for start, count in zip(columns.kv_start[0, 0], columns.kv_count[0, 0], strict=True):
         np.add.at(visits, np.asarray(columns.kv_index[0, 0])[start : start + count], 1)
-    counters = hopper_cast.counters(mask.lists, 2, 3).reshape(2, 3, 8)
+    x, lse = jnp.ones((2, 500, 3, 64), jnp.bfloat16), jnp.ones((2, 3, 500))
+    prepared = hopper_prepare.prepare(
+        x,
+        lse,
+        x,
+        None,
+        mask.lists,
+        hopper_backward._Shape.of(x, x, x, mask.lists, mask.block),
+        hopper_backward.BackwardTiling(),
+        zeros=64,
+        counts=True,
+        interpret=True,
+    )
     assert visits.any()
+    counters = np.asarray(prepared.counters).reshape(2, 3, 8)
     np.testing.assert_array_equal(counters, np.broadcast_to(-visits, (2, 3, 8)))
+
+
+def own_lists(heads, length, block=(128, 128), share=0.4):
+    """A mask whose heads have lists of their own; every third column of blocks is empty."""
+    rng = np.random.default_rng(length)
+    blocks = rng.random((1, heads, -(-length // block[0]), -(-length // block[1]))) < share
+    blocks[..., ::3] = False
+    return BlockMask.from_dense(blocks, masks.causal(), shape=(length, length), block=block)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("cast", ["pass", "kernel"])
+@needs_newer_jax
+def test_heads_with_their_own_lists_have_one_launch_before_the_products(size, cast):
+    """Lists by column, their table and delta at once, where a head is sorted for itself."""
+    mask = own_lists(4, 1032)
+    for order in ("natural", "heads"):
+        assert kernels_lowered(mask, size, cast=cast, order=order) == FORWARD + 2
+    assert kernels_lowered(mask, size, cast=cast) == FORWARD + FUSED + 1  # delta
 
 
 @needs_newer_jax
@@ -222,7 +254,6 @@ def test_a_small_backward_agrees_when_interpreted():
         d_out,
         jnp.asarray(np.moveaxis(d_lse, 2, 1), jnp.float32),
         mask.lists,
-        mask.transpose().lists,
         block=mask.block,
         rule=hopper._kernel_rule(mask),
         scale=0.125,
@@ -239,7 +270,7 @@ def test_gradients_flow_through_what_is_used(used, monkeypatch):
     """The output, its logsumexp or both, interpreted; what is not used is not read."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from xsake.backends import hopper_backward, hopper_forward, hopper_tables
+    from xsake.backends import hopper_backward, hopper_forward
 
     seen = {}
 
@@ -251,8 +282,6 @@ def test_gradients_flow_through_what_is_used(used, monkeypatch):
     run = hopper_backward.backward
     monkeypatch.setattr(hopper_forward, "forward", forward)
     monkeypatch.setattr(hopper_backward, "backward", backward)
-    turned = functools.partial(hopper_tables.lists_by_column, interpret=True)
-    monkeypatch.setattr(hopper_tables, "lists_by_column", turned)
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
         jnp.asarray(rng.standard_normal((1, 64, 1, 64)), jnp.bfloat16) for _ in range(4)
@@ -292,6 +321,8 @@ def test_gradients_flow_through_what_is_used(used, monkeypatch):
         (1000, (3, 3), 64, (64, 128), {"deal": "fixed"}),
         (1001, (2, 2), 64, (128, 64), {}),
         (1000, (2, 2), 128, (64, 64), {"persistent": False}),
+        (2048, (4, 2), 64, (128, 128), {"order": "natural"}),
+        (2048, (4, 4), 128, (128, 128), {"l2_bytes": 1}),
     ],
     ids=str,
 )
@@ -302,16 +333,14 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, bloc
     from xsake.backends.hopper_backward import BackwardTiling
 
     rng = np.random.default_rng(length)
-    blocks = rng.random((1, heads[0], -(-length // block[0]), -(-length // block[1]))) < 0.3
-    blocks[..., ::3] = False  # columns that nobody sees: one warpgroup runs ahead there
-    mask = BlockMask.from_dense(blocks, masks.causal(), shape=(length, length), block=block)
+    mask = own_lists(heads[0], length, block, 0.3)  # through empty columns a warpgroup runs ahead
     q, k, v, d_out = (
         jnp.asarray(rng.standard_normal((1, length, n, size)), jnp.bfloat16)
         for n in (heads[0], heads[1], heads[1], heads[0])
     )
 
-    def gradients(cast):
-        options = Options(hopper_backward=BackwardTiling(cast=cast, **tiling))
+    def gradients(**tiling):
+        options = Options(hopper_backward=BackwardTiling(**tiling))
 
         def attend(q, k, v):
             return xsake.dot_product_attention(
@@ -320,12 +349,53 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, bloc
 
         return jax.jit(lambda: jax.vjp(attend, q, k, v)[1](d_out))
 
-    want = [np.asarray(x, np.float32) for x in gradients("pass")()]
-    inside = gradients("kernel")
+    want = [np.asarray(x, np.float32) for x in gradients(cast="pass")()]
+    inside = gradients(cast="kernel", **tiling)
     for _ in range(20):
         for x, y in zip(inside(), want, strict=True):
             assert np.isfinite(np.asarray(x, np.float32)).all()
             assert oracle.relative_error(np.asarray(x, np.float32), y) <= 5e-3
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "counts", "order"),
+    [(2048, 64, False, "natural"), (4096, 128, True, "heads"), (16_384, 64, True, "heads")],
+)
+@pytest.mark.gpu
+@on_a_card
+def test_one_launch_prepares_what_several_do(length, size, counts, order, monkeypatch):
+    """The same table, lists and statistics, to the bit."""
+    from xsake.backends import hopper_backward, hopper_prepare, hopper_tables
+
+    rng = np.random.default_rng(length)
+    mask = own_lists(6, length)
+    out, d_out = (
+        jnp.asarray(rng.standard_normal((1, length, 6, size)), jnp.bfloat16) for _ in range(2)
+    )
+    lse = jnp.asarray(rng.standard_normal((1, 6, length)), jnp.float32)
+    shape = hopper_backward._Shape.of(out, out, out, mask.lists, mask.block)
+    tiling = hopper_backward.BackwardTiling(order=order)
+
+    def prepared():
+        return jax.jit(
+            lambda: hopper_prepare.prepare(
+                out, lse, d_out, lse, mask.lists, shape, tiling,
+                zeros=size, counts=counts,
+            )
+        )()  # fmt: skip
+
+    at_once = prepared()
+    monkeypatch.setattr(hopper_tables.ByHead, "fits", lambda *_: False)
+    one_by_one = prepared()
+    used = int(mask.kv_count.sum(-1).min())
+    for name in ("lse", "delta", "table", "counters"):
+        one, other = (getattr(x, name) for x in (at_once, one_by_one))
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_array_equal(one, other, err_msg=name)
+    one, other = (np.asarray(x.row_blocks).reshape(6, -1)[:, :used] for x in (at_once, one_by_one))
+    np.testing.assert_array_equal(one, other)
+    assert not np.asarray(at_once.zeros).any()
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conditions import needs_interpreter, needs_newer_jax
+from xsake import BlockMask, masks
 
 
 def drawn(batch, length, heads, size, dtype="bfloat16", with_d_lse=True):
@@ -20,6 +21,10 @@ def drawn(batch, length, heads, size, dtype="bfloat16", with_d_lse=True):
         jnp.asarray(rng.standard_normal((batch, heads, length)) * 9, jnp.float32) for _ in range(2)
     )
     return out, d_out, lse.at[:, 0, 5].set(-jnp.inf), d_lse if with_d_lse else None
+
+
+def mask_of_all(length):
+    return BlockMask.from_rule(masks.everything(), (length, length)).lists
 
 
 def exact(out, d_out, lse, d_lse, rows):
@@ -80,17 +85,18 @@ def test_every_length_has_the_same_statistics(length):
     """Lengths that the kernel does not take have the XLA form, with zeros for the padded q."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from xsake.backends import hopper_backward, hopper_delta
+    from xsake.backends import hopper_backward, hopper_delta, hopper_prepare
 
     given = out, d_out, lse, d_lse = drawn(1, length, 2, 64)
     assert hopper_delta.fits(out) == (length == 136)
     shape = hopper_backward._Shape(1, length, length, 2, 2, 64, 64, (128, 128), 2)
     tiling = hopper_backward.BackwardTiling(sms=1)
-    found, zeros = hopper_backward._statistics(
-        out, lse, d_out, d_lse, shape, True, tiling, plgpu.InterpretGPUParams()
-    )
+    found = hopper_prepare.prepare(
+        out, lse, d_out, d_lse, mask_of_all(length), shape, tiling,
+        zeros=64, interpret=plgpu.InterpretGPUParams(),
+    )  # fmt: skip
     check(found, exact(*given, 256))
-    assert zeros.shape == (1, 136 if length == 136 else 144, 2, 64)
+    assert found.zeros.shape == (1, 136 if length == 136 else 144, 2, 64)
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])

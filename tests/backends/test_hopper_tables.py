@@ -65,6 +65,7 @@ def expected_table(mask, batch, heads, run, sms):
 ORDERS = [
     ("natural", 24 << 20, 2, 1, lambda blocks, group: 1),
     ("longest", 24 << 20, 2, 2, lambda blocks, group: None),
+    ("heads", 24 << 20, 2, 2, lambda blocks, group: group * blocks),
     ("sections", 1, 2, 2, lambda blocks, group: group * blocks),
     ("sections", 200_000, 1, 1, lambda blocks, group: 2 * group * blocks),
     ("sections", 24 << 20, 2, 2, lambda blocks, group: None),
@@ -129,5 +130,7 @@ def test_an_unknown_order_is_refused():
     """By name, with those there are."""
     from xsake.backends import hopper_tables
 
-    with pytest.raises(ValueError, match=r"order is 'shortest'; choose one of \['longest'"):
+    with pytest.raises(
+        ValueError, match=r"order is 'shortest'; choose one of \['heads', 'longest'"
+    ):
         hopper_tables.work_table(drawn("few").lists, 1, 2, 2, 1, tiling("shortest"), True)

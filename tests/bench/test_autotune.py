@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from tests.conditions import needs_newer_jax
 from xsake.backends import Options, hopper, reference
-from xsake.bench import autotune
+from xsake.bench import autotune, timing
 from xsake.bench.cases import hopper_case
 from xsake.bench.checks import WrongResultError
 
@@ -35,8 +36,8 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(hopper, "_forward", forward)
     monkeypatch.setattr(hopper, "_backward", backward)
-    monkeypatch.setattr(autotune, "ROUNDS", 1)
-    monkeypatch.setattr(autotune, "SECONDS", 0.0)
+    quickly = functools.partial(timing.time_queued, seconds=0.0)
+    monkeypatch.setattr(timing, "time_queued", quickly)
     monkeypatch.setattr(autotune, "FORWARD", ({"order": "sections"}, {"order": "natural"}))
     monkeypatch.setattr(autotune, "BACKWARD", ({"fused": True}, {"fused": False}))
     cases = {"a mixed": [hopper_case(1, 256, 64, d) for d in (0.9, 0.7)]}

@@ -11,6 +11,7 @@ from xsake import masks
 from xsake.bench import run
 from xsake.bench.cases import Case
 from xsake.bench.checks import WrongResultError, checked, error_of
+from xsake.cli import machine
 
 
 @pytest.fixture
@@ -134,3 +135,10 @@ def test_a_wrong_result_has_no_time(wrong):
         arrays[wrong] = arrays[wrong].at[0, 7, 3].set(spoilt)
     with pytest.raises(WrongResultError, match="no time is reported"):
         run_checked(arrays)
+
+
+@pytest.mark.parametrize("more", [{"only": "a"}, {"quick": True}, {"autotune": True}], ids=str)
+def test_joining_takes_no_option_of_measuring(more, tmp_path):
+    """It would be left unused without a word."""
+    with pytest.raises(ValueError, match="--join measures nothing: it takes --suite and --out"):
+        machine.bench(suite="hopper", join=(tmp_path / "a.json",), **more)

@@ -2,7 +2,7 @@
 
 rule ── token_rule ── an expression of (b, n, q, k) and of integers per query and per key
 lists ─┬─ hopper_forward.py ── out, logsumexp
-       └─ transposed ── hopper_backward.py ── dq, dk, dv
+       └─ hopper_prepare.py ── hopper_backward.py ── dq, dk, dv
 """
 
 from __future__ import annotations
@@ -144,7 +144,6 @@ def _forward(
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, Array, Array]:
     from xsake.backends import hopper_backward as kernels
-    from xsake.backends.hopper_tables import lists_by_column
 
     q, k, v, mask, out, logsumexp = saved
     d_out, d_logsumexp = cotangents
@@ -163,7 +162,6 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, A
         d_out,
         None if d_logsumexp is None else jnp.moveaxis(d_logsumexp, 2, 1),
         mask.lists,
-        lists_by_column(mask.lists, mask.grid.counts[1]),
         block=mask.block,
         rule=_kernel_rule(mask),
         scale=settings.scale,

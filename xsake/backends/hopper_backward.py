@@ -1,6 +1,6 @@
 """Block-sparse attention backward on Hopper (sm90), in Pallas Mosaic GPU.
 
-    delta = rowsum(d_out * out) - d_lse, zeros for dq           hopper_delta, one pass over memory
+    lists by column, delta = rowsum(d_out * out) - d_lse, zeros for dq                hopper_prepare
 
     seven products, bitwise repeatable:
       _Columns  one item = a kv block, visits its row blocks:   dv += pT d_out     dk += dsT q
@@ -26,12 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, nvvm
 
-from xsake.backends import hopper_cast, hopper_delta
+from xsake.backends import hopper_cast
 from xsake.backends.hopper_forward import _pad_tokens
 from xsake.backends.hopper_items import (
     COLUMN,
@@ -51,6 +48,8 @@ from xsake.backends.hopper_items import (
     check_sizes,
     tiles,
 )
+from xsake.backends.hopper_prepare import prepare
+from xsake.backends.hopper_ptx import COMPUTE_BARRIER, NUMBER, SCALAR, asm, number
 from xsake.backends.hopper_tables import work_table
 from xsake.block_lists import Lists
 
@@ -58,8 +57,6 @@ FUSED_SIZE = 128  # the largest head of the fused form
 MOST_COLUMNS = 256  # of accumulators in a warpgroup's registers
 CASTS = ("pass", "kernel")
 OUT_COLUMNS = 128  # results leave in pieces so wide
-# Named barriers 0 to 4 belong to Mosaic (the CTA and its warpgroups), 6 to hopper_cast.
-DS_BARRIER = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +101,6 @@ def backward(
     d_out: jax.Array,
     d_lse: jax.Array | None,
     lists: Lists,
-    columns: Lists,
     *,
     block: tuple[int, int] = (128, 128),
     rule: TokenRule | None = None,
@@ -116,13 +112,23 @@ def backward(
     """dq [B, T, N, H], dk [B, S, K, H], dv [B, S, K, Hv] in the dtype of q.
 
     q, out, d_out [B, T, N, H|Hv], k, v [B, S, K, H|Hv], lse and d_lse float32 [B, N, T] as the
-    forward returns them. `lists` name the kv blocks of every row block, `columns` the row blocks of
-    every kv block (start, count, full [B|1, N|K|1, Sb]); full blocks first in both.
+    forward returns them. `lists` name the kv blocks of every row block, full ones first.
     """
-    shape = _Shape.of(q, k, v, lists, columns, block, tiling)
+    shape = _Shape.of(q, k, v, lists, block)
     rule = rule or TokenRule(None)
     fused = tiling.fused and max(shape.size, shape.value_size) <= FUSED_SIZE
-    statistics, zeros = _statistics(out, lse, d_out, d_lse, shape, fused, tiling, interpret)
+    prepared = prepare(
+        out,
+        lse,
+        d_out,
+        d_lse,
+        lists,
+        shape,
+        tiling,
+        zeros=shape.size if fused else None,
+        counts=fused and tiling.cast == "kernel",
+        interpret=interpret,
+    )
     # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies from and to.
     padded = tuple(_pad_tokens(x, -(-x.shape[1] // 8) * 8) for x in (q, k, v, d_out))
     # A tile of these may be read past the end; what it finds there is masked.
@@ -134,20 +140,13 @@ def backward(
         rule=rule,
         interpret=interpret,
     )
-    # kv blocks of every query head are items: its own q, d_out and dq stand in L2
-    column_work = work_table(
-        columns, shape.batch, shape.heads, shape.heads, shape.head_bytes, tiling, interpret
-    )
+    statistics = prepared.lse, prepared.delta
     made: dict[str, jax.Array] = {}
     together = shape.size + shape.value_size <= MOST_COLUMNS
     for makes in (("dk", "dv"),) if together else (("dk",), ("dv",)):
         by_columns = _Columns(shape, tiling, makes=makes, fused=fused, **common)
-        made |= by_columns(
-            (*padded, *statistics, column_work, columns.kv_index.reshape(-1), *rows, *keys),
-            zeros,
-            lists,
-            interpret,
-        )
+        operands = (*padded, *statistics, prepared.table, prepared.row_blocks, *rows, *keys)
+        made |= by_columns(operands, prepared.zeros, prepared.counters, interpret)
     if not fused:
         row_work = work_table(
             lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling, interpret
@@ -159,36 +158,6 @@ def backward(
     group = shape.heads // shape.kv_heads
     dk, dv = (_sum_heads(made[x][:, : shape.keys], group) for x in ("dk", "dv"))
     return made["dq"][:, : shape.queries], dk, dv
-
-
-def _statistics(out, lse, d_out, d_lse, shape, fused, tiling, interpret):
-    """(lse in base 2, delta), float32 [B, N, whole row blocks]; fused, zeros to add dq to.
-
-    lse is +inf and delta 0 where a row is empty or past T. The zeros are float32 [B, T, N, H], T in
-    whole eights, or None. Lengths that are no multiple of 8, which hopper_delta has no copies for,
-    take plain XLA: a pass for delta and one for the zeros.
-    """
-    rows = shape.row_blocks * shape.block[0]
-    if hopper_delta.fits(out):
-        size = shape.size if fused else None
-        lse, delta, *zeros = hopper_delta.statistics(
-            out, d_out, lse, d_lse, rows=rows, zeros=size, sms=tiling.sms, interpret=interpret
-        )
-        return (lse, delta), zeros[0] if fused else None
-    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
-    # Fused with the transposes around it, the sum is no row reduction, and many times slower.
-    delta = jax.lax.optimization_barrier(delta).swapaxes(1, 2)
-    if d_lse is not None:
-        delta = delta - d_lse
-    empty = lse == -jnp.inf
-    lse = jnp.where(empty, jnp.inf, lse * LOG2E)
-    delta = jnp.where(empty, 0.0, delta)
-    past = ((0, 0), (0, 0), (0, rows - shape.queries))
-    statistics = jnp.pad(lse, past, constant_values=jnp.inf), jnp.pad(delta, past)
-    if not fused:
-        return statistics, None
-    tokens = -(-shape.queries // 8) * 8
-    return statistics, jnp.zeros((shape.batch, tokens, shape.heads, shape.size), jnp.float32)
 
 
 def _sum_heads(x, group):
@@ -233,7 +202,7 @@ class _Shape:
         return self.queries * ((self.size + self.value_size) * self.itemsize + self.size * 4)
 
     @classmethod
-    def of(cls, q, k, v, lists, columns, block, tiling):
+    def of(cls, q, k, v, lists, block):
         batch, queries, heads, size = q.shape
         _, keys, kv_heads, value_size = v.shape
         if k.shape != (batch, keys, kv_heads, size):
@@ -241,15 +210,11 @@ class _Shape:
                 f"key is {k.shape}; this query and value ask for {(batch, keys, kv_heads, size)}"
             )
         check_sizes(block, size, value_size)
-        for name, x, tokens, size_of in (
-            ("rows", lists, queries, block[0]),
-            ("columns", columns, keys, block[1]),
-        ):
-            if x.kv_count.shape[-1] != pl.cdiv(tokens, size_of):
-                raise ValueError(
-                    f"the lists have {x.kv_count.shape[-1]} {name}, {tokens} tokens in blocks of "
-                    f"{size_of} have {pl.cdiv(tokens, size_of)}"
-                )
+        if lists.kv_count.shape[-1] != pl.cdiv(queries, block[0]):
+            raise ValueError(
+                f"the lists have {lists.kv_count.shape[-1]} rows, {queries} tokens in blocks of "
+                f"{block[0]} have {pl.cdiv(queries, block[0])}"
+            )
         return cls(
             batch, queries, keys, heads, kv_heads, size, value_size, tuple(block), k.dtype.itemsize
         )
@@ -260,6 +225,7 @@ class _Kernel(BlockKernel):
 
     compute: Any  # the roles
     memory: Any
+    out_names: Any  # what they write to, behind the inputs: refs that are added to, then results
 
     def __init__(self, shape, tiling, *, axis, step, scale, soft_cap, rule, interpret):
         self.tiling = tiling
@@ -299,9 +265,10 @@ class _Kernel(BlockKernel):
     def body(self, *refs, **scratch):
         inputs, rest = refs[:8], list(refs[8:])
         rows, rest = rest[: self.num_rows], rest[self.num_rows :]
-        columns, outs = rest[: self.num_columns], rest[self.num_columns :]
+        columns, written = rest[: self.num_columns], rest[self.num_columns :]
         q, k, v, d_out, lse, delta, table, index = inputs
         work, scratch = self.work_of(table, scratch)
+        outs = dict(zip(self.out_names, written, strict=True))
         self.run_roles(
             self.tiling,
             lambda wg: self.compute(wg, lse, delta, work, index, rows, columns, outs, **scratch),
@@ -506,11 +473,16 @@ class _Columns(_Kernel):
             raise ValueError(f"fused, this shape needs row_step = {ROWS}, not {self.step}")
 
     @property
+    def out_names(self):
+        added_to = *["sums"] * self.fused, *["counters"] * self.casts
+        return *added_to, *self.sizes, *["dq"] * self.casts
+
+    @property
     def lean(self) -> bool:
         """Whether shared memory has no room for dk."""
         return self.makes_dk and super().lean
 
-    def __call__(self, operands, zeros, lists, interpret):
+    def __call__(self, operands, zeros, counters, interpret):
         shape = self.shape
         q, k = operands[:2]
         out_type = tuple(
@@ -525,9 +497,8 @@ class _Columns(_Kernel):
         sums = jax.new_ref(zeros)
         operands, name = (*operands, sums), name + "q"
         if self.casts:
-            counters = jax.new_ref(hopper_cast.counters(lists, shape.batch, shape.heads))
             out_type = (*out_type, jax.ShapeDtypeStruct(q.shape, q.dtype))
-            operands = (*operands, counters)
+            operands = (*operands, jax.new_ref(counters))
             results = self.launch(name, self.body, operands, out_type, scratch, interpret)
             return dict(zip(("dk", "dv", "dq"), results, strict=True))
         dk, dv = self.launch(name, self.body, operands, out_type, scratch, interpret)
@@ -617,12 +588,9 @@ class _Columns(_Kernel):
         """64 keys of every item: dk and dv over its steps, then one store."""
         step = self.step
         lse_smem, delta_smem = self.statistics(statistics_smem)
-        sums, outs = (outs[0], outs[1:]) if self.fused else (None, outs)
         if self.casts:
-            outs = outs[1:-1]  # the counters and dq are another's
             added = self.added(work, added_smem).at[pl.ds(wg, 1)]
             plgpu.barrier_wait(cast_started)
-        out_gmem = dict(zip(self.sizes, outs, strict=True))
         left = None if left_smem is None else left_smem.at[wg]
         if self.fused and self.alternate:
             piece_smem, out_smem = dq_smem.at[1], ds_smem.at[:, pl.ds(0, ROWS)]
@@ -688,7 +656,7 @@ class _Columns(_Kernel):
 
                 def add_dq(dq, column=0):
                     first = self.first_token(index, item, t) if first_query is None else first_query
-                    self.add_dq(wg, item, first, dq, dq_smem, sums, column)
+                    self.add_dq(wg, item, first, dq, dq_smem, outs["sums"], column)
 
                 if self.makes_dv:
                     self.product(refs["dv"], p, d_out_smem.at[d_out_slot(t)], left)
@@ -737,7 +705,7 @@ class _Columns(_Kernel):
             place = own(k_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
             for name, scale in (("dv", 1.0), ("dk", self.scale)):
                 if name in results:
-                    gmem = out_gmem[name].at[item.b, keys, item.n]
+                    gmem = outs[name].at[item.b, keys, item.n]
                     self.store(wg, results[name], scale, place, gmem, handover)
             if self.casts:
                 # What was added to dq is in memory; the results that left after it may be late.
@@ -755,11 +723,11 @@ class _Columns(_Kernel):
         """The cast of dq, if it is the kernel's."""
         if not self.casts:
             return None
-        sums, counters, *_, dq = outs
         patience = self.tiling.patience if self.persistent else 0
         cast = hopper_cast.Cast(self, dtype, patience)
         added = self.added(work, added_smem)
-        return lambda: cast.run(work, index, counters, sums, dq, added, cast_started)
+        refs = (outs[name] for name in ("counters", "sums", "dq"))
+        return lambda: cast.run(work, index, *refs, added, cast_started)
 
     def added(self, work, added_smem):
         """Where each compute warpgroup counts the items whose part of dq it has added."""
@@ -834,6 +802,8 @@ class _Columns(_Kernel):
 class _Rows(_Kernel):
     """dq of a row block, over the kv blocks it sees."""
 
+    out_names = ("dq",)
+
     def __init__(self, shape, tiling, **static):
         most = 64 if max(shape.size, shape.value_size) > 128 else 128
         step = tiling.key_step or min(shape.block[1], most)
@@ -901,7 +871,6 @@ class _Rows(_Kernel):
     ):  # fmt: skip
         """64 queries of every item: dq over its steps, then one store."""
         shape, step = self.shape, self.step
-        (dq_gmem,) = outs
         left = None if left_smem is None else left_smem.at[wg]
         handover = Handover(piece_smem, piece_ready, piece_taken)
 
@@ -967,7 +936,7 @@ class _Rows(_Kernel):
 
             (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))
             place = own(q_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
-            gmem = dq_gmem.at[item.b, queries, item.n]
+            gmem = outs["dq"].at[item.b, queries, item.n]
             self.store(wg, dq, self.scale, place, gmem, handover)
             return done + steps
 
@@ -980,18 +949,12 @@ def _meet(publish=False):
 
     With `publish`, what both wrote to shared memory before is visible to the products after.
     """
+    lines = ["fence.proxy.async.shared::cta;"] if publish else []
+    lines.append(f"barrier.cta.sync {COMPUTE_BARRIER}, {COMPUTE * THREADS};")
 
     @plgpu.inline_mgpu()
     def emit(_):
-        if publish:
-            nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [],
-            f"bar.sync {DS_BARRIER}, {COMPUTE * THREADS};",
-            "",
-            has_side_effects=True,
-        )
+        asm(lines)
 
     emit()
 
@@ -999,15 +962,8 @@ def _meet(publish=False):
 def _opaque(scalar):
     """The same int32 scalar, computed anew where this stands."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WG_SPLAT,),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
-    )
+    @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=NUMBER)
     def emit(_, scalar):
-        i32 = ir.IntegerType.get_signless(32)
-        value = llvm.inline_asm(
-            i32, [scalar.registers[()]], "mov.b32 $0, $1;", "=r,r", has_side_effects=True
-        )
-        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+        return number(asm(["mov.b32 $0, $1;"], "=r,r", [scalar.registers[()]]))
 
     return emit(jnp.int32(scalar))

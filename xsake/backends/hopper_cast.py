@@ -3,7 +3,7 @@
 A fourth warpgroup of every CTA turns row blocks that are complete into results, from L2, while the
 others go on with later heads. `counters` holds a number for each (b, n, row block):
 
-    - visits it still waits for         as XLA makes it from the lists
+    - visits it still waits for         as hopper_prepare makes it from the lists
     + 1 per visit                       after an item, when both warpgroups' additions are in memory
     = 0                                 complete: the CTA that it belongs to takes it
     + LEFT                              that CTA ended before: whoever makes it complete takes it
@@ -28,32 +28,30 @@ exchanges it for TAKEN, so that nobody does so twice.
 
 import struct
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
-from xsake.backends.hopper_items import COMPUTE, THREADS, per_item, split
+from xsake.backends.hopper_items import COMPUTE, THREADS, split
+from xsake.backends.hopper_ptx import (
+    CAST_BARRIER,
+    NUMBER,
+    ONE,
+    SCALAR,
+    asm,
+    number,
+    pointer,
+    shared,
+)
 
 LEFT = 1 << 28  # more than there are visits
 TAKEN = 1 << 29
-BARRIER = 6  # of the fourth warpgroup; Mosaic has 0 to 4, the compute warpgroups meet at 5
 WARP = 32
 WARPS = THREADS // WARP
 LOADS = 2  # of 16 bytes in flight per thread, beside the products
 LAST_LOADS, LAST_REGISTERS = 16, 104  # after them
 SLEEP_NS = 256  # between two looks
-NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-SCALAR = plgpu.Layout.WG_SPLAT
-
-
-def counters(lists, batch: int, heads: int) -> jax.Array:
-    """- visits of every row block, int32 [B * N * Tb]."""
-    return -per_item(lists.kv_count, batch, heads)
 
 
 class Cast:
@@ -75,7 +73,7 @@ class Cast:
         _reset(added)
         plgpu.barrier_arrive(started)
 
-        def number(place):
+        def row_of(place):
             return jnp.minimum(cta + place * ctas, self.row_blocks - 1)
 
         def counter(row):
@@ -88,11 +86,11 @@ class Cast:
             turn, place = carry
 
             def await_item(place):
-                return _item_or_row(added, turn + 1, counter(number(place)), place < own)
+                return _item_or_row(added, turn + 1, counter(row_of(place)), place < own)
 
             def take_one(carry):
                 place = carry[0]
-                take(number(place))
+                take(row_of(place))
                 return place + 1, await_item(place + 1)
 
             place = lax.while_loop(
@@ -117,7 +115,7 @@ class Cast:
         plgpu.set_max_registers(LAST_REGISTERS, action="increase")
 
         def take_last(place, patience):
-            row = number(place)
+            row = row_of(place)
             complete = _is_complete(counter(row), patience)
 
             def leave():
@@ -177,7 +175,7 @@ class Cast:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
         def emit(_, sums, dq, left):
-            _asm(lines, "l,l,r", [_pointer(sums), _pointer(dq), left.registers[()]])
+            asm(lines, "l,l,r", [pointer(sums), pointer(dq), left.registers[()]])
 
         rows = pl.ds(first, self.shape.block[0])
         emit(sums.at[b, rows, n], dq.at[b, rows, n], left)
@@ -200,19 +198,14 @@ def _reset(added):
 def _in_shared(added, lines):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, added):
-        _asm([*ONE, *lines], "r", [_shared(added)])
+        asm([*ONE, *lines], "r", [shared(added)])
 
     emit(added)
 
 
-# One thread of the warpgroup is `one`.
-ONE = (
-    ".reg .pred one; .reg .b32 tid; mov.u32 tid, %tid.x; and.b32 tid, tid, 127;",
-    "setp.eq.u32 one, tid, 0;",
-)
 # p of one thread to all of them, who thereby see what it has seen.
 SHARED = (
-    f"barrier.cta.red.or.pred p, {BARRIER}, {THREADS}, p;",
+    f"barrier.cta.red.or.pred p, {CAST_BARRIER}, {THREADS}, p;",
     "selp.b32 $0, 1, 0, p;",
 )
 
@@ -237,8 +230,8 @@ def _item_or_row(added, want, counter, more):
         arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType(), SCALAR), return_type=NUMBER
     )
     def emit(_, added, want, counter, more):
-        operands = [_shared(added), want.registers[()], _pointer(counter), more.registers[()]]
-        return _number(_asm(lines, "=r,r,r,l,r", operands))
+        operands = [shared(added), want.registers[()], pointer(counter), more.registers[()]]
+        return number(asm(lines, "=r,r,r,l,r", operands))
 
     return emit(added, want, counter, more.astype(jnp.int32))
 
@@ -259,8 +252,8 @@ def _report(counters, index, count):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), return_type=NUMBER)
     def emit(_, counters, index, count):
-        operands = [_pointer(counters), _pointer(index), count.registers[()]]
-        return _number(_asm(lines, "=r,l,l,r", operands))
+        operands = [pointer(counters), pointer(index), count.registers[()]]
+        return number(asm(lines, "=r,l,l,r", operands))
 
     return emit(counters, index, count)
 
@@ -281,7 +274,7 @@ def _is_complete(counter, patience):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=NUMBER)
     def emit(_, counter, patience):
-        return _number(_asm(lines, "=r,l,r", [_pointer(counter), patience.registers[()]]))
+        return number(asm(lines, "=r,l,r", [pointer(counter), patience.registers[()]]))
 
     return emit(counter, patience)
 
@@ -298,7 +291,7 @@ def _claim(counter):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=NUMBER)
     def emit(_, counter):
-        return _number(_asm(lines, "=r,l", [_pointer(counter)]))
+        return number(asm(lines, "=r,l", [pointer(counter)]))
 
     return emit(counter)
 
@@ -309,30 +302,6 @@ def _leave(counter):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, counter):
         lines = [*ONE, f"@one red.relaxed.gpu.global.add.u32 [$0], {LEFT};"]
-        _asm(lines, "l", [_pointer(counter)])
+        asm(lines, "l", [pointer(counter)])
 
     emit(counter)
-
-
-def _asm(lines, constraints, operands):
-    """The lines in a scope of their own, with an int32 as result if the constraints name one."""
-    result = ir.IntegerType.get_signless(32) if "=" in constraints else None
-    return llvm.inline_asm(
-        result or ir.Type.parse("!llvm.void"),
-        operands,
-        "{ " + "\n".join(lines) + " }",
-        constraints,
-        has_side_effects=True,
-    )
-
-
-def _number(value):
-    return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
-
-
-def _pointer(ref):
-    return mgpu.utils.memref_ptr(ref)
-
-
-def _shared(ref):
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))

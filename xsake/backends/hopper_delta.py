@@ -23,6 +23,10 @@ from xsake.backends.hopper_items import LOG2E, PIECE, ROW, ROWS, TILE, split, ti
 
 ZERO_ROWS = 16  # of zeros in shared memory
 SM_BYTES = 192 << 10  # of out and d_out in flight on an SM
+COMPILER_PARAMS = plgpu.CompilerParams(
+    reduction_scratch_bytes=0,  # rows are reduced inside a warp
+    lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+)
 ALIGNED = 8  # tokens: tiles in shared memory have rows in eights, and so has what is copied there
 
 
@@ -49,23 +53,70 @@ def statistics(
     out and d_out [B, T, N, Hv], lse and d_lse float32 [B, N, T], `rows` whole blocks of 64 that
     hold T. Where a row is empty (lse = -inf) or past T, lse2 is +inf and delta 0.
     """
-    B, T, N, Hv = out.shape
-    if not fits(out):
-        raise ValueError(f"{T} tokens are not a multiple of {ALIGNED}; fill them up")
-    if rows % ROWS or rows < T:
-        raise ValueError(f"{rows} rows are not whole blocks of {ROWS} that hold {T} tokens")
-    per_sm = 2 if Hv <= 128 else 1
-    stages = SM_BYTES // per_sm // (2 * ROWS * Hv * out.dtype.itemsize)
-    blocks = rows // ROWS
-    units = B * blocks * N
-    ctas = min(units, sms * per_sm)
-    values = (lse,) if d_lse is None else (lse, d_lse)
+    work = Pass(out, d_lse is not None, rows, zeros)
+    ctas = min(work.units, sms * work.per_sm)
 
-    def body(*refs, tile_smem, value_smem, found_smem, ready, zero_smem=None):
-        out_gmem, d_out_gmem, *rest = refs
-        value_gmem, found_gmem = rest[: len(values)], rest[len(values) :]
-        cta = lax.axis_index("cta")
-        turns = lax.div(units - 1 - cta, jnp.int32(ctas)) + 1
+    def body(*refs, ready, **smem):
+        work.run(lax.axis_index("cta"), ctas, refs, smem, ready)
+
+    return tuple(
+        plgpu.kernel(
+            body,
+            out_type=work.out_type,
+            scratch_types=dict(ready=work.barriers, **work.smem),
+            grid=(ctas,),
+            grid_names=("cta",),
+            kernel_name="xsake_delta",
+            compiler_params=COMPILER_PARAMS,
+            **({"interpret": interpret} if interpret else {}),
+        )(*operands(out, d_out, lse, d_lse))
+    )
+
+
+def operands(out, d_out, lse, d_lse):
+    """What Pass.run reads."""
+    return (out, d_out, lse) if d_lse is None else (out, d_out, lse, d_lse)
+
+
+class Pass:
+    """The work of so many CTAs, their results and shared memory."""
+
+    def __init__(self, out, has_d_lse, rows, zeros):
+        B, T, N, Hv = out.shape
+        if not fits(out):
+            raise ValueError(f"{T} tokens are not a multiple of {ALIGNED}; fill them up")
+        if rows % ROWS or rows < T:
+            raise ValueError(f"{rows} rows are not whole blocks of {ROWS} that hold {T} tokens")
+        self.shape = B, T, N, Hv
+        self.values = 1 + has_d_lse  # of a row beside out and d_out
+        self.zeros = zeros
+        self.per_sm = 2 if Hv <= 128 else 1  # CTAs
+        self.stages = SM_BYTES // self.per_sm // (2 * ROWS * Hv * out.dtype.itemsize)
+        self.blocks = rows // ROWS
+        self.units = B * self.blocks * N
+        out_type = [jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * 2
+        self.smem = dict(
+            tile_smem=tiles(self.stages, 2, ROWS, Hv, dtype=out.dtype),
+            value_smem=plgpu.SMEM((self.stages, self.values, ROWS), jnp.float32),
+            found_smem=plgpu.SMEM((2, 2, ROWS), jnp.float32),
+        )
+        if zeros is not None:
+            out_type.append(jax.ShapeDtypeStruct((B, T, N, zeros), jnp.float32))
+            self.smem["zero_smem"] = plgpu.SMEM((ZERO_ROWS, zeros), jnp.float32)
+        self.out_type = tuple(out_type)
+        self.barriers = plgpu.Barrier(num_arrivals=2 + self.values, num_barriers=self.stages)
+
+    def run(self, cta, ctas, refs, smem, ready):
+        """What CTA number `cta` of so many does."""
+        _, T, N, Hv = self.shape
+        stages, blocks = self.stages, self.blocks
+        tile_smem, value_smem, found_smem = (
+            smem[name] for name in ("tile_smem", "value_smem", "found_smem")
+        )
+        zero_smem = smem.get("zero_smem")
+        out_gmem, d_out_gmem, *others = refs
+        value_gmem, found_gmem = others[: self.values], others[self.values :]
+        turns = lax.div(self.units - 1 - cta, jnp.int32(ctas)) + 1
 
         def place_of(turn):
             block, n = split(cta + turn * ctas, N)
@@ -90,16 +141,16 @@ def statistics(
                 there = found_gmem[2].at[b, pl.ds(first + row, ZERO_ROWS), n]
                 plgpu.copy_smem_to_gmem(zero_smem, there, commit_group=False)
 
-        if zeros is not None:
+        if self.zeros is not None:
             zero_smem[...] = jnp.zeros(zero_smem.shape, zero_smem.dtype)
             plgpu.commit_smem()
         pl.loop(0, jnp.minimum(turns, stages))(load)
 
         @pl.loop(0, turns)
-        def _(turn):
+        def take(turn):
             b, first, n = place_of(turn)
             slot = lax.rem(turn, jnp.int32(stages))
-            if zeros is not None:
+            if self.zeros is not None:
                 store_zeros(b, first, n)
             plgpu.barrier_wait(ready.at[slot])
 
@@ -116,7 +167,7 @@ def statistics(
             delta = functools.reduce(operator.add, products).sum(axis=1)
             lse, *d_lse = (
                 plgpu.load(value_smem.at[slot, which], layout=ROW, optimized=False)
-                for which in range(len(values))
+                for which in range(self.values)
             )
             if d_lse:
                 delta = delta - d_lse[0]
@@ -135,29 +186,3 @@ def statistics(
             plgpu.commit_smem_to_gmem_group()
 
         plgpu.wait_smem_to_gmem(0)
-
-    out_type = [jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * 2
-    scratch = dict(
-        tile_smem=tiles(stages, 2, ROWS, Hv, dtype=out.dtype),
-        value_smem=plgpu.SMEM((stages, len(values), ROWS), jnp.float32),
-        found_smem=plgpu.SMEM((2, 2, ROWS), jnp.float32),
-        ready=plgpu.Barrier(num_arrivals=2 + len(values), num_barriers=stages),
-    )
-    if zeros is not None:
-        out_type.append(jax.ShapeDtypeStruct((B, T, N, zeros), jnp.float32))
-        scratch["zero_smem"] = plgpu.SMEM((ZERO_ROWS, zeros), jnp.float32)
-    return tuple(
-        plgpu.kernel(
-            body,
-            out_type=tuple(out_type),
-            scratch_types=scratch,
-            grid=(ctas,),
-            grid_names=("cta",),
-            kernel_name="xsake_delta",
-            compiler_params=plgpu.CompilerParams(
-                reduction_scratch_bytes=0,  # rows are reduced inside a warp
-                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            ),
-            **({"interpret": interpret} if interpret else {}),
-        )(out, d_out, *values)
-    )

@@ -66,7 +66,8 @@ class ForwardTiling:
     # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
     stages: int | None = None
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
-    # "natural", "longest" (over all heads) or "sections" (the same, in L2-sized groups of heads).
+    # "natural", or longest first: "longest" over all heads, "heads" for each kv head by itself,
+    # "sections" in L2-sized groups of heads.
     order: str = "sections"
     # Persistent: which CTA takes which item, "fixed" or by a "counter" (hopper_items.py).
     deal: str = "counter"

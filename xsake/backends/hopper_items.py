@@ -27,10 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+
+from xsake.backends.hopper_ptx import NUMBER, ONE, asm, number, pointer
 
 ROWS = 64  # rows per compute warpgroup: one wgmma tile; 128 rows spill at H = 128
 COMPUTE = 2  # compute warpgroups of a CTA
@@ -485,23 +484,16 @@ def _counted(counter, first, last):
     One thread adds, and its warp hears of it. That warp starts the warpgroup's copies; nobody else
     may use the number.
     """
+    lines = [
+        *ONE,
+        ".reg .pred final; .reg .b32 x;",
+        "mov.u32 x, 0; @one atom.global.add.u32 x, [$1], 1;",
+        f"setp.eq.u32 final, x, {last}; @final st.global.u32 [$1], {first};",
+        "shfl.sync.idx.b32 $0, x, 0, 31, -1;",
+    ]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=NUMBER)
     def emit(_, counter):
-        i32 = ir.IntegerType.get_signless(32)
-        value = llvm.inline_asm(
-            i32,
-            [mgpu.utils.memref_ptr(counter)],
-            "{ .reg .pred one; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127;"
-            " setp.eq.u32 one, x, 0; mov.u32 x, 0; @one atom.global.add.u32 x, [$1], 1;"
-            f" setp.eq.u32 one, x, {last}; @one st.global.u32 [$1], {first};"
-            " shfl.sync.idx.b32 $0, x, 0, 31, -1; }",
-            "=r,l",
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+        return number(asm(lines, "=r,l", [pointer(counter)]))
 
     return emit(counter)

@@ -50,24 +50,48 @@ def lists_by_column(lists: Lists, columns: int, interpret: Any = False) -> Lists
     if interpret or rows > MOST_ROWS:
         return transposed(lists, columns)
     shapes = [(batch, heads, columns)] * 3 + [lists.kv_index.shape]
+
+    def body(*refs, **smem):
+        operands, (*named, indices) = refs[:4], refs[4:]
+
+        def write(column, start, count, full):
+            head = lax.axis_index("head")
+            place = jnp.where(column < columns, head * columns + column, -1)
+            for x, value in zip(named, (start, count, full), strict=True):
+                _scatter(x, place, value)
+
+        head, part = lax.axis_index("head"), lax.axis_index("part")
+        _turn(head, part, operands, indices, lists, columns, write, **smem)
+
     made = _launch(
-        functools.partial(_turn, rows=rows, columns=columns, capacity=lists.kv_index.shape[-1]),
+        body,
         "xsake_lists_by_column",
         [jax.ShapeDtypeStruct((int(np.prod(shape)),), jnp.int32) for shape in shapes],
         dict(head=batch * heads, part=pl.cdiv(columns, THREADS)),
         [x.reshape(-1) for x in lists[:4]],
-        units=plgpu.SMEM((pl.cdiv(rows, AT_ONCE) * AT_ONCE * THREADS,), jnp.int32),
-        shared=plgpu.SMEM((THREADS,), jnp.int32),
+        **turn_smem(rows),
     )
     turned = (x.reshape(shape) for x, shape in zip(made, shapes, strict=True))
     return Lists._make([*turned, lists.overflow])
 
 
-def _turn(
-    start, count, full, index, starts, counts, fulls, indices,
-    *, units, shared, rows, columns, capacity,
-):  # fmt: skip
-    head, first = lax.axis_index("head"), lax.axis_index("part") * THREADS
+def turn_smem(rows: int) -> dict[str, Any]:
+    """Shared memory of a CTA that turns lists."""
+    return dict(
+        units=plgpu.SMEM((pl.cdiv(rows, AT_ONCE) * AT_ONCE * THREADS,), jnp.int32),
+        shared=plgpu.SMEM((THREADS,), jnp.int32),
+    )
+
+
+def _turn(head, part, operands, indices, lists, columns, write, *, units, shared, count_rows=None):
+    """Columns 128 · part and those behind it of one head, a lane each.
+
+    write(column, start, count, full) gets every lane's list, whose entries go to `indices`; and
+    count_rows(row, count) the visits of every row, 128 at a time, if it is there.
+    """
+    start, count, full, index = operands
+    rows, capacity = lists.kv_count.shape[-1], lists.kv_index.shape[-1]
+    first = part * THREADS
     lane = _lanes()
     list_of_head = head * capacity
 
@@ -88,6 +112,8 @@ def _turn(
         its_start, its_count, its_full = (_gather(x, of_row) for x in (start, count, full))
         its_count = jnp.where(row < rows, its_count, 0)
         live += its_count
+        if count_rows is not None:
+            count_rows(row, its_count)
 
         def mark(ranks, before, row=row, start=its_start, count=its_count, full=its_full):
             names = [
@@ -136,10 +162,7 @@ def _turn(
         return above + unit
 
     for_each_row(place_row)
-    column = first + lane
-    place = jnp.where(column < columns, head * columns + column, -1)
-    for x, value in ((starts, column_start), (counts, column_count), (fulls, full_count)):
-        _scatter(x, place, value)
+    write(first + lane, column_start, column_count, full_count)
 
     # What no list reaches is never read, but stays a legal number.
     @pl.when(first + THREADS >= columns)
@@ -168,24 +191,19 @@ def work_table(
     """One row per work item, in the order they are taken: int32 [B*N*Tb + 1, 8].
 
     "natural" leaves them as they are. "longest" sorts all items by their number of visits, so the
-    last ones to finish are short. "sections" does the same inside groups of heads whose K and V
-    (`kv_bytes` per kv head) fit in L2 together. A row is an Item; the last row ends the work (see
-    Work), with the number of the first item that is not given out already.
+    last ones to finish are short. "heads" does the same inside the query heads of each kv head,
+    "sections" inside groups of those whose K and V (`kv_bytes` per kv head) fit in L2 together. A
+    row is an Item; the last row ends the work (see Work), with the number of the first item that is
+    not given out already.
     """
+    items = batch * heads * lists.kv_count.shape[-1]
+    end = _last_row(items, tiling)
     blocks = lists.kv_count.shape[-1]
-    items = batch * heads * blocks
-    together = max(1, tiling.l2_bytes // kv_bytes) * (heads // kv_heads) * blocks
-    runs = {"natural": 1, "longest": items, "sections": min(together, items)}
-    if tiling.order not in runs:
-        raise ValueError(f"order is {tiling.order!r}; choose one of {sorted(runs)}")
-    end = np.zeros((1, WIDTH), np.int32)
-    end[0, Item._fields.index("count")] = -1
-    end[0, COUNTER] = min(tiling.sms, items)
-    run = runs[tiling.order]
+    run = sorted_together(blocks, batch, heads, kv_heads, kv_bytes, tiling)
     if interpret or run > MOST_COMPARED:
         return _sorted_table(lists, batch, heads, run, end)
     (table,) = _launch(
-        functools.partial(_place, lists=lists, batch=batch, heads=heads, run=run, end=end[0]),
+        functools.partial(_place, lists=lists, batch=batch, heads=heads, run=run, end=end),
         "xsake_work_table",
         [jax.ShapeDtypeStruct(((items + 1) * WIDTH,), jnp.int32)],
         dict(part=pl.cdiv(items, THREADS)),
@@ -194,6 +212,26 @@ def work_table(
         shared=plgpu.SMEM((pl.cdiv(min(THREADS + 2 * run, items), THREADS) * THREADS,), jnp.int32),
     )
     return table.reshape(items + 1, WIDTH)
+
+
+def _last_row(items: int, tiling: Any) -> np.ndarray:
+    end = np.zeros(WIDTH, np.int32)
+    end[Item._fields.index("count")] = -1
+    end[COUNTER] = min(tiling.sms, items)
+    return end
+
+
+def sorted_together(
+    blocks: int, batch: int, heads: int, kv_heads: int, kv_bytes: int, tiling: Any
+) -> int:
+    """Items of a run: those that work_table sorts together."""
+    items = batch * heads * blocks
+    of_kv_head = heads // kv_heads * blocks
+    together = min(max(1, tiling.l2_bytes // kv_bytes) * of_kv_head, items)
+    runs = {"natural": 1, "longest": items, "heads": of_kv_head, "sections": together}
+    if tiling.order not in runs:
+        raise ValueError(f"order is {tiling.order!r}; choose one of {sorted(runs)}")
+    return runs[tiling.order]
 
 
 def _place(start, count, full, table, *, shared, lists, batch, heads, run, end):
@@ -242,17 +280,24 @@ def _place(start, count, full, table, *, shared, lists, batch, heads, run, end):
 
         rank = _for_each(end_of_runs - begin, compare, its_run * run)
     its_start += of_head * lists.kv_index.shape[-1]
-    values = (*Item(b, n, i, its_start, its_count, its_full), *[_every_lane(0)] * 2)
-    row = jnp.where(first + lane < items, rank * WIDTH, -1)
-    for field, value in enumerate(values):
-        _scatter(table, jnp.where(row < 0, -1, row + field), value)
+    its_row = Item(b, n, i, its_start, its_count, its_full)
+    _write(table, its_row, rank, first + lane < items)
 
-    @pl.when(first == 0)
-    def _():
-        value = _every_lane(0)
-        for field in np.flatnonzero(end):
-            value = jnp.where(lane == int(field), int(end[field]), value)
-        _scatter(table, jnp.where(lane < WIDTH, items * WIDTH + lane, -1), value)
+    pl.when(first == 0)(functools.partial(_end, table, items, end))
+
+
+def _write(table, item, row, there):
+    """Every lane's item to its row of the table, where it is one."""
+    for field, value in enumerate((*item, *[_every_lane(0)] * (WIDTH - len(item)))):
+        _scatter(table, jnp.where(there, row * WIDTH + field, -1), value)
+
+
+def _end(table, items, end):
+    """The last row of a table."""
+    lane, value = _lanes(), _every_lane(0)
+    for field in np.flatnonzero(end):
+        value = jnp.where(lane == int(field), int(end[field]), value)
+    _scatter(table, jnp.where(lane < WIDTH, items * WIDTH + lane, -1), value)
 
 
 def _sorted_table(lists: Lists, batch: int, heads: int, run: int, end: np.ndarray) -> Array:
@@ -270,7 +315,68 @@ def _sorted_table(lists: Lists, batch: int, heads: int, run: int, end: np.ndarra
     table = jnp.stack([*item, *[jnp.zeros_like(b)] * (WIDTH - len(item))], axis=-1)
     if run > 1:
         table = table[jnp.lexsort((-count, jnp.arange(b.size) // run))]
-    return jnp.concatenate([table, end])
+    return jnp.concatenate([table, end[None]])
+
+
+# -------------------------------------------------------------------------- both, a head at a time
+
+
+class ByHead:
+    """Lists by column and the table of their work, by one CTA for each head.
+
+    Where it `fits`: every head has its own lists, no more columns than lanes, and its columns are
+    sorted for themselves (a run) or not at all.
+    """
+
+    def __init__(self, lists: Lists, columns: int, run: int, tiling: Any, counts: bool):
+        self.lists, self.columns, self.is_sorted = lists, columns, run > 1
+        batch, self.heads, rows = lists.kv_count.shape
+        self.all_heads = batch * self.heads
+        self.items = self.all_heads * columns
+        self.end = _last_row(self.items, tiling)
+        sizes = [lists.kv_index.size, (self.items + 1) * WIDTH, *[self.all_heads * rows] * counts]
+        self.out_type = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
+        self.smem = turn_smem(rows)
+        self.operands = tuple(x.reshape(-1) for x in lists[:4])
+
+    @staticmethod
+    def fits(lists: Lists, columns: int, batch: int, heads: int, run: int) -> bool:
+        """Whether one CTA has all that it needs of a head."""
+        rows = lists.kv_count.shape[-1]
+        own = lists.kv_count.shape[:2] == (batch, heads)
+        return own and run in (1, columns) and columns <= THREADS and rows <= MOST_ROWS
+
+    def run(self, head, refs, smem):
+        """The flat index by column, the table and, if asked for, - the visits of every row."""
+        operands, (indices, table, *counters) = refs[:4], refs[4:]
+        rows, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
+        b, n = split(head, self.heads)
+
+        def write(column, start, count, full):
+            shared = smem["shared"]  # the visits of all columns
+
+            def compare(others, rank):
+                loaded = [shared[other] for other in others]
+                for other, visits in zip(others, loaded, strict=True):
+                    earlier = (visits > count) | ((visits == count) & (other < column))
+                    rank += jnp.where(earlier & (other < self.columns), 1, 0)
+                return rank
+
+            rank = column
+            if self.is_sorted:
+                rank = _for_each(self.columns, compare, _every_lane(0))
+            of_head = (_every_lane(0) + x for x in (b, n))
+            item = Item(*of_head, column, head * capacity + start, count, full)
+            _write(table, item, head * self.columns + rank, column < self.columns)
+
+        def count_rows(row, count):
+            _scatter(counters[0], jnp.where(row < rows, head * rows + row, -1), -count)
+
+        _turn(
+            head, jnp.int32(0), operands, indices, self.lists, self.columns, write,
+            **smem, count_rows=count_rows if counters else None,
+        )  # fmt: skip
+        pl.when(head == 0)(functools.partial(_end, table, self.items, self.end))
 
 
 # ------------------------------------------------------------------------------------------ lanes

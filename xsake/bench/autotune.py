@@ -12,8 +12,6 @@ import dataclasses
 import functools
 import json
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,15 +24,13 @@ from xsake.backends import Options, Sizes, hopper, hopper_tilings
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.hopper import CAUSAL, visited_pairs
-from xsake.bench.timing import provenance
+from xsake.bench.timing import provenance, time_by_turns
 from xsake.block_mask import BlockMask
-
-ROUNDS = 7
-SECONDS = 0.01  # of queued calls in one round
 
 # Fields of ForwardTiling and BackwardTiling that are tried.
 SECTIONS: dict[str, Any] = {"order": "sections"}
 SHORT: dict[str, Any] = {"l2_bytes": 8 << 20}  # sections of fewer heads
+HEADS: dict[str, Any] = {"order": "heads"}
 NATURAL: dict[str, Any] = {"order": "natural"}
 FORWARD: tuple[dict[str, Any], ...] = (
     *(
@@ -49,14 +45,14 @@ BACKWARD: tuple[dict[str, Any], ...] = tuple(
     {"fused": fused, "cast": cast, "persistent": persistent, **order}
     for fused, cast, persistent, order in (
         (True, "pass", True, SECTIONS),
-        (True, "pass", True, SHORT),
+        (True, "pass", True, HEADS),
         (True, "pass", True, NATURAL),
         (True, "pass", False, SECTIONS),
         (True, "pass", False, NATURAL),
         (True, "kernel", True, SECTIONS),
-        (True, "kernel", True, SHORT),
+        (True, "kernel", True, HEADS),
         (True, "kernel", True, NATURAL),
-        (False, "pass", True, SHORT),
+        (False, "pass", True, HEADS),
         (False, "pass", True, NATURAL),
     )
 )
@@ -177,9 +173,8 @@ def _speeds(direction: str, tilings: list[Any], cases: list[Case]) -> dict[str, 
         _check_agreement(tilings, [run(*args) for run in runs], ERROR_LIMIT[str(q.dtype)])
         work = 2 * visited_pairs(case, mask) * (q.shape[-1] + v.shape[-1])
         work *= 1 if direction == "forward" else 2.5
-        calls = max(3, round(SECONDS / (work / 4e14)))
-        taken = _seconds_by_turns(runs, args, calls)
-        speeds[case.name] = [work / seconds / 1e12 for seconds in taken]
+        taken = time_by_turns({str(at): (run, args) for at, run in enumerate(runs)})
+        speeds[case.name] = [work / x.median_seconds / 1e12 for x in taken.values()]
     return speeds
 
 
@@ -192,18 +187,3 @@ def _check_agreement(tilings: list[Any], results: list[Any], limit: float) -> No
         )
         if not error <= limit:
             raise WrongResultError(f"{tiling} differs from the first tiling by {error}")
-
-
-def _seconds_by_turns(runs: list[Any], args: tuple[Any, ...], calls: int) -> list[float]:
-    """Median seconds of each; they take turns, and begin with another one every round."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for turn in range(ROUNDS):
-        for at in range(len(runs)):
-            at = (at + turn) % len(runs)
-            jax.block_until_ready(runs[at](*args))
-            began = time.perf_counter()
-            for _ in range(calls):
-                result = runs[at](*args)
-            jax.block_until_ready(result)
-            seconds[at].append((time.perf_counter() - began) / calls)
-    return [statistics.median(taken) for taken in seconds]

@@ -52,6 +52,8 @@ def bench(
       only: part of the names of the cases (autotune: of directions and classes); default all.
       join: measure nothing, but write these files of the suite, made with `only`, as one.
     """
+    if join and (quick or model or autotune or only):
+        raise ValueError("--join measures nothing: it takes --suite and --out, no other option")
     if autotune:
         table = out or hopper_tilings.TABLE
         _autotune.autotune(table, only, tell=console.print)
