@@ -121,8 +121,8 @@ def compile_directions(attend: Any, inputs: Any, more: Any) -> Calls:
 def time_by_turns(calls: Calls, rounds: int = 3) -> dict[str, Timing]:
     """Queued calls of each, round by round, so that drift hits all of them alike.
 
-    Another one begins every time. Of two turns in a row the second counts: by then the card's clock
-    has followed its load.
+    Another one begins every time. A turn is as long as a measurement alone, and its median counts:
+    the card's clock takes tenths of a second to follow a change of load.
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -130,7 +130,7 @@ def time_by_turns(calls: Calls, rounds: int = 3) -> dict[str, Timing]:
         for at in range(len(names)):
             name = names[(at + turn) % len(names)]
             fn, args = calls[name]
-            seconds[name].append(time_queued(fn, *args, rounds=2).seconds[-1])
+            seconds[name].append(time_queued(fn, *args).median_seconds)
     return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
 
 
