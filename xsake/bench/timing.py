@@ -158,7 +158,7 @@ def provenance() -> dict[str, Any]:
         },
         "versions": provenance_of.versions(),
         "commit": provenance_of.commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(Path(x).name if Path(x).is_absolute() else x for x in sys.argv),
     }
 
 
