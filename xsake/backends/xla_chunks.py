@@ -47,11 +47,11 @@ class Steps:
         """A CPU's step stays in its cache and adds in order; a GPU's is worth a dozen launches.
 
         What a GPU's step writes (float32 logits, rows x keys) is about the size of its L2 cache. Of
-        a CPU's step only the products use several threads; with two chunks side by side, one of
-        them reads or takes exponentials while the other multiplies.
+        a CPU's step only the products use several threads; with chunks side by side, some of them
+        read or take exponentials while another one multiplies.
         """
         if platform == "cpu":
-            return cls(512, 1, side_by_side=2)
+            return cls(512, 1, side_by_side=4)
         return cls(16384, 1024, dq_by_rows=deterministic)
 
     def width(self, mask: BlockMask) -> int:
@@ -235,13 +235,13 @@ MANY = 8  # chunks for each of those side by side; fewer are not worth compiling
 def work_order(mask: BlockMask, sizes: Sizes, rows: int, side_by_side: int = 1) -> list[Chunk]:
     """All rows of blocks, most visits first, in chunks of about `rows` tokens, [turns, R] each.
 
-    One list of chunks, or `side_by_side` of them where there are many. Among equals, heads of the
-    same tokens follow one another: they lie side by side in memory.
+    One list of chunks, or where there are many up to `side_by_side` of them. Among equals, heads of
+    the same tokens follow one another: they lie side by side in memory.
     """
     blocks = mask.kv_count.shape[2]
     total, most = sizes.B * blocks * sizes.N, max(1, rows // mask.block[0])
     chunks = -(-total // most)
-    lists = side_by_side if chunks >= MANY * side_by_side else 1
+    lists = max(1, min(side_by_side, chunks // MANY))
     chunks += -chunks % lists
     per_chunk = -(-total // chunks)  # chunks of equal size
     row = jnp.arange(total, dtype=jnp.int32)
