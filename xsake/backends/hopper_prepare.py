@@ -4,9 +4,9 @@
     out, d_out, lse ── delta, lse in base 2      (hopper_delta)
     zeros to add dq to, counters for its cast
 
-As a rule it is one launch: a CTA for each head makes its list and its rows of the table while the
-others run through memory. Apart, the first two take longer than their work, for little runs on the
-card then, and each waits for the one before it.
+Where heads have lists of their own that are sorted head by head, or not at all, it is one launch: a
+CTA for each head makes its lists and its rows of the table while the others run through memory.
+Apart, little of the card works on the first two, and each waits for the one before it.
 """
 
 from typing import Any, NamedTuple
