@@ -597,6 +597,14 @@ class _Columns(_Kernel):
         handover = Handover(piece_smem, piece_ready, piece_taken)
         by_turns = self.fused and self.dq_by == "turns"
 
+        def per_query(smem):
+            """Values of queries over the columns of a tile."""
+            values = plgpu.load(smem, layout=COLUMN, optimized=False)
+            return lax.broadcast_in_dim(values, (ROWS, *smem.shape), [1])
+
+        def part(tile, first, width):
+            return tile if width == step else tile[:, first : first + width]
+
         def compute_item(item, done):
             steps = item.count * self.splits
             first_key = self.first_row(item, wg)
@@ -615,7 +623,10 @@ class _Columns(_Kernel):
                 return self.issued(own(k_smem), q_smem.at[q_slot(t)].transpose((1, 0)))
 
             def front(t, s, masked):
-                """pT, dsT and the first query, None instead of what is not needed."""
+                """[(pT, dsT), ...] of the step's queries, in order, and the first of them.
+
+                None instead of what is not needed.
+                """
 
                 def allowed():
                     first_query = self.first_token(index, item, t)
@@ -634,45 +645,67 @@ class _Columns(_Kernel):
                 plgpu.barrier_wait(d_out_ready.at[d_out_slot(t)])
                 early = self.makes_dk and masked is False
                 dp = d_p() if early else None
-                s, lse = self.settled_beside(s, 1 if early else 0, lse_smem.at[q_slot(t)], masked)
-                p, slope = self.probabilities(s, lse, masked, allowed)
-                if not self.makes_dk:
-                    return p.astype(d_out_smem.dtype), None, None
-                if not early:  # the rule needed the registers of dp
-                    p, slope = lax.optimization_barrier((p, slope))
-                    dp = d_p()
-                p = p.astype(d_out_smem.dtype) if self.makes_dv else None
-                dp, delta = self.settled_beside(dp, 0, delta_smem.at[d_out_slot(t)], masked)
-                if self.v_early:
-                    pl.when(t == steps - 1)(lambda: plgpu.barrier_arrive(v_free))
-                ds = slope * (dp - delta)
+                # With fewer queries at a time, fewer registers are in use at once.
+                width = ROWS if early and not self.tiling.ahead else step
+                beside = masked is False and width == step
+                made = []
+                for at in range(0, step, width):
+                    columns = pl.ds(at, width)
+                    lse = functools.partial(per_query, lse_smem.at[q_slot(t), columns])
+                    delta = functools.partial(per_query, delta_smem.at[d_out_slot(t), columns])
+                    if at == 0:
+                        s, lse = self.settled_and(s, int(early), lse, beside)
+                    else:
+                        lse = lse()
+                    p, slope = self.probabilities(part(s, at, width), lse, masked, allowed)
+                    if not self.makes_dk:
+                        return [(p.astype(d_out_smem.dtype), None)], None
+                    if not early:  # the rule needed the registers of dp
+                        p, slope = lax.optimization_barrier((p, slope))
+                        dp = d_p()
+                    p = p.astype(d_out_smem.dtype) if self.makes_dv else None
+                    if at == 0:
+                        dp, delta = self.settled_and(dp, 0, delta, beside)
+                        if self.v_early:
+                            pl.when(t == steps - 1)(lambda: plgpu.barrier_arrive(v_free))
+                    else:
+                        delta = delta()
+                    ds = slope * (part(dp, at, width) - delta)
+                    made.append((p, ds.astype(d_out_smem.dtype)))
                 if not self.makes_dv:
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
-                return p, ds.astype(d_out_smem.dtype), first_query
+                return made, first_query
 
             def back(refs, t, made, ahead):
                 """dv += pT d_out, dk += dsT q, and dq."""
-                p, ds, first_query = made
+                made, first_query = made
 
                 def add_dq(dq, column=0):
                     first = self.first_token(index, item, t) if first_query is None else first_query
                     self.add_dq(wg, item, first, dq, dq_smem, outs["sums"], column)
 
+                def product(name, tiles, right):
+                    for number, tile in enumerate(tiles):
+                        queries = pl.ds(number * tile.shape[1], tile.shape[1])
+                        at = None if left is None else left.at[:, queries]
+                        self.product(refs[name], tile, right.at[queries], at)
+
                 if self.makes_dv:
-                    self.product(refs["dv"], p, d_out_smem.at[d_out_slot(t)], left)
+                    product("dv", [p for p, _ in made], d_out_smem.at[d_out_slot(t)])
                 if self.fused:
-                    self.share(wg, done + t, ds, ds_smem)
+                    self.share(wg, done + t, [ds for _, ds in made], ds_smem)
                 if self.fused and not by_turns:
                     dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem))
                     plgpu.wgmma_wait(1)  # dv is done, and the registers of p are free
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
                 if self.makes_dk:
-                    self.product(refs["dk"], ds, q_smem.at[q_slot(t)], left)
+                    product("dk", [ds for _, ds in made], q_smem.at[q_slot(t)])
                 s = scores(t + 1) if ahead else None
+                behind = ahead + len(made) * self.makes_dk  # products after dv and dq
                 if self.fused and not by_turns:
-                    add_dq(self.settled(dq, ahead + 1))
+                    add_dq(self.settled(dq, behind))
                 elif self.makes_dv:
-                    plgpu.wgmma_wait(ahead + self.makes_dk)  # dv is done
+                    plgpu.wgmma_wait(behind)  # dv is done
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
                 if self.fused and self.dq_by == "steps":
                     for column in range(PIECE, self.shape.size, PIECE):
@@ -747,29 +780,25 @@ class _Columns(_Kernel):
     def ds_slot(self, t):
         return self.slot(t, self.tiling.ds_stages)
 
-    def share(self, wg, t, ds, ds_smem):
+    def share(self, wg, t, made, ds_smem):
         """dsT of both warpgroups to shared memory."""
         if self.alternate:  # each for itself
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results left through here
-            ds_smem[0, self.half(wg)] = ds
+            (ds_smem[0, self.half(wg)],) = made
             plgpu.commit_smem()
             return
         if self.tiling.ds_stages == 1:
             _meet()  # the other warpgroup has read the ds before this one
-        ds_smem[self.ds_slot(t), self.half(wg)] = ds
+        for number, ds in enumerate(made):
+            queries = pl.ds(number * ds.shape[1], ds.shape[1])
+            ds_smem[self.ds_slot(t), self.half(wg), queries] = ds
         _meet(publish=True)
 
-    def settled_beside(self, tile, wait_n, values, masked):
-        """A tile that was issued, and values per query from shared memory over its columns.
-
-        They are read while the product runs, or after it where the rule leaves no registers.
-        """
-        if masked is not False:
-            tile = self.settled(tile, wait_n)
-        values = plgpu.load(values, layout=COLUMN, optimized=False)
-        if masked is False:
-            tile = self.settled(tile, wait_n)
-        return tile, lax.broadcast_in_dim(values, tile.shape, [1])
+    def settled_and(self, tile, wait_n, read, beside):
+        """A tile that was issued, and read(), which runs beside the product or after it."""
+        values = read() if beside else None
+        tile = self.settled(tile, wait_n)
+        return tile, values if beside else read()
 
     def dq_operands(self, wg, t, ds_smem, k_smem, column=0):
         """The operands of this warpgroup's part of ds k; alternating, of 64 columns from there."""
