@@ -465,8 +465,7 @@ class _Columns(_Kernel):
         self.dq_by = "rows" if self.step > ROWS else "columns" if pieces > 1 else "turns"
         if self.alternate:
             self.dq_by = "steps"
-        # V is free before the item ends. With larger steps, telling so would spill registers.
-        self.v_early = self.makes_dk and self.step == ROWS and not self.alternate
+        self.v_early = self.makes_dk and not self.alternate  # V is free before the item ends
         # Which queries dq belongs to is read when a step begins; with small steps that is slower.
         self.reads_early = fused and self.step > ROWS
         if fused and (pieces > COMPUTE or (self.alternate and self.step > ROWS)):
@@ -628,11 +627,11 @@ class _Columns(_Kernel):
                 None instead of what is not needed.
                 """
 
-                def allowed():
-                    first_query = self.first_token(index, item, t)
-                    row_values = self.token_values(rows, item, first_query, step, COLUMN)
+                def allowed(at):
+                    first_query = self.first_token(index, item, t) + at
+                    row_values = self.token_values(rows, item, first_query, width, COLUMN)
                     return self.allowed(
-                        item, first_query, first_key, (1, 0), row_values, column_values
+                        item, first_query, first_key, (1, 0), row_values, column_values, width
                     )
 
                 def d_p():
@@ -643,33 +642,30 @@ class _Columns(_Kernel):
                 first_query = self.first_token(index, item, t) if self.reads_early else None
                 s = scores(t) if s is None else s
                 plgpu.barrier_wait(d_out_ready.at[d_out_slot(t)])
-                early = self.makes_dk and masked is False
-                dp = d_p() if early else None
                 # With fewer queries at a time, fewer registers are in use at once.
-                width = ROWS if early and not self.tiling.ahead else step
+                width = step if self.tiling.ahead else ROWS
+                early = self.makes_dk and (masked is False or width < step)
+                dp = d_p() if early else None
                 beside = masked is False and width == step
                 made = []
                 for at in range(0, step, width):
                     columns = pl.ds(at, width)
                     lse = functools.partial(per_query, lse_smem.at[q_slot(t), columns])
                     delta = functools.partial(per_query, delta_smem.at[d_out_slot(t), columns])
-                    if at == 0:
-                        s, lse = self.settled_and(s, int(early), lse, beside)
-                    else:
-                        lse = lse()
-                    p, slope = self.probabilities(part(s, at, width), lse, masked, allowed)
+                    s, lse = self.settled_and(s, int(early) if at == 0 else None, lse, beside)
+                    p, slope = self.probabilities(
+                        part(s, at, width), lse, masked, functools.partial(allowed, at)
+                    )
                     if not self.makes_dk:
-                        return [(p.astype(d_out_smem.dtype), None)], None
+                        made.append((p.astype(d_out_smem.dtype), None))
+                        continue
                     if not early:  # the rule needed the registers of dp
                         p, slope = lax.optimization_barrier((p, slope))
                         dp = d_p()
                     p = p.astype(d_out_smem.dtype) if self.makes_dv else None
-                    if at == 0:
-                        dp, delta = self.settled_and(dp, 0, delta, beside)
-                        if self.v_early:
-                            pl.when(t == steps - 1)(lambda: plgpu.barrier_arrive(v_free))
-                    else:
-                        delta = delta()
+                    dp, delta = self.settled_and(dp, 0 if at == 0 else None, delta, beside)
+                    if self.v_early and at == 0:
+                        pl.when(t == steps - 1)(lambda: plgpu.barrier_arrive(v_free))
                     ds = slope * (part(dp, at, width) - delta)
                     made.append((p, ds.astype(d_out_smem.dtype)))
                 if not self.makes_dv:
@@ -685,8 +681,7 @@ class _Columns(_Kernel):
                     self.add_dq(wg, item, first, dq, dq_smem, outs["sums"], column)
 
                 def product(name, tiles, right):
-                    for number, tile in enumerate(tiles):
-                        queries = pl.ds(number * tile.shape[1], tile.shape[1])
+                    for queries, tile in _in_order(tiles):
                         at = None if left is None else left.at[:, queries]
                         self.product(refs[name], tile, right.at[queries], at)
 
@@ -789,15 +784,18 @@ class _Columns(_Kernel):
             return
         if self.tiling.ds_stages == 1:
             _meet()  # the other warpgroup has read the ds before this one
-        for number, ds in enumerate(made):
-            queries = pl.ds(number * ds.shape[1], ds.shape[1])
+        for queries, ds in _in_order(made):
             ds_smem[self.ds_slot(t), self.half(wg), queries] = ds
         _meet(publish=True)
 
     def settled_and(self, tile, wait_n, read, beside):
-        """A tile that was issued, and read(), which runs beside the product or after it."""
+        """A tile that was issued, and read(), which runs beside the product or after it.
+
+        Without wait_n it is settled already.
+        """
         values = read() if beside else None
-        tile = self.settled(tile, wait_n)
+        if wait_n is not None:
+            tile = self.settled(tile, wait_n)
         return tile, values if beside else read()
 
     def dq_operands(self, wg, t, ds_smem, k_smem, column=0):
@@ -971,6 +969,14 @@ class _Rows(_Kernel):
 
         self.for_each_item(work, compute_item, 0)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _in_order(tiles):
+    """(its columns, tile) of tiles that stand side by side."""
+    first = 0
+    for tile in tiles:
+        yield pl.ds(first, tile.shape[1]), tile
+        first += tile.shape[1]
 
 
 def _meet(publish=False):

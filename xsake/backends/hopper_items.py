@@ -423,9 +423,12 @@ class BlockKernel:
             for x in refs
         ]
 
-    def allowed(self, item, first_query, first_key, dims, row_values, column_values):
-        """What the rule allows in a tile. dims: the axis of queries, the axis of keys."""
-        shape = (ROWS, self.step)
+    def allowed(self, item, first_query, first_key, dims, row_values, column_values, width=None):
+        """What the rule allows in a tile. dims: the axis of queries, the axis of keys.
+
+        It is as wide as a step unless `width` says otherwise.
+        """
+        shape = (ROWS, width or self.step)
         q_index, k_index = (
             plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=TILE) + first
             for dim, first in zip(dims, (first_query, first_key), strict=True)
