@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import os
 import platform
-import random
 import statistics
 import sys
 import time
@@ -52,17 +51,12 @@ class Timing:
 def time_calls(
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int = 7
 ) -> dict[str, Timing]:
-    """Times several compiled functions round by round, so that drift hits all of them alike.
-
-    Every round has an order of its own: a call that frees much memory makes the next one slower.
-    """
+    """Times several compiled functions round by round, so that drift hits all of them alike."""
     for fn, args in calls.values():
         jax.block_until_ready(fn(*args))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    draw = random.Random(0)
     for _ in range(repeats):
-        for name in draw.sample(list(calls), len(calls)):
-            fn, args = calls[name]
+        for name, (fn, args) in calls.items():
             began = time.perf_counter()
             jax.block_until_ready(fn(*args))
             seconds[name].append(time.perf_counter() - began)
