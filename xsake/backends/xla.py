@@ -127,6 +127,13 @@ def _product(spec: str, a: Array, b: Array, dtype: Any) -> Array:
     return jnp.einsum(spec, a, b.astype(a.dtype), preferred_element_type=dtype, precision=exact)
 
 
+def _sum_of_each(x: Array) -> Array:
+    """Sums over the last axis, a short one."""
+    if _jax.platform() != "cpu":
+        return x.sum(-1)
+    return x @ jnp.ones(x.shape[-1], x.dtype)  # XLA's own reduction is far slower on CPUs
+
+
 def _scaled(x: Array, scale: float, dtype: Any) -> tuple[Array, float]:
     """(x, scale) with the scale moved into x where that loses nothing, so (scale · x, 1)."""
     return (x * scale, 1.0) if x.dtype == dtype else (x, scale)
@@ -172,10 +179,10 @@ def _visit_rows(
             p = jnp.exp(s - level[..., None])
             pv = _product("rqk,rkh->rqh", p.astype(v_rows.dtype), v_rows, dtype)
             if state is None:
-                return m_new, p.sum(-1), pv
+                return m_new, _sum_of_each(p), pv
             m, l, acc = state  # running maximum, running sum, unnormalised output
             shrink = jnp.exp(m - level)  # rescales what was summed under the old maximum
-            return m_new, l * shrink + p.sum(-1), acc * shrink[..., None] + pv
+            return m_new, l * shrink + _sum_of_each(p), acc * shrink[..., None] + pv
 
         m, l, acc = chunk.loop(mask, steps.width(mask), False, step, None)
         seen = l != 0  # acc may be anything elsewhere: it was fed blocks that are not its own
@@ -216,13 +223,6 @@ def _gradients(settings: Settings, saved: Any, cotangents: Any) -> Any:
         dq = _visit_rows_again(given)
     d_bias = None if biases is None or dbias is None else biases.whole(dbias)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_bias
-
-
-def _sum_of_each(x: Array) -> Array:
-    """Sums over the last axis, a short one."""
-    if _jax.platform() != "cpu":
-        return x.sum(-1)
-    return x @ jnp.ones(x.shape[-1], x.dtype)  # XLA's own reduction is far slower on CPUs
 
 
 def _plus(total: Array | None, more: Array) -> Array:
