@@ -9,6 +9,7 @@ CTA for each head makes its lists and its rows of the table while the others run
 Apart, little of the card works on the first two, and each waits for the one before it.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backends import hopper_delta, hopper_tables
-from xsake.backends.hopper_items import LOG2E, per_item
+from xsake.backends.hopper_items import LOG2E, THREADS, per_item
 from xsake.block_lists import Lists
 
 TOGETHER_ROWS = 192  # of blocks: with more, lists would take shared memory from the pass
@@ -116,7 +117,10 @@ def _together(by_head: Any, work: Any, given: Any, sms: int) -> Prepared:
         grid=(first + ctas,),
         grid_names=("cta",),
         kernel_name="xsake_prepare",
-        compiler_params=hopper_delta.COMPILER_PARAMS,
+        # Lists are counted over all lanes, which takes a number for each warp.
+        compiler_params=dataclasses.replace(
+            hopper_delta.COMPILER_PARAMS, reduction_scratch_bytes=THREADS // 32 * 4
+        ),
     )(*by_head.operands, *operands)
     (row_blocks, table, *counters), (lse, delta, *zeros) = _split(made, *writes)
     table = table.reshape(-1, hopper_tables.WIDTH)
