@@ -194,6 +194,12 @@ def test_every_case_agrees_with_the_oracle(case: Case, way: str):
         assert error <= GRADIENT_LIMIT[case.dtype], f"{name}: {error}"
 
 
+def exact_jax_nn(*args, **named):
+    """jax.nn's, with exact products: on a GPU it takes TF32 for float32, and is off by 5e-4."""
+    with jax.default_matmul_precision("highest"):
+        return jax.nn.dot_product_attention(*args, **named)
+
+
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 @pytest.mark.parametrize(
     "extra",
@@ -222,10 +228,10 @@ def test_jax_nn_calls_work_unchanged(extra, backend):
     for argument in (0, 1, 2):
         ours = functools.partial(xsake.dot_product_attention, implementation=backend)
         got = jax.grad(functools.partial(loss, ours), argument)(q, k, v)
-        want = jax.grad(functools.partial(loss, jax.nn.dot_product_attention), argument)(q, k, v)
+        want = jax.grad(functools.partial(loss, exact_jax_nn), argument)(q, k, v)
         assert oracle.relative_error(got, want) <= 1e-5
     got = xsake.dot_product_attention(q, k, v, **extra, implementation=backend)
-    want = jax.nn.dot_product_attention(q, k, v, **extra)
+    want = exact_jax_nn(q, k, v, **extra)
     assert oracle.relative_error(got, want) <= 2e-6
 
 
@@ -237,7 +243,7 @@ def test_three_axes_mean_a_batch_of_one(backend):
         x, x, x, is_causal=True, implementation=backend, return_residual=True
     )
     assert (out.shape, lse.shape) == ((40, 3, 8), (40, 3))
-    want = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+    want = exact_jax_nn(x, x, x, is_causal=True)
     assert oracle.relative_error(out, want) <= 2e-6
 
 
@@ -247,5 +253,5 @@ def test_positional_arguments_keep_jax_nns_order():
     bias = jax.random.normal(jax.random.key(1), (1, 2, 20, 20))
     mask = masks.causal()(0, 0, jnp.arange(20)[:, None], jnp.arange(20))[None, None]
     got = xsake.dot_product_attention(x, x, x, bias, mask)
-    want = jax.nn.dot_product_attention(x, x, x, bias, mask)
+    want = exact_jax_nn(x, x, x, bias, mask)
     assert oracle.relative_error(got, want) <= 2e-6
