@@ -69,8 +69,6 @@ class BackwardTiling:
     # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 if there is room, else 2.
     row_stages: int | None = None
     ds_stages: int = 2  # fused: dsT tiles; with one, the warpgroups meet twice per step
-    # Scores of the next step are issued before this step's products end; not with blocks of 64.
-    ahead: bool = False
     # Keys per product of _Rows; divides the mask's kv block. None: all, or 64 with a head of 256.
     key_step: int | None = None
     # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
@@ -280,49 +278,30 @@ class _Kernel(BlockKernel):
         """What a fourth warpgroup does, if there is one."""
 
     def run_steps(self, wg, item, done, front, back):
-        """front and back of every step t of an item that is this warpgroup's.
+        """back(t, front(t, masked)) for every step t of an item that is this warpgroup's.
 
-        x = front(t, s, masked) begins with the scores s in flight, or issues them when s is None,
-        and ends with nothing in flight. s = back(t, x, ahead) consumes x; with `ahead`, it returns
-        with the scores of t + 1 in flight. Full steps come first, then those with the rule.
+        Full steps come first, then those with the rule.
         """
         first_step, full, count = self.own_steps(wg, item, done)
-        if not self.tiling.ahead or self.alternate:
 
-            def step(t, masked):
-                t = first_step + t * self.stride if self.alternate else t
-                back(t, front(t, None, masked), ahead=0)
+        def step(t, masked):
+            t = first_step + t * self.stride if self.alternate else t
+            back(t, front(t, masked))
 
-            pl.loop(0, full)(lambda t: step(t, False))
-            if self.has_partial:
-                pl.loop(full, count)(lambda t: step(t, True))
-            return
-
-        # The loop is turned so that it ends where nothing is in flight.
-        def advance(t, x, masked):
-            return front(t, back(t - 1, x, ahead=1), masked)
-
-        x = front(jnp.int32(0), None, full == 0 if self.has_partial else False)
-        x = lax.fori_loop(1, full, lambda t, x: advance(t, x, False), x)
+        pl.loop(0, full)(lambda t: step(t, False))
         if self.has_partial:
-            first = jnp.maximum(full, 1)
-            x = lax.fori_loop(first, count, lambda t, x: advance(t, x, True), x)
-        back(count - 1, x, ahead=0)
+            pl.loop(full, count)(lambda t: step(t, True))
 
     # Elementwise
 
     def probabilities(self, s, lse, masked, allowed):
         """p, and p times the slope of the soft cap; both zero where the rule forbids.
 
-        masked: whether there is a rule; True, False, or a bool scalar. allowed(): what it allows.
+        masked: whether there is a rule. allowed(): what it allows.
         """
 
         def mask(p):
-            if masked is False:
-                return p
-            if masked is True:
-                return jnp.where(allowed(), p, 0.0)
-            return lax.cond(masked, lambda: jnp.where(allowed(), p, 0.0), lambda: p)
+            return jnp.where(allowed(), p, 0.0) if masked else p
 
         if self.soft_cap is None:
             p = mask(jnp.exp2(s * (self.scale * LOG2E) - lse))
@@ -601,8 +580,8 @@ class _Columns(_Kernel):
             values = plgpu.load(smem, layout=COLUMN, optimized=False)
             return lax.broadcast_in_dim(values, (ROWS, *smem.shape), [1])
 
-        def part(tile, first, width):
-            return tile if width == step else tile[:, first : first + width]
+        def part(tile, first):
+            return tile if step == ROWS else tile[:, first : first + ROWS]
 
         def compute_item(item, done):
             steps = item.count * self.splits
@@ -621,17 +600,18 @@ class _Columns(_Kernel):
                 plgpu.barrier_wait(q_ready.at[q_slot(t)])
                 return self.issued(own(k_smem), q_smem.at[q_slot(t)].transpose((1, 0)))
 
-            def front(t, s, masked):
-                """[(pT, dsT), ...] of the step's queries, in order, and the first of them.
+            def front(t, masked):
+                """[(pT, dsT), ...] of the step's queries, 64 each, and the first of them.
 
-                None instead of what is not needed.
+                With fewer queries at a time, fewer registers are in use at once. None stands for
+                what is not needed.
                 """
 
                 def allowed(at):
                     first_query = self.first_token(index, item, t) + at
-                    row_values = self.token_values(rows, item, first_query, width, COLUMN)
+                    row_values = self.token_values(rows, item, first_query, ROWS, COLUMN)
                     return self.allowed(
-                        item, first_query, first_key, (1, 0), row_values, column_values, width
+                        item, first_query, first_key, (1, 0), row_values, column_values, ROWS
                     )
 
                 def d_p():
@@ -640,21 +620,19 @@ class _Columns(_Kernel):
                     return self.issued(own(v_smem), d_out)
 
                 first_query = self.first_token(index, item, t) if self.reads_early else None
-                s = scores(t) if s is None else s
+                s = scores(t)
                 plgpu.barrier_wait(d_out_ready.at[d_out_slot(t)])
-                # With fewer queries at a time, fewer registers are in use at once.
-                width = step if self.tiling.ahead else ROWS
-                early = self.makes_dk and (masked is False or width < step)
+                early = self.makes_dk and (not masked or step > ROWS)
                 dp = d_p() if early else None
-                beside = masked is False and width == step
+                beside = not masked and step == ROWS
                 made = []
-                for at in range(0, step, width):
-                    columns = pl.ds(at, width)
+                for at in range(0, step, ROWS):
+                    columns = pl.ds(at, ROWS)
                     lse = functools.partial(per_query, lse_smem.at[q_slot(t), columns])
                     delta = functools.partial(per_query, delta_smem.at[d_out_slot(t), columns])
                     s, lse = self.settled_and(s, int(early) if at == 0 else None, lse, beside)
                     p, slope = self.probabilities(
-                        part(s, at, width), lse, masked, functools.partial(allowed, at)
+                        part(s, at), lse, masked, functools.partial(allowed, at)
                     )
                     if not self.makes_dk:
                         made.append((p.astype(d_out_smem.dtype), None))
@@ -666,13 +644,13 @@ class _Columns(_Kernel):
                     dp, delta = self.settled_and(dp, 0 if at == 0 else None, delta, beside)
                     if self.v_early and at == 0:
                         pl.when(t == steps - 1)(lambda: plgpu.barrier_arrive(v_free))
-                    ds = slope * (part(dp, at, width) - delta)
+                    ds = slope * (part(dp, at) - delta)
                     made.append((p, ds.astype(d_out_smem.dtype)))
                 if not self.makes_dv:
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
                 return made, first_query
 
-            def back(refs, t, made, ahead):
+            def back(refs, t, made):
                 """dv += pT d_out, dk += dsT q, and dq."""
                 made, first_query = made
 
@@ -695,8 +673,7 @@ class _Columns(_Kernel):
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot(t)])
                 if self.makes_dk:
                     product("dk", [ds for _, ds in made], q_smem.at[q_slot(t)])
-                s = scores(t + 1) if ahead else None
-                behind = ahead + len(made) * self.makes_dk  # products after dv and dq
+                behind = len(made) * self.makes_dk  # products after dv and dq
                 if self.fused and not by_turns:
                     add_dq(self.settled(dq, behind))
                 elif self.makes_dv:
@@ -706,7 +683,7 @@ class _Columns(_Kernel):
                     for column in range(PIECE, self.shape.size, PIECE):
                         dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem, column))
                         add_dq(self.settled(dq, 0), column)
-                plgpu.wgmma_wait(ahead)  # dk is done
+                plgpu.wgmma_wait(0)  # dk is done
                 plgpu.barrier_arrive(q_free.at[q_slot(t)])
                 if by_turns:
 
@@ -714,8 +691,6 @@ class _Columns(_Kernel):
                     def _():
                         dq = self.issued(*self.dq_operands(wg, done + t, ds_smem, k_smem))
                         add_dq(self.settled(dq, 0))
-
-                return s
 
             def accumulate(*accumulators):
                 plgpu.barrier_wait(k_ready)
@@ -918,7 +893,7 @@ class _Rows(_Kernel):
                 plgpu.barrier_wait(k_ready.at[slot])
                 return self.issued(own(q_smem), k_smem.at[slot].transpose((1, 0)))
 
-            def front(t, s, masked):
+            def front(t, masked):
                 """ds."""
 
                 def allowed():
@@ -930,14 +905,14 @@ class _Rows(_Kernel):
 
                 slot = self.slot(done + t, self.v_stages)
                 v = v_smem.at[slot].transpose((1, 0))
-                s = scores(t) if s is None else s
+                s = scores(t)
                 plgpu.barrier_wait(v_ready.at[slot])
-                if masked is False:
+                if not masked:
                     dp = self.issued(own(d_out_smem), v)
-                s = self.settled(s, wait_n=1 if masked is False else 0)
+                s = self.settled(s, wait_n=0 if masked else 1)
                 base = lax.broadcast_in_dim(lse, s.shape, [0])
                 _, slope = self.probabilities(s, base, masked, allowed)
-                if masked is not False:  # the rule needed the registers of dp
+                if masked:  # the rule needed the registers of dp
                     slope = lax.optimization_barrier(slope)
                     dp = self.issued(own(d_out_smem), v)
                 dp = self.settled(dp, 0)
@@ -945,14 +920,12 @@ class _Rows(_Kernel):
                 ds = slope * (dp - lax.broadcast_in_dim(delta, s.shape, [0]))
                 return ds.astype(v.dtype)
 
-            def back(dq_ref, t, ds, ahead):
+            def back(dq_ref, t, ds):
                 """dq += ds k."""
                 slot = self.slot(done + t, self.stages)
                 self.product(dq_ref, ds, k_smem.at[slot], left)
-                s = scores(t + 1) if ahead else None
-                plgpu.wgmma_wait(ahead)  # dq is done
+                plgpu.wgmma_wait(0)  # dq is done
                 plgpu.barrier_arrive(k_free.at[slot])
-                return s
 
             def accumulate(dq_ref):
                 plgpu.barrier_wait(q_ready)

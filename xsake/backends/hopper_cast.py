@@ -33,7 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.backends.hopper_items import COMPUTE, THREADS, split
+from xsake.backends.hopper_items import COMPUTE, THREADS, WARP, split
 from xsake.backends.hopper_ptx import (
     CAST_BARRIER,
     NUMBER,
@@ -47,7 +47,6 @@ from xsake.backends.hopper_ptx import (
 
 LEFT = 1 << 28  # more than there are visits
 TAKEN = 1 << 29
-WARP = 32
 WARPS = THREADS // WARP
 LOADS = 2  # of 16 bytes in flight per thread, beside the products
 LAST_LOADS, LAST_REGISTERS = 16, 104  # after them

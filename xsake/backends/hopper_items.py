@@ -33,7 +33,7 @@ from xsake.backends.hopper_ptx import NUMBER, ONE, asm, number, pointer
 
 ROWS = 64  # rows per compute warpgroup: one wgmma tile; 128 rows spill at H = 128
 COMPUTE = 2  # compute warpgroups of a CTA
-THREADS = 128  # of a warpgroup
+WARP, THREADS = 32, 128  # threads of a warp, of a warpgroup
 BLOCKS = (ROWS, COMPUTE * ROWS)  # what an item may be
 HEAD_SIZES = (64, 128, 256)
 PIECE = 64  # columns of what one warpgroup hands to the other at a time

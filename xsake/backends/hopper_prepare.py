@@ -19,10 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backends import hopper_delta, hopper_tables
-from xsake.backends.hopper_items import LOG2E, THREADS, per_item
+from xsake.backends.hopper_items import LOG2E, THREADS, WARP, per_item
 from xsake.block_lists import Lists
 
-TOGETHER_ROWS = 192  # of blocks: with more, lists would take shared memory from the pass
+# Rows of blocks: with more, lists (4 bytes a lane) would take shared memory from the pass, of which
+# two CTAs share an SM.
+TOGETHER_ROWS = hopper_delta.SM_BYTES // 2 // (4 * THREADS)
 
 
 class Prepared(NamedTuple):
@@ -119,7 +121,7 @@ def _together(by_head: Any, work: Any, given: Any, sms: int) -> Prepared:
         kernel_name="xsake_prepare",
         # Lists are counted over all lanes, which takes a number for each warp.
         compiler_params=dataclasses.replace(
-            hopper_delta.COMPILER_PARAMS, reduction_scratch_bytes=THREADS // 32 * 4
+            hopper_delta.COMPILER_PARAMS, reduction_scratch_bytes=THREADS // WARP * 4
         ),
     )(*by_head.operands, *operands)
     (row_blocks, table, *counters), (lse, delta, *zeros) = _split(made, *writes)

@@ -273,7 +273,7 @@ def _place(start, count, full, table, *, shared, lists, batch, heads, run, end):
             others = [begin + number for number in numbers]
             counts = [shared[number] for number in numbers]
             for other, other_count in zip(others, counts, strict=True):
-                earlier = (other_count > its_count) | ((other_count == its_count) & (other < item))
+                earlier = _comes_before(other, other_count, item, its_count)
                 same = (lax.div(other, jnp.int32(run)) == its_run) & (other < end_of_runs)
                 rank += jnp.where(earlier & same, 1, 0)
             return rank
@@ -284,6 +284,11 @@ def _place(start, count, full, table, *, shared, lists, batch, heads, run, end):
     _write(table, its_row, rank, first + lane < items)
 
     pl.when(first == 0)(functools.partial(_end, table, items, end))
+
+
+def _comes_before(other, other_visits, item, visits):
+    """Whether another item is taken first: it has more visits, or as many and a smaller number."""
+    return (other_visits > visits) | ((other_visits == visits) & (other < item))
 
 
 def _write(table, item, row, there):
@@ -358,7 +363,7 @@ class ByHead:
             def compare(others, rank):
                 loaded = [shared[other] for other in others]
                 for other, visits in zip(others, loaded, strict=True):
-                    earlier = (visits > count) | ((visits == count) & (other < column))
+                    earlier = _comes_before(other, visits, column, count)
                     rank += jnp.where(earlier & (other < self.columns), 1, 0)
                 return rank
 

@@ -48,6 +48,7 @@ BACKWARD: tuple[dict[str, Any], ...] = tuple(
         (True, "pass", True, HEADS),
         (True, "pass", True, NATURAL),
         (True, "pass", False, SECTIONS),
+        (True, "pass", False, HEADS),
         (True, "pass", False, NATURAL),
         (True, "kernel", True, SECTIONS),
         (True, "kernel", True, HEADS),
