@@ -38,6 +38,7 @@ from xsake.backends.xla_chunks import (
     work_order,
     zeros,
 )
+from xsake.backends.xla_exp import exp
 from xsake.block_mask import BlockMask
 
 
@@ -176,7 +177,7 @@ def _visit_rows(
             m_new = s.max(-1) if state is None else jnp.maximum(state[0], s.max(-1))
             # one that has seen nothing yet has no maximum: 0 in its place, and p = exp(-inf) = 0
             level = jnp.where(m_new == -jnp.inf, 0, m_new)
-            p = jnp.exp(s - level[..., None])
+            p = exp(s - level[..., None])
             pv = _product("rqk,rkh->rqh", p.astype(v_rows.dtype), v_rows, dtype)
             if state is None:
                 return m_new, _sum_of_each(p), pv
@@ -269,7 +270,7 @@ class Given:
         (q, d_out, level, delta), (k, v) = q_side, k_side
         capped = _logits(self.settings, q, k, scale, self.dtype)
         s = capped if self.biases is None else capped + self.biases.at(visit).astype(self.dtype)
-        p = jnp.exp(s - level)
+        p = exp(s - level)
         ds = p * (_product("rqh,rkh->rqk", d_out, v, self.dtype) - delta)
         allowed = visit.allowed(self.mask)
         if allowed is not None:

@@ -47,8 +47,11 @@ def outside(text: str) -> str:
 def _source(report: dict[str, Any], name: str) -> str:
     report = report.get("provenance", report)
     machine, versions = report["machine"], report["versions"]
+    device = machine["device"]
+    if device == "cpu":
+        device = f"{machine['cores']} cores of {machine['processor']}"
     return (
-        f"`benchmarks/results/{name}`: {machine['device']}, JAX {versions['jax']}, "
+        f"`benchmarks/results/{name}`: {device}, JAX {versions['jax']}, "
         f"commit {report['commit'][:12]}, {report['date'][:10]}, `{report['command']}`."
     )
 

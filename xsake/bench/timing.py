@@ -7,7 +7,9 @@ import dataclasses
 import datetime
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -158,7 +160,7 @@ def provenance() -> dict[str, Any]:
         },
         "versions": provenance_of.versions(),
         "commit": provenance_of.commit(),
-        "command": " ".join(Path(x).name if Path(x).is_absolute() else x for x in sys.argv),
+        "command": _command(),
     }
 
 
@@ -166,10 +168,19 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _command() -> str:
+    """What was typed, without the paths of this machine."""
+    module = sys.modules["__main__"].__spec__  # None: a script
+    run = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
+    return " ".join([run, *(Path(x).name if Path(x).is_absolute() else x for x in sys.argv[1:])])
+
+
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except FileNotFoundError:  # not Linux
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    """As lscpu names it, which knows ARM's too; where there is none, what Python says."""
+    if shutil.which("lscpu") is None:
+        return platform.processor() or platform.machine()
+    said = subprocess.run(
+        ["lscpu"], env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True
+    ).stdout
+    facts = dict(line.split(":", 1) for line in said.splitlines() if ":" in line)
+    return facts.get("Model name", "").strip() or platform.machine()
