@@ -378,13 +378,13 @@ class _Kernel(BlockKernel):
         pieces = min(*sizes, OUT_COLUMNS) // PIECE
         return {"out_smem": tiles(COMPUTE, pieces, ROWS, PIECE, dtype=dtype)}
 
-    def store(self, wg, tile, scale, out_smem, gmem, handover):
-        """scale * tile to global memory; rows past T are dropped.
+    def store(self, wg, tile, out_smem, gmem, handover):
+        """Tile to global memory; rows past T are dropped.
 
         Tiles of two warpgroups that alternate are summed.
         """
         if not self.alternate:
-            self.copy_out(tile * scale, out_smem, gmem)
+            self.copy_out(tile, out_smem, gmem)
             return
 
         @pl.when(wg == 1)
@@ -396,7 +396,7 @@ class _Kernel(BlockKernel):
         def _():
             for column in range(0, tile.shape[-1], PIECE):
                 piece, _ = handover.take()
-                piece = (tile[:, column : column + PIECE] + piece) * scale
+                piece = tile[:, column : column + PIECE] + piece
                 self.copy_out(piece, out_smem, gmem.at[:, pl.ds(column, PIECE)])
 
     def copy_out(self, tile, out_smem, gmem):
@@ -445,6 +445,8 @@ class _Columns(_Kernel):
         if self.alternate:
             self.dq_by = "steps"
         self.v_early = self.makes_dk and not self.alternate  # V is free before the item ends
+        # Of two dsT tiles one has been read when an item ends: results may leave through it.
+        self.leaves_by_ds = self.dq_by == "rows" and fused and tiling.ds_stages > 1
         # Which queries dq belongs to is read when a step begins; with small steps that is slower.
         self.reads_early = fused and self.step > ROWS
         if fused and (pieces > COMPUTE or (self.alternate and self.step > ROWS)):
@@ -513,9 +515,11 @@ class _Columns(_Kernel):
                 scratch["added_smem"] = plgpu.SMEM((COMPUTE,), jnp.int32)
             scratch["cast_started"] = plgpu.Barrier()
         if self.fused:
-            ds_stages = 1 if self.alternate else self.tiling.ds_stages
-            scratch["ds_smem"] = tiles(ds_stages, COMPUTE * ROWS, step, dtype=dtype)
+            places = (1 if self.alternate else self.tiling.ds_stages), step // ROWS
+            scratch["ds_smem"] = tiles(*places, COMPUTE * ROWS, ROWS, dtype=dtype)
             scratch["dq_smem"] = tiles(COMPUTE, ROWS, PIECE, dtype=jnp.float32)
+            if self.leaves_by_ds:
+                del scratch["out_smem"]
             if self.alternate:  # there is no room for these; dq_smem and ds_smem serve
                 del scratch["piece_smem"], scratch["out_smem"]
         return scratch
@@ -571,7 +575,7 @@ class _Columns(_Kernel):
             plgpu.barrier_wait(cast_started)
         left = None if left_smem is None else left_smem.at[wg]
         if self.fused and self.alternate:
-            piece_smem, out_smem = dq_smem.at[1], ds_smem.at[:, pl.ds(0, ROWS)]
+            piece_smem, out_smem = dq_smem.at[1], ds_smem.at[0, :, pl.ds(0, ROWS)]
         handover = Handover(piece_smem, piece_ready, piece_taken)
         by_turns = self.fused and self.dq_by == "turns"
 
@@ -665,6 +669,8 @@ class _Columns(_Kernel):
 
                 if self.makes_dv:
                     product("dv", [p for p, _ in made], d_out_smem.at[d_out_slot(t)])
+                if self.leaves_by_ds:  # the results of the item before have left this place
+                    pl.when(t == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                 if self.fused:
                     self.share(wg, done + t, [ds for _, ds in made], ds_smem)
                 if self.fused and not by_turns:
@@ -704,12 +710,18 @@ class _Columns(_Kernel):
             sizes = [(ROWS, size) for size in self.sizes.values()]
             results = self.unless_empty(accumulate, item, sizes)
             results = dict(zip(self.sizes, results, strict=True))
-            keys = pl.ds(first_key, ROWS)
-            place = own(k_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
-            for name, scale in (("dv", 1.0), ("dk", self.scale)):
-                if name in results:
-                    gmem = outs[name].at[item.b, keys, item.n]
-                    self.store(wg, results[name], scale, place, gmem, handover)
+            scales = {"dv": 1.0, "dk": self.scale}
+            leaving = [
+                (results[name] * scale, outs[name].at[item.b, pl.ds(first_key, ROWS), item.n])
+                for name, scale in scales.items()
+                if name in results
+            ]
+            if self.leaves_by_ds:
+                self.leave_by_ds(wg, leaving, ds_smem.at[self.ds_slot(done + steps)], steps)
+            else:
+                place = own(k_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
+                for tile, gmem in leaving:
+                    self.store(wg, tile, place, gmem, handover)
             if self.casts:
                 # What was added to dq is in memory; the results that left after it may be late.
                 late = 0 if self.alternate else sum(self.sizes.values()) // PIECE
@@ -747,6 +759,20 @@ class _Columns(_Kernel):
     def half(self, wg):
         return pl.ds(self.again(wg) * ROWS, ROWS)
 
+    def leave_by_ds(self, wg, leaving, ds_smem, steps):
+        """Results to global memory through the dsT tile of the step before an item's last.
+
+        Both warpgroups have read it: they have met since. Without steps, what left before this item
+        may still be on its way out of the same tile.
+        """
+        pl.when(steps == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+        places = [ds_smem.at[at, self.half(wg)] for at in range(len(leaving))]
+        for place, (tile, _) in zip(places, leaving, strict=True):
+            place[...] = tile.astype(place.dtype)
+        plgpu.commit_smem()
+        for place, (_, gmem) in zip(places, leaving, strict=True):
+            plgpu.copy_smem_to_gmem(place, gmem)
+
     def ds_slot(self, t):
         return self.slot(t, self.tiling.ds_stages)
 
@@ -754,13 +780,13 @@ class _Columns(_Kernel):
         """dsT of both warpgroups to shared memory."""
         if self.alternate:  # each for itself
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results left through here
-            (ds_smem[0, self.half(wg)],) = made
+            (ds_smem[0, 0, self.half(wg)],) = made
             plgpu.commit_smem()
             return
         if self.tiling.ds_stages == 1:
             _meet()  # the other warpgroup has read the ds before this one
-        for queries, ds in _in_order(made):
-            ds_smem[self.ds_slot(t), self.half(wg), queries] = ds
+        for at, ds in enumerate(made):
+            ds_smem[self.ds_slot(t), at, self.half(wg)] = ds
         _meet(publish=True)
 
     def settled_and(self, tile, wait_n, read, beside):
@@ -777,14 +803,14 @@ class _Columns(_Kernel):
         """The operands of this warpgroup's part of ds k; alternating, of 64 columns from there."""
         if self.alternate:
             columns = pl.ds(column, PIECE)
-            return ds_smem.at[0, self.half(wg)].transpose((1, 0)), k_smem.at[:, columns]
+            return ds_smem.at[0, 0, self.half(wg)].transpose((1, 0)), k_smem.at[:, columns]
         ds_smem = ds_smem.at[self.ds_slot(t)]
         match self.dq_by:
             case "rows":
-                return ds_smem.at[:, self.half(wg)].transpose((1, 0)), k_smem
+                return ds_smem.at[self.again(wg)].transpose((1, 0)), k_smem
             case "columns":
-                return ds_smem.transpose((1, 0)), k_smem.at[:, self.half(wg)]
-        return ds_smem.transpose((1, 0)), k_smem
+                return ds_smem.at[0].transpose((1, 0)), k_smem.at[:, self.half(wg)]
+        return ds_smem.at[0].transpose((1, 0)), k_smem
 
     def add_dq(self, wg, item, first_query, dq, dq_smem, sums, column=0):
         """sums += dq by the copy engine."""
@@ -937,7 +963,7 @@ class _Rows(_Kernel):
             (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))
             place = own(q_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
             gmem = outs["dq"].at[item.b, queries, item.n]
-            self.store(wg, dq, self.scale, place, gmem, handover)
+            self.store(wg, dq * self.scale, place, gmem, handover)
             return done + steps
 
         self.for_each_item(work, compute_item, 0)
