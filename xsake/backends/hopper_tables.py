@@ -192,20 +192,18 @@ def work_table(
 
     "natural" leaves them as they are. "longest" sorts all items by their number of visits, so the
     last ones to finish are short. "heads" does the same inside the query heads of each kv head,
-    "sections" inside groups of those whose K and V (`kv_bytes` per kv head) fit in L2 together. The
-    last of these runs take turns, so that work ends with short items of many heads. A row is an
-    Item; the last row ends the work (see Work), with the number of the first item that is not given
-    out already.
+    "sections" inside groups of those whose K and V (`kv_bytes` per kv head) fit in L2 together. A
+    row is an Item; the last row ends the work (see Work), with the number of the first item that is
+    not given out already.
     """
     items = batch * heads * lists.kv_count.shape[-1]
     end = _last_row(items, tiling)
     blocks = lists.kv_count.shape[-1]
     run = sorted_together(blocks, batch, heads, kv_heads, kv_bytes, tiling)
-    runs = Runs(run, items, tiling)
     if interpret or run > MOST_COMPARED:
-        return _sorted_table(lists, batch, heads, runs, end)
+        return _sorted_table(lists, batch, heads, run, end)
     (table,) = _launch(
-        functools.partial(_place, lists=lists, batch=batch, heads=heads, runs=runs, end=end),
+        functools.partial(_place, lists=lists, batch=batch, heads=heads, run=run, end=end),
         "xsake_work_table",
         [jax.ShapeDtypeStruct(((items + 1) * WIDTH,), jnp.int32)],
         dict(part=pl.cdiv(items, THREADS)),
@@ -236,32 +234,10 @@ def sorted_together(
     return runs[tiling.order]
 
 
-class Runs:
-    """Items that are sorted together, `size` of them; where they divide all, the last take turns.
-
-    So many do that every SM has two of their items: without it the last CTAs wait for one run's.
-    """
-
-    def __init__(self, size: int, items: int, tiling: Any):
-        self.size = size
-        runs, rest = divmod(items, size)
-        self.last = 1 if rest else min(runs, -(-2 * tiling.sms // size))
-        self.before = runs - self.last
-
-    def row(self, run: Any, rank: Any) -> Any:
-        """Where in the table the item of that rank of a run stands."""
-        if self.last == 1:
-            return run * self.size + rank
-        takes_turns = run >= self.before
-        first = self.before * (self.size - 1) + run
-        first = jnp.where(takes_turns, first, run * self.size)
-        return first + rank * jnp.where(takes_turns, self.last, 1)
-
-
-def _place(start, count, full, table, *, shared, lists, batch, heads, runs, end):
+def _place(start, count, full, table, *, shared, lists, batch, heads, run, end):
     """Every lane finds the place of its item by comparing it with all others of its run."""
     list_batch, list_heads, blocks = lists.kv_count.shape
-    items, run = batch * heads * blocks, runs.size
+    items = batch * heads * blocks
 
     def where(item):
         """(b, n, i), and which list of a head that is; batch rows and runs of heads may share."""
@@ -279,7 +255,7 @@ def _place(start, count, full, table, *, shared, lists, batch, heads, runs, end)
     item = jnp.minimum(first + lane, items - 1)
     (b, n, i), of_head = where(item)
     its_start, its_count, its_full = (_gather(x, list_of(item)) for x in (start, count, full))
-    row = item
+    rank = item
     if run > 1:
         last = jnp.minimum(first + (THREADS - 1), items - 1)
         begin = lax.div(first, jnp.int32(run)) * run
@@ -302,10 +278,10 @@ def _place(start, count, full, table, *, shared, lists, batch, heads, runs, end)
                 rank += jnp.where(earlier & same, 1, 0)
             return rank
 
-        row = runs.row(its_run, _for_each(end_of_runs - begin, compare, _every_lane(0)))
+        rank = _for_each(end_of_runs - begin, compare, its_run * run)
     its_start += of_head * lists.kv_index.shape[-1]
     its_row = Item(b, n, i, its_start, its_count, its_full)
-    _write(table, its_row, row, first + lane < items)
+    _write(table, its_row, rank, first + lane < items)
 
     pl.when(first == 0)(functools.partial(_end, table, items, end))
 
@@ -329,7 +305,7 @@ def _end(table, items, end):
     _scatter(table, jnp.where(lane < WIDTH, items * WIDTH + lane, -1), value)
 
 
-def _sorted_table(lists: Lists, batch: int, heads: int, runs: Runs, end: np.ndarray) -> Array:
+def _sorted_table(lists: Lists, batch: int, heads: int, run: int, end: np.ndarray) -> Array:
     """The same by sorting."""
     each = functools.partial(per_item, batch=batch, heads=heads)
     blocks = lists.kv_count.shape[-1]
@@ -342,10 +318,8 @@ def _sorted_table(lists: Lists, batch: int, heads: int, runs: Runs, end: np.ndar
     count = each(lists.kv_count)
     item = Item(b, n, i, each(lists.kv_start + offset), count, each(lists.full_count))
     table = jnp.stack([*item, *[jnp.zeros_like(b)] * (WIDTH - len(item))], axis=-1)
-    if runs.size > 1:
-        number = jnp.arange(b.size)
-        table = table[jnp.lexsort((-count, number // runs.size))]
-        table = jnp.zeros_like(table).at[runs.row(*split(number, runs.size))].set(table)
+    if run > 1:
+        table = table[jnp.lexsort((-count, jnp.arange(b.size) // run))]
     return jnp.concatenate([table, end[None]])
 
 
@@ -364,7 +338,6 @@ class ByHead:
         batch, self.heads, rows = lists.kv_count.shape
         self.all_heads = batch * self.heads
         self.items = self.all_heads * columns
-        self.runs = Runs(columns, self.items, tiling)
         self.end = _last_row(self.items, tiling)
         sizes = [lists.kv_index.size, (self.items + 1) * WIDTH, *[self.all_heads * rows] * counts]
         self.out_type = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
@@ -394,12 +367,12 @@ class ByHead:
                     rank += jnp.where(earlier & (other < self.columns), 1, 0)
                 return rank
 
-            row = head * self.columns + column
+            rank = column
             if self.is_sorted:
-                row = self.runs.row(head, _for_each(self.columns, compare, _every_lane(0)))
+                rank = _for_each(self.columns, compare, _every_lane(0))
             of_head = (_every_lane(0) + x for x in (b, n))
             item = Item(*of_head, column, head * capacity + start, count, full)
-            _write(table, item, row, column < self.columns)
+            _write(table, item, head * self.columns + rank, column < self.columns)
 
         def count_rows(row, count):
             _scatter(counters[0], jnp.where(row < rows, head * rows + row, -1), -count)
