@@ -378,13 +378,13 @@ class _Kernel(BlockKernel):
         pieces = min(*sizes, OUT_COLUMNS) // PIECE
         return {"out_smem": tiles(COMPUTE, pieces, ROWS, PIECE, dtype=dtype)}
 
-    def store(self, wg, tile, out_smem, gmem, handover):
-        """Tile to global memory; rows past T are dropped.
+    def store(self, wg, tile, scale, out_smem, gmem, handover):
+        """scale * tile to global memory; rows past T are dropped.
 
         Tiles of two warpgroups that alternate are summed.
         """
         if not self.alternate:
-            self.copy_out(tile, out_smem, gmem)
+            self.copy_out(tile * scale, out_smem, gmem)
             return
 
         @pl.when(wg == 1)
@@ -396,7 +396,7 @@ class _Kernel(BlockKernel):
         def _():
             for column in range(0, tile.shape[-1], PIECE):
                 piece, _ = handover.take()
-                piece = tile[:, column : column + PIECE] + piece
+                piece = (tile[:, column : column + PIECE] + piece) * scale
                 self.copy_out(piece, out_smem, gmem.at[:, pl.ds(column, PIECE)])
 
     def copy_out(self, tile, out_smem, gmem):
@@ -710,18 +710,17 @@ class _Columns(_Kernel):
             sizes = [(ROWS, size) for size in self.sizes.values()]
             results = self.unless_empty(accumulate, item, sizes)
             results = dict(zip(self.sizes, results, strict=True))
-            scales = {"dv": 1.0, "dk": self.scale}
             leaving = [
-                (results[name] * scale, outs[name].at[item.b, pl.ds(first_key, ROWS), item.n])
-                for name, scale in scales.items()
+                (results[name], scale, outs[name].at[item.b, pl.ds(first_key, ROWS), item.n])
+                for name, scale in (("dv", 1.0), ("dk", self.scale))
                 if name in results
             ]
             if self.leaves_by_ds:
                 self.leave_by_ds(wg, leaving, ds_smem.at[self.ds_slot(done + steps)], steps)
             else:
                 place = own(k_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
-                for tile, gmem in leaving:
-                    self.store(wg, tile, place, gmem, handover)
+                for tile, scale, gmem in leaving:
+                    self.store(wg, tile, scale, place, gmem, handover)
             if self.casts:
                 # What was added to dq is in memory; the results that left after it may be late.
                 late = 0 if self.alternate else sum(self.sizes.values()) // PIECE
@@ -767,10 +766,10 @@ class _Columns(_Kernel):
         """
         pl.when(steps == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
         places = [ds_smem.at[at, self.half(wg)] for at in range(len(leaving))]
-        for place, (tile, _) in zip(places, leaving, strict=True):
-            place[...] = tile.astype(place.dtype)
+        for place, (tile, scale, _) in zip(places, leaving, strict=True):
+            place[...] = (tile * scale).astype(place.dtype)
         plgpu.commit_smem()
-        for place, (_, gmem) in zip(places, leaving, strict=True):
+        for place, (*_, gmem) in zip(places, leaving, strict=True):
             plgpu.copy_smem_to_gmem(place, gmem)
 
     def ds_slot(self, t):
@@ -963,7 +962,7 @@ class _Rows(_Kernel):
             (dq,) = self.unless_empty(accumulate, item, ((ROWS, shape.size),))
             place = own(q_smem) if self.lean else out_smem.at[0 if self.alternate else wg]
             gmem = outs["dq"].at[item.b, queries, item.n]
-            self.store(wg, dq * self.scale, place, gmem, handover)
+            self.store(wg, dq, self.scale, place, gmem, handover)
             return done + steps
 
         self.for_each_item(work, compute_item, 0)
