@@ -445,8 +445,9 @@ class _Columns(_Kernel):
         if self.alternate:
             self.dq_by = "steps"
         self.v_early = self.makes_dk and not self.alternate  # V is free before the item ends
-        # Of two dsT tiles one has been read when an item ends: results may leave through it.
-        self.leaves_by_ds = self.dq_by == "rows" and fused and tiling.ds_stages > 1
+        # Of two dsT tiles one has been read when an item ends: two results may leave through it.
+        self.leaves_by_ds = self.dq_by == "rows" and tiling.ds_stages > 1
+        self.leaves_by_ds &= fused and shape.size == shape.value_size == PIECE
         # Which queries dq belongs to is read when a step begins; with small steps that is slower.
         self.reads_early = fused and self.step > ROWS
         if fused and (pieces > COMPUTE or (self.alternate and self.step > ROWS)):
