@@ -24,12 +24,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf, vector
 
 from xsake.backends.hopper_items import COUNTER, THREADS, Item, per_item, split
+from xsake.backends.hopper_ptx import asm, shared
 from xsake.block_lists import Lists, transposed
 
 MOST_ROWS = 384  # rows of blocks whose columns fit into shared memory, 128 at a time
 MOST_COMPARED = 4096  # items that are sorted together by comparing each with all others
+MOST_COUNTED = 1024  # rows of blocks of the last heads, which each of them counts
 AT_ONCE = 16  # loads that are asked for together
 WIDTH = 8  # integers of a row of a work table
+LATE, CAST_TOO = 2, False
 
 LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one value per thread
 
@@ -339,9 +342,15 @@ class ByHead:
         self.all_heads = batch * self.heads
         self.items = self.all_heads * columns
         self.end = _last_row(self.items, tiling)
+        self.late = self.late_heads(rows, tiling)
+        self.first_late = self.all_heads - self.late
+        if counts and not CAST_TOO:
+            self.late = 0
         sizes = [lists.kv_index.size, (self.items + 1) * WIDTH, *[self.all_heads * rows] * counts]
         self.out_type = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
         self.smem = turn_smem(rows)
+        if self.late:
+            self.smem["late"] = plgpu.SMEM((self.late * columns,), jnp.int32)
         self.operands = tuple(x.reshape(-1) for x in lists[:4])
 
     @staticmethod
@@ -351,35 +360,96 @@ class ByHead:
         own = lists.kv_count.shape[:2] == (batch, heads)
         return own and run in (1, columns) and columns <= THREADS and rows <= MOST_ROWS
 
+    def late_heads(self, rows: int, tiling: Any) -> int:
+        """Heads at the end whose columns are sorted together: two items for every SM."""
+        late = min(pl.cdiv(LATE * tiling.sms, self.columns), self.all_heads)
+        return late if self.is_sorted and late > 1 and late * rows <= MOST_COUNTED else 0
+
+    def count_late(self, operands, late):
+        """The visits of the last heads' columns; lanes have a row each."""
+        start, count, _, index = operands
+        rows, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
+        lane = _lanes()
+
+        @pl.loop(0, pl.cdiv(self.late * self.columns, THREADS))
+        def _(part):
+            place = part * THREADS + lane
+            place = jnp.where(place < self.late * self.columns, place, -1)
+            _scatter(late, place, _every_lane(0))
+
+        plgpu.commit_smem()
+
+        @pl.loop(0, pl.cdiv(self.late * rows, THREADS))
+        def _(part):
+            row = jnp.minimum(part * THREADS + lane, self.late * rows - 1)
+            number, _ = split(row, rows)
+            its_start, its_count = (_gather(x, self.first_late * rows + row) for x in (start, count))
+            its_count = jnp.where(part * THREADS + lane < self.late * rows, its_count, 0)
+            its_list = (self.first_late + number) * capacity
+
+            def add(ranks, state):
+                names = [
+                    _gather(index, its_list + jnp.minimum(its_start + t, capacity - 1))
+                    for t in ranks
+                ]
+                for t, name in zip(ranks, names, strict=True):
+                    _add_one(late, jnp.where(t < its_count, number * self.columns + name, -1))
+                return state
+
+            _for_each(its_count.max(), add, None)
+
+        plgpu.commit_smem()
+
     def run(self, head, refs, smem):
         """The flat index by column, the table and, if asked for, - the visits of every row."""
         operands, (indices, table, *counters) = refs[:4], refs[4:]
         rows, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
         b, n = split(head, self.heads)
 
-        def write(column, start, count, full):
-            shared = smem["shared"]  # the visits of all columns
+        late = smem.get("late")
+        shared = smem["shared"]  # the visits of all columns
+
+        def rank_of(visits_of, columns, own, count):
+            """A lane's rank among so many columns; it is number `own` of them."""
 
             def compare(others, rank):
-                loaded = [shared[other] for other in others]
+                loaded = [visits_of[jnp.minimum(other, columns - 1)] for other in others]
                 for other, visits in zip(others, loaded, strict=True):
-                    earlier = _comes_before(other, visits, column, count)
-                    rank += jnp.where(earlier & (other < self.columns), 1, 0)
+                    earlier = _comes_before(other, visits, own, count)
+                    rank += jnp.where(earlier & (other < columns), 1, 0)
                 return rank
 
-            rank = column
-            if self.is_sorted:
-                rank = _for_each(self.columns, compare, _every_lane(0))
+            return _for_each(columns, compare, _every_lane(0))
+
+        def write(column, start, count, full):
             of_head = (_every_lane(0) + x for x in (b, n))
             item = Item(*of_head, column, head * capacity + start, count, full)
-            _write(table, item, head * self.columns + rank, column < self.columns)
+
+            def put(row):
+                _write(table, item, row, column < self.columns)
+
+            def put_in_its_head():
+                rank = rank_of(shared, self.columns, column, count) if self.is_sorted else column
+                put(head * self.columns + rank)
+
+            if not self.late:
+                put_in_its_head()
+                return
+            pl.when(head < self.first_late)(put_in_its_head)
+
+            @pl.when(head >= self.first_late)
+            def _():
+                self.count_late(operands, late)
+                own = (head - self.first_late) * self.columns + column
+                rank = rank_of(late, self.late * self.columns, own, count)
+                put(self.first_late * self.columns + rank)
 
         def count_rows(row, count):
             _scatter(counters[0], jnp.where(row < rows, head * rows + row, -1), -count)
 
         _turn(
             head, jnp.int32(0), operands, indices, self.lists, self.columns, write,
-            **smem, count_rows=count_rows if counters else None,
+            units=smem["units"], shared=shared, count_rows=count_rows if counters else None,
         )  # fmt: skip
         pl.when(head == 0)(functools.partial(_end, table, self.items, self.end))
 
@@ -457,6 +527,21 @@ def _scatter(ref, places, values):
             scf.yield_([])
 
     emit(ref, _by_lane(places), _by_lane(values))
+
+
+def _add_one(ref, places):
+    """ref[place] += 1 for every lane whose place is not negative; ref is int32 in shared memory."""
+    lines = [
+        ".reg .pred p; .reg .b32 a; mad.lo.s32 a, $1, 4, $0;",
+        "setp.ge.s32 p, $1, 0; @p red.shared.add.u32 [a], 1;",
+    ]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES))
+    def emit(_, ref, places):
+        (place,) = (vector.extract(x, [], [0]) for x in places.registers.flat)
+        asm(lines, "r,r", [shared(ref), place])
+
+    emit(ref, _by_lane(places))
 
 
 def _index(integer):
