@@ -358,14 +358,24 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, bloc
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "counts", "order"),
-    [(2048, 64, False, "natural"), (4096, 128, True, "heads"), (16_384, 64, True, "heads")],
+    ("length", "size", "counts", "order", "late"),
+    [
+        (2048, 64, False, "natural", 0),
+        (4096, 128, True, "heads", 0),
+        (16_384, 64, True, "heads", 0),
+        (16_384, 64, False, "heads", 3),
+        (4104, 64, False, "heads", 6),
+    ],
 )
 @pytest.mark.gpu
 @on_a_card
-def test_one_launch_prepares_what_several_do(length, size, counts, order, monkeypatch):
-    """The same table, lists and statistics, to the bit."""
+def test_one_launch_prepares_what_several_do(length, size, counts, order, late, monkeypatch):
+    """The same lists and statistics to the bit, and the same table, but for the last heads' order.
+
+    So many of them are sorted together.
+    """
     from xsake.backends import hopper_backward, hopper_prepare, hopper_tables
+    from xsake.backends.hopper_items import Item
 
     rng = np.random.default_rng(length)
     mask = own_lists(6, length)
@@ -388,7 +398,12 @@ def test_one_launch_prepares_what_several_do(length, size, counts, order, monkey
     monkeypatch.setattr(hopper_tables.ByHead, "fits", lambda *_: False)
     one_by_one = prepared()
     used = int(mask.kv_count.sum(-1).min())
-    for name in ("lse", "delta", "table", "counters"):
+    table = np.array(one_by_one.table)
+    last = table[-1 - late * shape.kv_blocks : -1]
+    visits = last[:, Item._fields.index("count")]
+    last[:] = last[np.argsort(-visits, kind="stable")]
+    np.testing.assert_array_equal(at_once.table, table)
+    for name in ("lse", "delta", "counters"):
         one, other = (getattr(x, name) for x in (at_once, one_by_one))
         assert (one is None) == (other is None)
         if one is not None:

@@ -29,10 +29,10 @@ from xsake.block_lists import Lists, transposed
 
 MOST_ROWS = 384  # rows of blocks whose columns fit into shared memory, 128 at a time
 MOST_COMPARED = 4096  # items that are sorted together by comparing each with all others
-MOST_COUNTED = 1024  # rows of blocks of the last heads, which each of them counts
+MOST_COUNTED = 1024  # rows of blocks of the last heads, which the CTA of each of them runs through
 AT_ONCE = 16  # loads that are asked for together
 WIDTH = 8  # integers of a row of a work table
-LATE, CAST_TOO = 2, False
+LATE = 2  # items of every SM with which the work ends, sorted together
 
 LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one value per thread
 
@@ -334,6 +334,10 @@ class ByHead:
 
     Where it `fits`: every head has its own lists, no more columns than lanes, and its columns are
     sorted for themselves (a run) or not at all.
+
+    If they are, those of the last heads are sorted together: the work ends with the shortest items
+    of several heads, and all SMs at about the same time. Not where the cast of dq waits for whole
+    heads (`counts`): all of these would be complete at the end.
     """
 
     def __init__(self, lists: Lists, columns: int, run: int, tiling: Any, counts: bool):
@@ -342,10 +346,8 @@ class ByHead:
         self.all_heads = batch * self.heads
         self.items = self.all_heads * columns
         self.end = _last_row(self.items, tiling)
-        self.late = self.late_heads(rows, tiling)
+        self.late = 0 if counts else self.late_heads(rows, tiling)
         self.first_late = self.all_heads - self.late
-        if counts and not CAST_TOO:
-            self.late = 0
         sizes = [lists.kv_index.size, (self.items + 1) * WIDTH, *[self.all_heads * rows] * counts]
         self.out_type = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
         self.smem = turn_smem(rows)
@@ -361,31 +363,33 @@ class ByHead:
         return own and run in (1, columns) and columns <= THREADS and rows <= MOST_ROWS
 
     def late_heads(self, rows: int, tiling: Any) -> int:
-        """Heads at the end whose columns are sorted together: two items for every SM."""
+        """How many heads at the end are sorted together."""
         late = min(pl.cdiv(LATE * tiling.sms, self.columns), self.all_heads)
         return late if self.is_sorted and late > 1 and late * rows <= MOST_COUNTED else 0
 
-    def count_late(self, operands, late):
-        """The visits of the last heads' columns; lanes have a row each."""
+    def count_late(self, operands, visits):
+        """The visits of the last heads' columns, to shared memory; a lane has a row at a time."""
         start, count, _, index = operands
         rows, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
+        all_columns, all_rows = (self.late * x for x in (self.columns, rows))
         lane = _lanes()
 
-        @pl.loop(0, pl.cdiv(self.late * self.columns, THREADS))
+        @pl.loop(0, pl.cdiv(all_columns, THREADS))
         def _(part):
             place = part * THREADS + lane
-            place = jnp.where(place < self.late * self.columns, place, -1)
-            _scatter(late, place, _every_lane(0))
+            _scatter(visits, jnp.where(place < all_columns, place, -1), _every_lane(0))
 
         plgpu.commit_smem()
 
-        @pl.loop(0, pl.cdiv(self.late * rows, THREADS))
+        @pl.loop(0, pl.cdiv(all_rows, THREADS))
         def _(part):
-            row = jnp.minimum(part * THREADS + lane, self.late * rows - 1)
-            number, _ = split(row, rows)
-            its_start, its_count = (_gather(x, self.first_late * rows + row) for x in (start, count))
-            its_count = jnp.where(part * THREADS + lane < self.late * rows, its_count, 0)
-            its_list = (self.first_late + number) * capacity
+            row = part * THREADS + lane
+            there, row = row < all_rows, jnp.minimum(row, all_rows - 1)
+            late_head, _ = split(row, rows)
+            of_row = self.first_late * rows + row
+            its_start, its_count = (_gather(x, of_row) for x in (start, count))
+            its_count = jnp.where(there, its_count, 0)
+            its_list = (self.first_late + late_head) * capacity
 
             def add(ranks, state):
                 names = [
@@ -393,7 +397,8 @@ class ByHead:
                     for t in ranks
                 ]
                 for t, name in zip(ranks, names, strict=True):
-                    _add_one(late, jnp.where(t < its_count, number * self.columns + name, -1))
+                    column = late_head * self.columns + name
+                    _add_one(visits, jnp.where(t < its_count, column, -1))
                 return state
 
             _for_each(its_count.max(), add, None)
@@ -405,9 +410,6 @@ class ByHead:
         operands, (indices, table, *counters) = refs[:4], refs[4:]
         rows, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
         b, n = split(head, self.heads)
-
-        late = smem.get("late")
-        shared = smem["shared"]  # the visits of all columns
 
         def rank_of(visits_of, columns, own, count):
             """A lane's rank among so many columns; it is number `own` of them."""
@@ -429,7 +431,9 @@ class ByHead:
                 _write(table, item, row, column < self.columns)
 
             def put_in_its_head():
-                rank = rank_of(shared, self.columns, column, count) if self.is_sorted else column
+                rank = column
+                if self.is_sorted:
+                    rank = rank_of(smem["shared"], self.columns, column, count)
                 put(head * self.columns + rank)
 
             if not self.late:
@@ -439,9 +443,9 @@ class ByHead:
 
             @pl.when(head >= self.first_late)
             def _():
-                self.count_late(operands, late)
+                self.count_late(operands, smem["late"])
                 own = (head - self.first_late) * self.columns + column
-                rank = rank_of(late, self.late * self.columns, own, count)
+                rank = rank_of(smem["late"], self.late * self.columns, own, count)
                 put(self.first_late * self.columns + rank)
 
         def count_rows(row, count):
@@ -449,7 +453,8 @@ class ByHead:
 
         _turn(
             head, jnp.int32(0), operands, indices, self.lists, self.columns, write,
-            units=smem["units"], shared=shared, count_rows=count_rows if counters else None,
+            units=smem["units"], shared=smem["shared"],
+            count_rows=count_rows if counters else None,
         )  # fmt: skip
         pl.when(head == 0)(functools.partial(_end, table, self.items, self.end))
 
