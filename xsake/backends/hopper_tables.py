@@ -369,7 +369,7 @@ class ByHead:
 
     def count_late(self, operands, visits):
         """The visits of the last heads' columns, to shared memory; a lane has a row at a time."""
-        start, count, _, index = operands
+        start, count, _full, index = operands
         rows, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
         all_columns, all_rows = (self.late * x for x in (self.columns, rows))
         lane = _lanes()
@@ -385,7 +385,7 @@ class ByHead:
         def _(part):
             row = part * THREADS + lane
             there, row = row < all_rows, jnp.minimum(row, all_rows - 1)
-            late_head, _ = split(row, rows)
+            late_head = lax.div(row, jnp.int32(rows))
             of_row = self.first_late * rows + row
             its_start, its_count = (_gather(x, of_row) for x in (start, count))
             its_count = jnp.where(there, its_count, 0)
