@@ -26,9 +26,9 @@ CASES = {
 
 
 class Tensor(np.ndarray):
-    """What the peers ask of a torch tensor; `by_key` is who sees whom in the backward."""
+    """What the peers ask of a torch tensor; `attend` made it, if it was computed."""
 
-    by_key: Any = None
+    attend: Any = None
 
     def clone(self, memory_format):
         return np.array(self).view(Tensor)
@@ -37,7 +37,10 @@ class Tensor(np.ndarray):
         return self
 
     def detach(self):
-        return np.asarray(self)
+        return self
+
+    def contiguous(self):
+        return np.ascontiguousarray(self).view(np.ndarray)
 
     def to(self, device):
         return self
@@ -54,8 +57,11 @@ class Lists(NamedTuple):
 
 
 @pytest.fixture
-def flash(monkeypatch):
-    """torch and FlashAttention-4 in plain JAX; `made` holds the lists, `spoil` changes results."""
+def foreign(monkeypatch):
+    """torch, its FlexAttention and FlashAttention-4 in plain JAX.
+
+    `made` holds the lists that they were given, `spoil` changes results.
+    """
     state = types.SimpleNamespace(made=[], spoil={})
 
     def lists(*args, **more):
@@ -70,7 +76,7 @@ def flash(monkeypatch):
 
     def tensor(x, name):
         x = np.array(x)
-        x[0, 3, 0, 3] += state.spoil.get(name, 0)
+        x[0, -1, 0, 3] += state.spoil.get(name, 0)
         return x.view(Tensor)
 
     def flash_attn_func(q, k, v, causal, block_sparse_tensors=None, block_sparse_tensors_bwd=None):
@@ -80,12 +86,23 @@ def flash(monkeypatch):
             seen = _tokens(block_sparse_tensors, size)
             by_key = _tokens(block_sparse_tensors_bwd, size[::-1]).mT
         out = tensor(attend(*map(np.asarray, (q, k, v)), seen), "out")
-        out.by_key = by_key
+        out.attend = lambda *x: attend(*x, by_key)
         return out, None
 
+    def from_kv_blocks(*lists, BLOCK_SIZE):
+        state.made.append(Lists(*lists, BLOCK_SIZE))
+        return _tokens(state.made[-1], BLOCK_SIZE)
+
+    def flex(q, k, v, block_mask):
+        def heads_first(*x):
+            return attend(*(y.swapaxes(1, 2) for y in x), block_mask).swapaxes(1, 2)
+
+        out = tensor(heads_first(*map(np.asarray, (q, k, v))), "out")
+        out.attend = heads_first
+        return out
+
     def grad(out, inputs, d_out, retain_graph):
-        inputs = map(np.asarray, inputs)
-        pull_back = jax.vjp(lambda *x: attend(*x, out.by_key), *inputs)[1]
+        pull_back = jax.vjp(out.attend, *map(np.asarray, inputs))[1]
         names = ("dq", "dk", "dv")
         found = zip(pull_back(np.asarray(d_out)), names, strict=True)
         return tuple(tensor(*pair) for pair in found)
@@ -105,10 +122,18 @@ def flash(monkeypatch):
     cute = types.ModuleType("flash_attn.cute")
     sparsity = types.ModuleType("flash_attn.cute.block_sparsity")
     cute.__dict__.update(flash_attn_func=flash_attn_func)
+    attention = types.ModuleType("torch.nn.attention")
+    attention.__dict__.update(
+        flex_attention=types.SimpleNamespace(
+            flex_attention=flex, BlockMask=types.SimpleNamespace(from_kv_blocks=from_kv_blocks)
+        )
+    )
     sparsity.__dict__.update(BlockSparseTensorsTorch=lists)
-    for module in (torch, types.ModuleType("flash_attn"), cute, sparsity):
+    packages = (types.ModuleType(name) for name in ("flash_attn", "torch.nn"))
+    for module in (torch, *packages, cute, sparsity, attention):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(peers, "_time_torch", lambda call: (call(), 1.0)[1])
+    monkeypatch.setattr(peers, "_compiled", lambda fn: fn)
     return state
 
 
@@ -121,16 +146,28 @@ def _tokens(lists, size):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_flash_attention_4_computes_the_case(flash, name):
+def test_flash_attention_4_computes_the_case(foreign, name):
     """Forward by lists per query block, backward by lists per key block: both are checked."""
     assert peers.flash_attention_4(CASES[name]) == {"forward": 1.0, "backward": 1.0}
-    assert len(flash.made) == (2 if name == "sparse" else 0)
+    assert len(foreign.made) == (2 if name == "sparse" else 0)
 
 
-def test_flash_attention_4_is_given_full_blocks_only(flash):
+def test_flex_attention_computes_the_case(foreign):
+    """Its heads come before its tokens."""
+    assert peers.flex_attention(SPARSE) == {"forward": 1.0, "backward": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("peer", "shapes"),
+    [
+        (peers.flex_attention, [(2, 2, 8, 4)]),
+        (peers.flash_attention_4, [(2, 2, 8, 4), (2, 2, 4, 8)]),
+    ],
+)
+def test_a_peer_is_given_full_blocks_only(foreign, peer, shapes):
     """int32 and contiguous, for the kernels assume it; no block is left to a token mask."""
-    peers.flash_attention_4(SPARSE)
-    for lists, shape in zip(flash.made, ((2, 2, 8, 4), (2, 2, 4, 8)), strict=True):
+    peer(SPARSE)
+    for lists, shape in zip(foreign.made, shapes, strict=True):
         assert lists.full_block_idx.shape == shape
         assert lists.full_block_cnt.sum() == SPARSE.blocks().sum()
         assert not lists.mask_block_cnt.any()
@@ -140,11 +177,60 @@ def test_flash_attention_4_is_given_full_blocks_only(flash):
             assert x.flags["C_CONTIGUOUS"]
 
 
-@pytest.mark.parametrize("what", ["out", "dq", "dk", "dv"])
-def test_a_wrong_flash_attention_4_has_no_time(flash, what):
-    flash.spoil[what] = 0.1
+@pytest.mark.parametrize(
+    ("peer", "what"),
+    [
+        (peers.flex_attention, "out"),
+        (peers.flex_attention, "dk"),
+        *((peers.flash_attention_4, what) for what in ("out", "dq", "dk", "dv")),
+    ],
+)
+def test_a_wrong_peer_has_no_time(foreign, peer, what):
+    foreign.spoil[what] = 0.1
     with pytest.raises(WrongResultError, match="no time is reported"):
-        peers.flash_attention_4(SPARSE)
+        peer(SPARSE)
+
+
+@pytest.mark.parametrize("name", ["causal", "full"])
+def test_cudnn_is_checked(monkeypatch, name):
+    """By jax.nn's own path, for there is no cuDNN here: right as it is, wrong without its rule."""
+    plain = jax.nn.dot_product_attention
+
+    def attend(q, k, v, is_causal, implementation):
+        assert implementation == "cudnn"
+        return plain(q, k, v, is_causal=is_causal ^ wrong)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    monkeypatch.setattr(peers, "time_directions", lambda calls: dict.fromkeys(calls, 1.0))
+    wrong = False
+    assert peers.cudnn(CASES[name]) == {"forward": 1.0, "backward": 1.0}
+    wrong = True
+    with pytest.raises(WrongResultError, match="no time is reported"):
+        peers.cudnn(CASES[name])
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"bias": (0, 0, 0, 0)}, {"token_mask": (0, 0, 0, 0)}, {"head_densities": (0.4,)}]
+)
+def test_jax_nn_beside_the_xla_backend_is_checked(monkeypatch, more):
+    """With the case's bias and token mask; what is sparse for us is dense for it."""
+    case = Case("plain", T=64, N=2, H=16, block=(32, 32), **more)
+    scale = 1 / 4
+    plain = jax.nn.dot_product_attention
+
+    def attend(*args, implementation, **named):
+        return plain(*args, **named, scale=scale)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    monkeypatch.setattr(peers, "time_directions", lambda calls: dict.fromkeys(calls, 1.0))
+    assert hopper._jax_nn(case) == {"forward": 1.0, "backward": 1.0}
+    scale = 1 / 5
+    with pytest.raises(WrongResultError, match="no time is reported"):
+        hopper._jax_nn(case)
+
+
+def test_a_token_mask_visits_every_pair():
+    assert hopper.visited_pairs(SPARSE, jnp.ones((1, 1, 256, 256), bool)) == 2 * 2 * 256 * 256
 
 
 def test_flash_attention_4_stands_in_every_cell_of_the_suite(monkeypatch):

@@ -19,6 +19,7 @@ from jax import Array, lax
 from xsake.attention import dot_product_attention
 from xsake.backends import reference
 from xsake.bench.cases import Case
+from xsake.bench.timing import Calls
 from xsake.block_mask import BlockMask
 from xsake.masks import Rule
 
@@ -88,6 +89,12 @@ def checked(
     if not all(error <= limit for error in worst.values()):
         raise WrongResultError(f"{case.name}: errors {worst} exceed {limit}; no time is reported")
     return worst
+
+
+def checked_calls(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, float]:
+    """The same of compile_directions' calls, which are run."""
+    out, gradients = (calls[name][0](*calls[name][1]) for name in ("forward", "backward"))
+    return checked(case, given, calls["backward"][1][1], out, gradients)
 
 
 @functools.partial(jax.jit, static_argnums=2)

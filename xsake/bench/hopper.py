@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.bench.cases import Case, hopper_case
-from xsake.bench.checks import checked
-from xsake.bench.peers import Peer, cudnn, flash_attention_4, flex_attention
+from xsake.bench.checks import checked_calls
+from xsake.bench.peers import Peer, cudnn, flash_attention_4, flex_attention, jax_seconds
 from xsake.bench.timing import (
     Calls,
     compile_directions,
@@ -182,15 +182,16 @@ def plain_jax(T: int) -> Iterator[Part]:
 
 def _jax_nn(case: Case) -> dict[str, float]:
     """jax.nn's own XLA path, with the same bias or token mask; dense where the case is sparse."""
-    given = case.arguments(on_device=True)
+    given = {name: x for name, x in case.arguments(on_device=True).items() if x is not None}
+    if isinstance(given.get("mask"), BlockMask):
+        del given["mask"]
     arrays = [given[name] for name in ("query", "key", "value")]
-    mask = given.get("mask")
-    more = {"bias": given.get("bias"), "mask": None if isinstance(mask, BlockMask) else mask}
+    more = {"bias": given.get("bias"), "mask": given.get("mask")}
 
     def attend(q: Any, k: Any, v: Any, more: Any) -> Any:
         return jax.nn.dot_product_attention(q, k, v, **more, implementation="xla")
 
-    return time_directions(compile_directions(attend, arrays, more))
+    return jax_seconds(case, given, compile_directions(attend, arrays, more))
 
 
 def memory(T: int) -> Iterator[Part]:
@@ -268,9 +269,7 @@ def compiled(case: Case, backend: str) -> tuple[dict[str, Any], Calls]:
 def measure(case: Case, others: dict[str, Peer], backend: str = "hopper") -> Iterator[Row]:
     """One call, forward and backward, checked, timed, and beside its peers in this run."""
     given, calls = compiled(case, backend)
-    out, gradients = (fn(*args) for fn, args in calls.values())
-    errors = checked(case, given, calls["backward"][1][1], out, gradients)
-    del out, gradients
+    errors = checked_calls(case, given, calls)
     seconds = time_directions(calls)
     beside = {name: _peer_seconds(peer, case) for name, peer in others.items()}
     B, T, S, N, _, H, Hv = case.sizes
@@ -314,6 +313,6 @@ def visited_pairs(case: Case, mask: Any) -> float:
     if case.rule is CAUSAL and case.head_densities is None:
         return B * N * T * S / 2
     if not isinstance(mask, BlockMask):
-        return B * N * T * S
+        return float(B * N * T * S)
     lists = mask.kv_count.shape[0] * mask.kv_count.shape[1]
     return float(mask.kv_count.sum()) / lists * B * N * mask.block[0] * mask.block[1]

@@ -1,7 +1,8 @@
 """What a user would pick instead, timed in the same run where it can be imported.
 
-A peer is a function of a Case that returns seconds, {"forward": …, "backward": …}. Peers that skip
-blocks are given the case's blocks as full ones, a different mask for every batch row and head.
+A peer is a function of a Case that returns seconds, {"forward": …, "backward": …}. It is given the
+case's own q, k and v, and its output and gradients are checked as ours are. Peers that skip blocks
+are given the case's as full ones, a different mask for every batch row and head.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xsake.bench.cases import Case
-from xsake.bench.checks import checked
-from xsake.bench.timing import compile_directions, time_directions, time_queued
+from xsake.bench.checks import checked, checked_calls
+from xsake.bench.timing import Calls, compile_directions, time_directions, time_queued
 
 Peer = Callable[[Case], dict[str, float]]
 PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
@@ -38,7 +39,13 @@ def cudnn(case: Case) -> dict[str, float]:
     def attend(q: Any, k: Any, v: Any, _: None) -> Any:
         return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn")
 
-    return time_directions(compile_directions(attend, arrays, None))
+    return jax_seconds(case, given, compile_directions(attend, arrays, None))
+
+
+def jax_seconds(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, float]:
+    """Of both directions, once they are right."""
+    checked_calls(case, given, calls)
+    return time_directions(calls)
 
 
 def _on_its_own_stream(peer: Peer) -> Peer:
@@ -60,69 +67,62 @@ def flex_attention(case: Case) -> dict[str, float]:
     import torch
     from torch.nn.attention import flex_attention as flex
 
-    B, T, _, N, _, H, _ = case.sizes
     count, index = (torch.from_numpy(x).to("cuda") for x in block_lists(np.asarray(case.blocks())))
     mask = flex.BlockMask.from_kv_blocks(
-        torch.zeros_like(count), torch.zeros_like(index), count, index, BLOCK_SIZE=case.block[0]
+        torch.zeros_like(count), torch.zeros_like(index), count, index, BLOCK_SIZE=case.block
     )
-    q, k, v = (
-        torch.randn(B, N, T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    )
-    attend = _compiled(flex.flex_attention)
-    out = attend(q, k, v, block_mask=mask)
-    d_out = torch.randn_like(out)
-
-    def backward() -> None:
-        torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-
-    def forward() -> None:
-        with torch.no_grad():
-            attend(q, k, v, block_mask=mask)
-
-    return {"forward": _time_torch(forward), "backward": _time_torch(backward)}
+    attend = functools.partial(_compiled(flex.flex_attention), block_mask=mask)
+    return _torch_seconds(case, attend, heads_first=True)
 
 
 @_on_its_own_stream
 def flash_attention_4(case: Case) -> dict[str, float]:
-    """FlashAttention-4: its plain kernels where no blocks are drawn, else its block-sparse ones.
+    """FlashAttention-4: its plain kernels where no blocks are drawn, else its block-sparse ones."""
+    from flash_attn.cute import flash_attn_func
 
-    It is given the case's own q, k and v, and its output and gradients are checked as ours are.
+    options: dict[str, Any] = {"causal": _is_causal(case)}
+    blocks = case.blocks()
+    if blocks is not None:
+        options["block_sparse_tensors"] = _full_blocks(blocks, case.block)
+        options["block_sparse_tensors_bwd"] = _full_blocks(blocks.mT, case.block)
+    return _torch_seconds(case, lambda q, k, v: flash_attn_func(q, k, v, **options)[0])
+
+
+def _torch_seconds(
+    case: Case, attend: Callable[..., Any], heads_first: bool = False
+) -> dict[str, float]:
+    """Of attend(q, k, v) and its gradients, once they are right.
+
+    They are the case's own, [B, T, N, H] or, with heads_first, [B, N, T, H].
     """
     import torch
-    from flash_attn.cute import flash_attn_func
+
+    def turned(x: jax.Array) -> jax.Array:
+        return x.swapaxes(1, 2) if heads_first else x
 
     given = case.arguments(on_device=True)
     shape = (*given["query"].shape[:3], case.sizes[-1])
     d_out = jax.random.normal(jax.random.key(0), shape, case.dtype)
-    q, k, v = (_to_torch(given[name]).requires_grad_() for name in ("query", "key", "value"))
-    out_gradient = _to_torch(d_out)
-    options: dict[str, Any] = {"causal": _is_causal(case)}
-    blocks = case.blocks()
-    if blocks is not None:
-        options["block_sparse_tensors"] = _full_blocks(blocks, case.block, q.device)
-        options["block_sparse_tensors_bwd"] = _full_blocks(blocks.mT, case.block, q.device)
-
-    def attend() -> Any:
-        return flash_attn_func(q, k, v, **options)[0]
-
-    out = attend()
+    q, k, v = (
+        _to_torch(turned(given[name])).requires_grad_() for name in ("query", "key", "value")
+    )
+    out, out_gradient = attend(q, k, v), _to_torch(turned(d_out))
 
     def pull_back() -> Any:
         return torch.autograd.grad(out, (q, k, v), out_gradient, retain_graph=True)
 
     def forward() -> None:
         with torch.no_grad():
-            attend()
+            attend(q, k, v)
 
-    results = [out, *pull_back()]
+    results = [x.detach().contiguous() for x in (out, *pull_back())]
     torch.cuda.synchronize()
-    first, *gradients = (jnp.from_dlpack(x.detach()) for x in results)
+    first, *gradients = (turned(jnp.from_dlpack(x)) for x in results)
     checked(case, given, d_out, first, gradients)
     return {"forward": _time_torch(forward), "backward": _time_torch(pull_back)}
 
 
-def _full_blocks(blocks: np.ndarray, size: tuple[int, int], device: Any) -> Any:
+def _full_blocks(blocks: np.ndarray, size: tuple[int, int]) -> Any:
     """FlashAttention-4's lists: [B, N, rows] counts and [B, N, rows, columns] numbers, int32.
 
     `size` is (query, key) rows of a block also in the backward, whose lists go by key block.
@@ -130,7 +130,7 @@ def _full_blocks(blocks: np.ndarray, size: tuple[int, int], device: Any) -> Any:
     import torch
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    count, index = (torch.from_numpy(x).to(device) for x in block_lists(blocks))
+    count, index = (torch.from_numpy(x).to("cuda") for x in block_lists(blocks))
     nothing = (torch.zeros_like(count), torch.zeros_like(index))  # no block needs a token mask
     return BlockSparseTensorsTorch(*nothing, count, index, block_size=size)
 
