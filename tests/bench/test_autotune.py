@@ -14,6 +14,7 @@ from xsake.backends import Options, hopper, reference
 from xsake.bench import autotune, timing
 from xsake.bench.cases import hopper_case
 from xsake.bench.checks import WrongResultError
+from xsake.cli import machine
 
 
 @pytest.fixture
@@ -62,6 +63,37 @@ def test_every_class_asked_for_has_a_row_and_others_stay(stand_ins, tmp_path):
     ]
     assert row["tiling"] in ({}, {"order": "natural"})
     assert set(written["backward"]) == {"a mixed"}
+
+
+def table(date, machine="a card", **rows):
+    """A table whose rows of the forward have these dates."""
+    facts = {"date": date, "machine": machine, "versions": "1", "commit": date, "command": date}
+    classes = {name: {"tiling": {"from": date}, "date": x} for name, x in rows.items()}
+    return facts | {"classes": {"forward": classes, "backward": {}}}
+
+
+def test_tables_are_joined_row_by_row(tmp_path):
+    """Each was begun from the same table: a row that was measured since then counts."""
+    paths = [tmp_path / name for name in ("one.json", "two.json")]
+    tables = table("day 3", new="day 3", old="day 1"), table("day 2", new="day 1", old="day 2")
+    for path, content in zip(paths, tables, strict=True):
+        path.write_text(json.dumps(content))
+    machine.bench(autotune=True, join=tuple(paths), out=tmp_path / "both.json")
+    joined = json.loads((tmp_path / "both.json").read_text())
+    assert joined["classes"]["forward"] == {
+        "new": {"tiling": {"from": "day 3"}, "date": "day 3"},
+        "old": {"tiling": {"from": "day 2"}, "date": "day 2"},
+    }
+    assert joined["command"] == "day 3; day 2"
+    assert joined["commit"] == "day 3"
+
+
+def test_tables_of_two_machines_are_not_joined(tmp_path):
+    paths = [tmp_path / name for name in ("one.json", "two.json")]
+    for path, name in zip(paths, ("a card", "another"), strict=True):
+        path.write_text(json.dumps(table("day 1", name)))
+    with pytest.raises(ValueError, match=r"machine a.*join only tables of one machine"):
+        autotune.join(paths, tmp_path / "both.json")
 
 
 @needs_newer_jax

@@ -57,6 +57,7 @@ FUSED_SIZE = 128  # the largest head of the fused form
 MOST_COLUMNS = 256  # of accumulators in a warpgroup's registers
 CASTS = ("pass", "kernel")
 OUT_COLUMNS = 128  # results leave in pieces so wide
+DS_STAGES = 2  # dsT tiles of the fused form; with one, the warpgroups would meet twice per step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,6 @@ class BackwardTiling:
     row_step: int | None = None
     # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 if there is room, else 2.
     row_stages: int | None = None
-    ds_stages: int = 2  # fused: dsT tiles; with one, the warpgroups meet twice per step
     # Keys per product of _Rows; divides the mask's kv block. None: all, or 64 with a head of 256.
     key_step: int | None = None
     # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
@@ -446,8 +446,7 @@ class _Columns(_Kernel):
             self.dq_by = "steps"
         self.v_early = self.makes_dk and not self.alternate  # V is free before the item ends
         # Of two dsT tiles one has been read when an item ends: two results may leave through it.
-        self.leaves_by_ds = self.dq_by == "rows" and tiling.ds_stages > 1
-        self.leaves_by_ds &= fused and shape.size == shape.value_size == PIECE
+        self.leaves_by_ds = fused and small and self.dq_by == "rows"
         # Which queries dq belongs to is read when a step begins; with small steps that is slower.
         self.reads_early = fused and self.step > ROWS
         if fused and (pieces > COMPUTE or (self.alternate and self.step > ROWS)):
@@ -516,7 +515,7 @@ class _Columns(_Kernel):
                 scratch["added_smem"] = plgpu.SMEM((COMPUTE,), jnp.int32)
             scratch["cast_started"] = plgpu.Barrier()
         if self.fused:
-            places = (1 if self.alternate else self.tiling.ds_stages), step // ROWS
+            places = (1 if self.alternate else DS_STAGES), step // ROWS
             scratch["ds_smem"] = tiles(*places, COMPUTE * ROWS, ROWS, dtype=dtype)
             scratch["dq_smem"] = tiles(COMPUTE, ROWS, PIECE, dtype=jnp.float32)
             if self.leaves_by_ds:
@@ -774,7 +773,7 @@ class _Columns(_Kernel):
             plgpu.copy_smem_to_gmem(place, gmem)
 
     def ds_slot(self, t):
-        return self.slot(t, self.tiling.ds_stages)
+        return self.slot(t, DS_STAGES)
 
     def share(self, wg, t, made, ds_smem):
         """dsT of both warpgroups to shared memory."""
@@ -783,11 +782,9 @@ class _Columns(_Kernel):
             (ds_smem[0, 0, self.half(wg)],) = made
             plgpu.commit_smem()
             return
-        if self.tiling.ds_stages == 1:
-            _meet()  # the other warpgroup has read the ds before this one
         for at, ds in enumerate(made):
             ds_smem[self.ds_slot(t), at, self.half(wg)] = ds
-        _meet(publish=True)
+        _meet()
 
     def settled_and(self, tile, wait_n, read, beside):
         """A tile that was issued, and read(), which runs beside the product or after it.
@@ -978,13 +975,15 @@ def _in_order(tiles):
         first += tile.shape[1]
 
 
-def _meet(publish=False):
+def _meet():
     """Waits for the other compute warpgroup.
 
-    With `publish`, what both wrote to shared memory before is visible to the products after.
+    What both wrote to shared memory before is visible to the products after.
     """
-    lines = ["fence.proxy.async.shared::cta;"] if publish else []
-    lines.append(f"barrier.cta.sync {COMPUTE_BARRIER}, {COMPUTE * THREADS};")
+    lines = [
+        "fence.proxy.async.shared::cta;",
+        f"barrier.cta.sync {COMPUTE_BARRIER}, {COMPUTE * THREADS};",
+    ]
 
     @plgpu.inline_mgpu()
     def emit(_):

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,36 @@ def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> 
                 tell(f"{direction:<9} {name:<18} {row['teraflops']} {row['tiling']}")
             out.write_text(_one_line_a_class(report))
     return report
+
+
+def join(files: Sequence[Path], out: Path) -> dict[str, Any]:
+    """Writes tables of one machine and its versions as one: of every class, the row of last date.
+
+    Rows that were only copied have their old date. `command` is that of all files, `date` and
+    `commit` are the last file's.
+    """
+    reports = [json.loads(file.read_text()) for file in files]
+    last = max(reports, key=lambda report: report["date"])
+    for file, report in zip(files, reports, strict=True):
+        for fact in ("machine", "versions"):
+            if report[fact] != last[fact]:
+                raise ValueError(
+                    f"{file} has {fact} {report[fact]}, another file has {last[fact]}; join only "
+                    "tables of one machine and its versions"
+                )
+    rows: dict[str, Any] = {direction: {} for direction in last["classes"]}
+    for report in sorted(reports, key=lambda report: report["date"]):
+        for direction, classes in report["classes"].items():
+            for name, row in classes.items():
+                held = rows[direction].setdefault(name, row)
+                if row["date"] >= held["date"]:
+                    rows[direction][name] = row
+    whole = last | {
+        "command": "; ".join(dict.fromkeys(report["command"] for report in reports)),
+        "classes": rows,
+    }
+    out.write_text(_one_line_a_class(whole))
+    return whole
 
 
 def _best(kind: Any, candidates: Any, speeds: dict[str, list[float]]) -> dict[str, Any]:

@@ -50,13 +50,19 @@ def bench(
       autotune: instead of a suite, time every tiling of the Hopper kernels on this card and write
         the table that they choose from; `out` defaults to the installed package's own.
       only: part of the names of the cases (autotune: of directions and classes); default all.
-      join: measure nothing, but write these files of the suite, made with `only`, as one.
+      join: measure nothing, but write these files of the suite (autotune: these tables), made with
+        `only`, as one.
     """
-    if join and (quick or model or autotune or only):
-        raise ValueError("--join measures nothing: it takes --suite and --out, no other option")
+    if join and (quick or model or only):
+        raise ValueError(
+            "--join measures nothing: it takes --suite or --autotune, and --out, no other option"
+        )
     if autotune:
         table = out or hopper_tilings.TABLE
-        _autotune.autotune(table, only, tell=console.print)
+        if join:
+            _autotune.join(join, table)
+        else:
+            _autotune.autotune(table, only, tell=console.print)
         console.print(f"written: {table}")
         return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
