@@ -358,27 +358,29 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, bloc
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "counts", "order", "late"),
+    ("length", "block", "size", "counts", "order", "late"),
     [
-        (2048, 64, False, "natural", 0),
-        (4096, 128, True, "heads", 0),
-        (16_384, 64, True, "heads", 0),
-        (16_384, 64, False, "heads", 3),
-        (4104, 64, False, "heads", 6),
+        (2048, (128, 128), 64, False, "natural", 0),
+        (4096, (128, 128), 128, True, "heads", 0),
+        (16_384, (128, 128), 64, True, "heads", 0),
+        (16_384, (128, 128), 64, False, "heads", 3),
+        (4104, (128, 128), 64, False, "heads", 6),
+        (6144, (64, 128), 64, False, "heads", 6),
+        (6144, (128, 64), 64, False, "heads", 3),
     ],
 )
 @pytest.mark.gpu
 @on_a_card
-def test_one_launch_prepares_what_several_do(length, size, counts, order, late, monkeypatch):
+def test_one_launch_prepares_what_several_do(length, block, size, counts, order, late, monkeypatch):
     """The same lists and statistics to the bit, and the same table, but for the last heads' order.
 
-    So many of them are sorted together.
+    `late` of them are sorted together.
     """
     from xsake.backends import hopper_backward, hopper_prepare, hopper_tables
     from xsake.backends.hopper_items import Item
 
     rng = np.random.default_rng(length)
-    mask = own_lists(6, length)
+    mask = own_lists(6, length, block)
     out, d_out = (
         jnp.asarray(rng.standard_normal((1, length, 6, size)), jnp.bfloat16) for _ in range(2)
     )

@@ -40,7 +40,7 @@ class Tensor(np.ndarray):
         return self
 
     def contiguous(self):
-        return np.ascontiguousarray(self).view(np.ndarray)
+        return np.ascontiguousarray(self).view(Tensor)
 
     def to(self, device):
         return self
@@ -193,7 +193,7 @@ def test_a_wrong_peer_has_no_time(foreign, peer, what):
 
 @pytest.mark.parametrize("name", ["causal", "full"])
 def test_cudnn_is_checked(monkeypatch, name):
-    """By jax.nn's own path, for there is no cuDNN here: right as it is, wrong without its rule."""
+    """By jax.nn's own path, for there is no cuDNN here: right as it is, wrong by the other rule."""
     plain = jax.nn.dot_product_attention
 
     def attend(q, k, v, is_causal, implementation):

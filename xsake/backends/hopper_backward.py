@@ -74,7 +74,7 @@ class BackwardTiling:
     # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
     key_stages: int | None = None
     persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
-    order: str = "sections"  # as in ForwardTiling
+    order: str = "sections"  # as in ForwardTiling, but by query head; see hopper_tables.ByHead
     deal: str = "counter"  # as in ForwardTiling
     # fused: how dq becomes what q is: a "pass" of XLA over it, or beside the products, by a fourth
     # warpgroup of the "kernel" (hopper_cast), which takes registers from the others.

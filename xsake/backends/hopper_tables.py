@@ -336,8 +336,8 @@ class ByHead:
     sorted for themselves (a run) or not at all.
 
     If they are, those of the last heads are sorted together: the work ends with the shortest items
-    of several heads, and all SMs at about the same time. Not where the cast of dq waits for whole
-    heads (`counts`): all of these would be complete at the end.
+    of several heads, and all SMs at about the same time. Not where dq is cast inside the kernel
+    (`counts`): the row blocks of all these heads would be complete only at the end.
     """
 
     def __init__(self, lists: Lists, columns: int, run: int, tiling: Any, counts: bool):

@@ -97,16 +97,17 @@ def _torch_seconds(
     """
     import torch
 
-    def turned(x: jax.Array) -> jax.Array:
+    def turned(x: Any) -> Any:
         return x.swapaxes(1, 2) if heads_first else x
+
+    def there(x: jax.Array) -> Any:
+        return turned(_to_torch(x)).contiguous()
 
     given = case.arguments(on_device=True)
     shape = (*given["query"].shape[:3], case.sizes[-1])
     d_out = jax.random.normal(jax.random.key(0), shape, case.dtype)
-    q, k, v = (
-        _to_torch(turned(given[name])).requires_grad_() for name in ("query", "key", "value")
-    )
-    out, out_gradient = attend(q, k, v), _to_torch(turned(d_out))
+    q, k, v = (there(given[name]).requires_grad_() for name in ("query", "key", "value"))
+    out, out_gradient = attend(q, k, v), there(d_out)
 
     def pull_back() -> Any:
         return torch.autograd.grad(out, (q, k, v), out_gradient, retain_graph=True)
@@ -151,7 +152,7 @@ def _is_causal(case: Case) -> bool:
 
 
 def _to_torch(x: jax.Array) -> Any:
-    """A copy: JAX's array stays its own."""
+    """A copy: JAX's array stays its own, and has to live until torch has read it."""
     import torch
 
     return torch.from_dlpack(x).clone(memory_format=torch.contiguous_format)
