@@ -118,19 +118,14 @@ def _turn(head, part, operands, indices, lists, columns, write, *, units, shared
         if count_rows is not None:
             count_rows(row, its_count)
 
-        def mark(ranks, before, row=row, start=its_start, count=its_count, full=its_full):
-            names = [
-                _gather(index, list_of_head + jnp.minimum(start + t, capacity - 1)) for t in ranks
-            ]
-            for t, name in zip(ranks, names, strict=True):
-                there, column = t < count, name - first
-                here = there & (column >= 0) & (column < THREADS)
-                unit = jnp.where(t < full, 1, 1 << 16)
-                _scatter(units, jnp.where(here, row * THREADS + column, -1), unit)
-                before += jnp.where(there & (column < 0), 1, 0)
-            return before
+        def mark(rank, name, there, before, row=row, full=its_full):
+            column = name - first
+            here = there & (column >= 0) & (column < THREADS)
+            unit = jnp.where(rank < full, 1, 1 << 16)
+            _scatter(units, jnp.where(here, row * THREADS + column, -1), unit)
+            return before + jnp.where(there & (column < 0), 1, 0)
 
-        before = _for_each(its_count.max(), mark, before)
+        before = _for_each_entry(index, list_of_head, its_start, its_count, capacity, mark, before)
     plgpu.commit_smem()
 
     def for_each_row(step):
@@ -389,19 +384,13 @@ class ByHead:
             of_row = self.first_late * rows + row
             its_start, its_count = (_gather(x, of_row) for x in (start, count))
             its_count = jnp.where(there, its_count, 0)
-            its_list = (self.first_late + late_head) * capacity
+            of_head = (self.first_late + late_head) * capacity
 
-            def add(ranks, state):
-                names = [
-                    _gather(index, its_list + jnp.minimum(its_start + t, capacity - 1))
-                    for t in ranks
-                ]
-                for t, name in zip(ranks, names, strict=True):
-                    column = late_head * self.columns + name
-                    _add_one(visits, jnp.where(t < its_count, column, -1))
+            def add(_, name, there, state):
+                _add_one(visits, jnp.where(there, late_head * self.columns + name, -1))
                 return state
 
-            _for_each(its_count.max(), add, None)
+            _for_each_entry(index, of_head, its_start, its_count, capacity, add, None)
 
         plgpu.commit_smem()
 
@@ -486,6 +475,22 @@ def _for_each(size, step, state):
 
     turns = lax.div(jnp.int32(size) + (AT_ONCE - 1), jnp.int32(AT_ONCE))
     return lax.fori_loop(0, turns, several, state)
+
+
+def _for_each_entry(index, of_head, start, count, capacity, step, state):
+    """state = step(rank, name, there, state) over the entries of the lanes' lists.
+
+    A head's part of `index` begins at of_head and has room for `capacity`; a lane's list begins
+    `start` behind that. A rank past a lane's count has some name, and is not `there`.
+    """
+
+    def several(ranks, state):
+        names = [_gather(index, of_head + jnp.minimum(start + t, capacity - 1)) for t in ranks]
+        for t, name in zip(ranks, names, strict=True):
+            state = step(t, name, t < count, state)
+        return state
+
+    return _for_each(count.max(), several, state)
 
 
 def _lanes():

@@ -64,13 +64,10 @@ def _on_its_own_stream(peer: Peer) -> Peer:
 @_on_its_own_stream
 def flex_attention(case: Case) -> dict[str, float]:
     """PyTorch's FlexAttention, compiled, with the case's blocks as full blocks."""
-    import torch
     from torch.nn.attention import flex_attention as flex
 
-    count, index = (torch.from_numpy(x).to("cuda") for x in block_lists(np.asarray(case.blocks())))
-    mask = flex.BlockMask.from_kv_blocks(
-        torch.zeros_like(count), torch.zeros_like(index), count, index, BLOCK_SIZE=case.block
-    )
+    lists = _torch_lists(np.asarray(case.blocks()))
+    mask = flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=case.block)
     attend = functools.partial(_compiled(flex.flex_attention), block_mask=mask)
     return _torch_seconds(case, attend, heads_first=True)
 
@@ -124,16 +121,24 @@ def _torch_seconds(
 
 
 def _full_blocks(blocks: np.ndarray, size: tuple[int, int]) -> Any:
-    """FlashAttention-4's lists: [B, N, rows] counts and [B, N, rows, columns] numbers, int32.
+    """FlashAttention-4's lists.
 
     `size` is (query, key) rows of a block also in the backward, whose lists go by key block.
     """
-    import torch
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
+    return BlockSparseTensorsTorch(*_torch_lists(blocks), block_size=size)
+
+
+def _torch_lists(blocks: np.ndarray) -> tuple[Any, ...]:
+    """[B, N, rows] counts and [B, N, rows, columns] numbers: of partial blocks, then of full ones.
+
+    All are full: no block needs a token mask.
+    """
+    import torch
+
     count, index = (torch.from_numpy(x).to("cuda") for x in block_lists(blocks))
-    nothing = (torch.zeros_like(count), torch.zeros_like(index))  # no block needs a token mask
-    return BlockSparseTensorsTorch(*nothing, count, index, block_size=size)
+    return torch.zeros_like(count), torch.zeros_like(index), count, index
 
 
 def block_lists(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
