@@ -15,7 +15,8 @@ Which CTA takes which item (`deal`, of a persistent grid):
 
     "fixed"     the table is walked there and back, in turns of one item per CTA
     "counter"   a CTA that is ready takes the next one: its memory warpgroup draws the number from a
-                counter in global memory and copies the record to shared memory, one item ahead
+                counter in global memory and copies the record to shared memory, when all copies of
+                the item before are on their way
 """
 
 import functools
@@ -261,7 +262,7 @@ class BlockKernel:
         return lax.fori_loop(0, turns, body, (record(jnp.int32(0)), init))[1]
 
     def for_each_counted(self, work, visit, init, feeds):
-        """A CTA's first item has its own number; the others are drawn when one is begun."""
+        """A CTA's first item has its own number; the next is drawn when one has all its copies."""
         cta = lax.axis_index("cta")
 
         def fetch(turn, row):
@@ -284,9 +285,9 @@ class BlockKernel:
 
         def body(carry):
             turn, item, state = carry
-            if feeds:
-                fetch(turn + 1, self.drawn(work, cta, turn))
             state = visit(item, state)
+            if feeds:  # the item's last copies are on their way; an earlier draw holds work back
+                fetch(turn + 1, self.drawn(work, cta, turn))
             return turn + 1, read(turn + 1), state
 
         if feeds:

@@ -91,7 +91,7 @@ def sparse_cell(case: Case, dense: Case, done: list[Row]) -> Iterator[Row]:
 def over(case: Case, other: Case, direction: str) -> float:
     """How many times the other's time; they take turns, for a card slows down as it grows warm."""
     calls = {x.name: compiled(x, "hopper")[1][direction] for x in (case, other)}
-    times = time_by_turns(calls)
+    times = time_by_turns(calls, rounds=5)
     return times[case.name].over(times[other.name])
 
 
