@@ -15,7 +15,7 @@ from tests.draws import FAST_COMPILATION
 from tests.test_probes import assert_same_bits, random_arrays, run
 from xsake import BlockMask, Options, _jax, masks
 from xsake.attention import BACKENDS
-from xsake.backends import Sizes
+from xsake.backends import Sizes, xla
 from xsake.backends.xla_chunks import Steps, work_order
 from xsake.bench.cases import Case
 
@@ -24,7 +24,9 @@ LARGE = {
     "dq added": Options(xla=Steps(rows=64, keys=48)),
     "dq by rows": Options(xla=Steps(rows=64, keys=48, dq_by_rows=True)),
 }
-large_steps = pytest.mark.parametrize("options", LARGE.values(), ids=LARGE)
+CHAINS = Options(xla=Steps(rows=512, keys=1, chains=3))
+WAYS = LARGE | {"chains": CHAINS}
+large_steps = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 EVERYTHING_AT_ONCE = {
     "B": 2,
     "T": 77,
@@ -41,6 +43,12 @@ EVERYTHING_AT_ONCE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_rows_make_a_chain(monkeypatch):
+    monkeypatch.setattr(xla, "ROWS_OF_A_CHAIN", 1)
+
+
+@pytest.mark.parametrize("way", ["dq added", "chains"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -49,13 +57,13 @@ EVERYTHING_AT_ONCE = {
     ],
     ids=lambda case: case.name,
 )
-def test_everything_at_once_agrees_with_the_oracle(case):
+def test_everything_at_once_agrees_with_the_oracle(case, way):
     """Odd lengths, uneven heads, grouped heads, bias, sinks and a soft cap, with all gradients.
 
     By rows, the conformance suite asks.
     """
     out, lse, grads, terms, _ = expected(case)
-    (got_out, got_lse), got_grads = run_case(case, "xla", LARGE["dq added"])
+    (got_out, got_lse), got_grads = run_case(case, "xla", WAYS[way])
     assert oracle.relative_error(got_out, out) <= OUTPUT_LIMIT[case.dtype]
     assert oracle.relative_error(got_lse, lse, floor=1.0) <= OUTPUT_LIMIT[case.dtype]
     for name, grad in grads.items():
@@ -194,13 +202,66 @@ def test_a_shared_bias_is_not_deterministic_on_a_gpu(monkeypatch):
 
 def test_steps_of_a_device():
     """CPUs add in order anyway, so only a GPU pays for gradients that repeat."""
-    assert not Steps.of_device("cpu", deterministic=True).dq_by_rows
-    assert Steps.of_device("gpu", deterministic=True).dq_by_rows
-    assert not Steps.of_device("gpu", deterministic=False).dq_by_rows
     mask = BlockMask.from_rule(masks.everything(), (256, 1280), block=128)
-    assert Steps.of_device("cpu", deterministic=False).width(mask) == 1
-    assert Steps.of_device("gpu", deterministic=False).width(mask) == 8
-    assert Steps.of_device("gpu", deterministic=False).width(mask.transpose()) == 2
+
+    def steps(platform, deterministic):
+        return Steps.of_device(platform, deterministic, mask.block)
+
+    assert not steps("cpu", deterministic=True).dq_by_rows
+    assert steps("gpu", deterministic=True).dq_by_rows
+    assert not steps("gpu", deterministic=False).dq_by_rows
+    assert steps("cpu", deterministic=False).width(mask) == 1
+    assert steps("gpu", deterministic=False).width(mask) == 8
+    assert steps("gpu", deterministic=False).width(mask.transpose()) == 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "block", "in_chains"),
+    [
+        ("cpu", (0, 10, 2), (128, 128), True),
+        ("cpu", (0, 10, 2), (128, 64), False),
+        ("cpu", (0, 11, 0), (128, 128), False),
+        ("gpu", (0, 10, 2), (128, 128), False),
+    ],
+)
+def test_an_older_jax_takes_chains_on_a_cpu(monkeypatch, platform, version, block, in_chains):
+    monkeypatch.setattr(_jax, "version", lambda: version)
+    assert (Steps.of_device(platform, False, block).chains > 8) == in_chains
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_chains_make_every_visit_once(heads):
+    """Heads that differ, empty rows and columns, one row longer than all others together."""
+    arrays = random_arrays(2, 90, 77, 4, 2, 8)
+    bits = np.random.default_rng(heads).random((2, heads, 6, 5)) < 0.15
+    bits[:, :, 2] = True
+    bits[0, 0, 3:] = False
+    for rule in (None, masks.sliding_window(40, 20)):
+        mask = BlockMask.from_dense(jnp.asarray(bits), rule, shape=(90, 77), block=16)
+        got = run("xla", *arrays, mask=mask, options=CHAINS)
+        expected = run("reference", *arrays, mask=mask)
+        for x, y in zip(got, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_more_visits_in_a_mask_of_the_same_room_keep_the_program_of_chains():
+    x = random_arrays(1, 64, 64, 2, 2, 8)
+    programs, seen = run._cache_size(), set()
+    for share in (0.0, 0.3, 1.0):
+        bits = jnp.asarray(np.random.default_rng(3).random((2, 4, 4)) < share)
+        mask = BlockMask.from_dense(bits, masks.causal(), block=16, capacity=16)
+        seen.add(float(run("xla", *x, mask=mask, options=CHAINS)[0].sum()))
+    assert run._cache_size() == programs + 1
+    assert len(seen) == 3, "contents do matter"
+
+
+def test_few_rows_do_not_go_in_chains(monkeypatch):
+    """Bit by bit what chunks give."""
+    arrays = random_arrays(1, 64, 64, 2, 2, 8)
+    chunks = run("xla", *arrays, options=Options(xla=Steps(rows=512, keys=1)))
+    monkeypatch.setattr(xla, "ROWS_OF_A_CHAIN", 16)
+    few = Options(xla=Steps(rows=512, keys=1, chains=2))
+    assert_same_bits(chunks, run("xla", *arrays, options=few))
 
 
 def test_chunks_side_by_side_are_chunks_one_after_the_other():
@@ -219,6 +280,11 @@ def test_few_chunks_do_not_go_side_by_side():
     q = jnp.zeros((2, 24, 3, 8))
     mask = BlockMask.from_rule(masks.causal(), (24, 24), block=8)
     assert len(work_order(mask, Sizes.of(q, q, q), 16, 3)) == 1
+
+
+def test_a_negative_number_of_chains_is_refused():
+    with pytest.raises(ValueError, match=r"Steps.chains must not be negative, got -1"):
+        Steps(rows=1, keys=1, chains=-1)
 
 
 @pytest.mark.parametrize("name", ["rows", "keys", "side_by_side"])

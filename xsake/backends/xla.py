@@ -12,13 +12,15 @@ in chunks; a chunk loops to its longest row, nearly its shortest:
 The backward pass does the same with the transposed lists: a chunk of kv blocks visits the row
 blocks that see it, recomputes p from the logsumexp, keeps dk and dv, and adds dq where it belongs;
 or, where adding is not repeatable, dq has a pass of its own by rows.
+
+Where XLA would run a chunk's products on one core, the forward goes by single visits (xla_chains).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,15 @@ from jax import Array, lax
 
 from xsake import _jax
 from xsake.backends import Options, Sizes, accumulator, first_order_only
+from xsake.backends.xla_chains import (
+    ROWS_OF_A_CHAIN,
+    Turn,
+    block_at,
+    loop,
+    row_blocks,
+    still_read,
+    whole_blocks,
+)
 from xsake.backends.xla_chunks import (
     BiasBlocks,
     Chunk,
@@ -76,7 +87,7 @@ def forward(
     options: Options,
 ) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
-    steps = options.xla or Steps.of_device(_jax.platform(), options.deterministic)
+    steps = options.xla or Steps.of_device(_jax.platform(), options.deterministic, mask.block)
     settings = Settings(float(scale), soft_cap, steps)
     return _attention(settings, q, k, v, bias, mask)
 
@@ -94,12 +105,12 @@ class Settings:
 def _attention(
     settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
 ) -> tuple[Array, Array]:
-    out, logsumexp = _visit_rows(settings, q, k, v, bias, mask)
+    out, logsumexp = _output(settings, q, k, v, bias, mask)
     return out.astype(q.dtype), logsumexp
 
 
 def _attention_fwd(settings: Settings, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-    run = first_order_only("xla", functools.partial(_visit_rows, settings))
+    run = first_order_only("xla", functools.partial(_output, settings))
     out, logsumexp = run(q, k, v, bias, mask)
     # the output is kept unrounded: delta is a difference of nearly equal numbers
     return (out.astype(q.dtype), logsumexp), (q, k, v, bias, mask, out, logsumexp)
@@ -141,22 +152,75 @@ def _scaled(x: Array, scale: float, dtype: Any) -> tuple[Array, float]:
 
 
 def _logits(settings: Settings, q: Array, k: Array, scale: float, dtype: Any) -> Array:
-    s = _product("rqh,rkh->rqk", q, k, dtype) * scale
+    s = _product("...qh,...kh->...qk", q, k, dtype) * scale
     return s if settings.soft_cap is None else settings.soft_cap * jnp.tanh(s / settings.soft_cap)
 
 
 # ----------------------------------------------------------------------------------------- forward
 
 
+class Online(NamedTuple):
+    """What rows of queries have met so far: R rows of blocks, or one without that axis."""
+
+    m: Array  # the largest logit, [R, block_q]
+    l: Array  # the sum of exp(s - m)
+    acc: Array  # the same times values, [R, block_q, Hv]
+
+    def result(self) -> tuple[Array, Array]:
+        """Output and logsumexp; 0 and -inf where nothing was met."""
+        seen = self.l != 0  # acc may be anything elsewhere: it was fed blocks that are not its own
+        l = jnp.where(seen, self.l, 1)
+        out = jnp.where(seen[..., None], self.acc / l[..., None], 0)
+        return out, jnp.where(seen, self.m + jnp.log(l), -jnp.inf)
+
+
+def _meet(before: Online | None, s: Array, v_rows: Array) -> tuple[Online, Any]:
+    """What rows have after blocks with logits s and these values; and what was made on the way."""
+    m_new = s.max(-1) if before is None else jnp.maximum(before.m, s.max(-1))
+    # one that has seen nothing yet has no maximum: 0 in its place, and p = exp(-inf) = 0
+    level = jnp.where(m_new == -jnp.inf, 0, m_new)
+    p = exp(s - level[..., None])
+    pv = _product("...qk,...kh->...qh", p.astype(v_rows.dtype), v_rows, s.dtype)
+    if before is None:
+        return Online(m_new, _sum_of_each(p), pv), (p, pv)
+    shrink = jnp.exp(before.m - level)  # rescales what was summed under the old maximum
+    l = before.l * shrink + _sum_of_each(p)
+    return Online(m_new, l, before.acc * shrink[..., None] + pv), (p, pv)
+
+
+def _masked(s: Array, visit: Visit, mask: BlockMask, biases: BiasBlocks | None) -> Array:
+    """The logits of a visit with bias, -inf where the rule forbids."""
+    if biases is not None:
+        s = s + biases.at(visit).astype(s.dtype)
+    allowed = visit.allowed(mask)
+    return s if allowed is None else jnp.where(allowed, s, -jnp.inf)
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _visit_rows(
+def _output(
     settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
 ) -> tuple[Array, Array]:
-    sizes, dtype = Sizes.of(q, k, v), accumulator(q.dtype)
-    _, T, _, N, K, _, Hv = sizes
-    bq = mask.block[0]
+    """(out, logsumexp), not rounded to q's dtype."""
+    sizes = Sizes.of(q, k, v)
     biases = None if bias is None else BiasBlocks(bias, mask, sizes)
-    steps = settings.steps
+    chains = settings.steps.chains
+    enough = row_blocks(mask, sizes) >= chains * ROWS_OF_A_CHAIN
+    visit = _visit_chains if chains and enough else _visit_rows
+    return visit(settings, sizes, q, k, v, biases, mask)
+
+
+def _visit_rows(
+    settings: Settings,
+    sizes: Sizes,
+    q: Array,
+    k: Array,
+    v: Array,
+    biases: BiasBlocks | None,
+    mask: BlockMask,
+) -> tuple[Array, Array]:
+    """Chunks of rows of blocks, each with its own loop."""
+    _, T, _, N, K, _, Hv = sizes
+    bq, dtype, steps = mask.block[0], accumulator(q.dtype), settings.steps
     order = work_order(mask, sizes, steps.rows, steps.side_by_side)
 
     def rows(chunk: Chunk) -> tuple[Array, Array]:
@@ -164,31 +228,14 @@ def _visit_rows(
         q_rows, scale = _scaled(q_rows, settings.scale, dtype)
         head = chunk.n * K // N
 
-        def step(visit: Visit, state: Any) -> Any:
+        def step(visit: Visit, state: Online | None) -> Online:
             k_rows, v_rows = (
                 _operand(take(x, visit.b, visit.k_tokens(mask), head)) for x in (k, v)
             )
             s = _logits(settings, q_rows, k_rows, scale, dtype)
-            if biases is not None:
-                s = s + biases.at(visit).astype(dtype)
-            allowed = visit.allowed(mask)
-            if allowed is not None:
-                s = jnp.where(allowed, s, -jnp.inf)
-            m_new = s.max(-1) if state is None else jnp.maximum(state[0], s.max(-1))
-            # one that has seen nothing yet has no maximum: 0 in its place, and p = exp(-inf) = 0
-            level = jnp.where(m_new == -jnp.inf, 0, m_new)
-            p = exp(s - level[..., None])
-            pv = _product("rqk,rkh->rqh", p.astype(v_rows.dtype), v_rows, dtype)
-            if state is None:
-                return m_new, _sum_of_each(p), pv
-            m, l, acc = state  # running maximum, running sum, unnormalised output
-            shrink = jnp.exp(m - level)  # rescales what was summed under the old maximum
-            return m_new, l * shrink + _sum_of_each(p), acc * shrink[..., None] + pv
+            return _meet(state, _masked(s, visit, mask, biases), v_rows)[0]
 
-        m, l, acc = chunk.loop(mask, steps.width(mask), False, step, None)
-        seen = l != 0  # acc may be anything elsewhere: it was fed blocks that are not its own
-        out = jnp.where(seen[..., None], acc / jnp.where(seen, l, 1)[..., None], 0)
-        lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
+        out, lse = chunk.loop(mask, steps.width(mask), False, step, None).result()
         return out, lse[..., None]
 
     def put_rows(done: tuple[Array, ...], chunks: list[Chunk]) -> tuple[tuple[Array, ...], None]:
@@ -199,6 +246,54 @@ def _visit_rows(
     nothing = tuple(zeros(sizes, T, bq, size, dtype) for size in (Hv, 1))
     (out, lse), _ = lax.scan(put_rows, nothing, order)
     return out[:, :T], lse[:, :T, :, 0]
+
+
+def _visit_chains(
+    settings: Settings,
+    sizes: Sizes,
+    q: Array,
+    k: Array,
+    v: Array,
+    biases: BiasBlocks | None,
+    mask: BlockMask,
+) -> tuple[Array, Array]:
+    """Single visits, as many at once as there are chains, each with its own products."""
+    B, T, _, N, K, _, Hv = sizes
+    (bq, bk), dtype, chains = mask.block, accumulator(q.dtype), settings.steps.chains
+    q, scale = _scaled(whole_blocks(_operand(q), bq), settings.scale, dtype)
+    k, v = (whole_blocks(_operand(x), bk) for x in (k, v))
+
+    def step(turn: Turn, rows: Online) -> tuple[Online, Any]:
+        before = Online(*(x[turn.row] for x in rows))
+        met, all_made = [], []
+        for c in range(chains):
+            b, n, i, j = (x[c] for x in (turn.b, turn.n, turn.i, turn.j))
+            q_rows = block_at(q, b, i, n, bq)
+            k_rows, v_rows = (block_at(x, b, j, n * K // N, bk) for x in (k, v))
+            s = _logits(settings, q_rows, k_rows, scale, dtype)
+            masked = _masked(s[None], turn.of_chain(c), mask, biases)[0]
+            after, made = _meet(Online(*(x[c] for x in before)), masked, v_rows)
+            met.append(after)
+            all_made.append((q_rows, k_rows, v_rows, s, *[masked] * turn.needs_rule, *made))
+        after = Online(*map(jnp.stack, zip(*met, strict=True)))
+        rows = Online(*(x.at[turn.row].set(y) for x, y in zip(rows, after, strict=True)))
+        return rows, all_made
+
+    some = row_blocks(mask, sizes) + 1  # the last one is nobody's
+    nothing = Online(
+        jnp.full((some, bq), -jnp.inf, dtype),
+        jnp.zeros((some, bq), dtype),
+        jnp.zeros((some, bq, Hv), dtype),
+    )
+    rows, made = loop(mask, sizes, chains, step, nothing)
+    out, lse = rows._replace(l=still_read(rows.l, made)).result()
+    blocks = mask.kv_count.shape[2]
+
+    def by_token(x: Array) -> Array:
+        x = x[:-1].reshape(B, N, blocks, bq, -1).transpose(0, 2, 3, 1, 4)
+        return x.reshape(B, blocks * bq, N, -1)[:, :T]
+
+    return by_token(out), by_token(lse)[..., 0]
 
 
 # ---------------------------------------------------------------------------------------- backward

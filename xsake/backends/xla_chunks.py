@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from xsake import _jax
 from xsake.backends import Sizes, mask_place
 from xsake.block_mask import BlockMask
 from xsake.masks.rule import Leaf, Tokens
@@ -36,22 +37,28 @@ class Steps:
     dq_by_rows: bool = False  # in a pass of its own: two products more, nothing is added in place
     # Chunks of the forward that do not wait for one another, where there are many of them.
     side_by_side: int = 1
+    # Of the forward, single visits side by side instead of chunks (xla_chains); 0: chunks.
+    chains: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "keys", "side_by_side"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Steps.{name} must be at least 1, got {getattr(self, name)}")
+        if self.chains < 0:
+            raise ValueError(f"Steps.chains must not be negative, got {self.chains}")
 
     @classmethod
-    def of_device(cls, platform: str, deterministic: bool) -> Steps:
+    def of_device(cls, platform: str, deterministic: bool, block: tuple[int, int]) -> Steps:
         """A CPU's step stays in its cache and adds in order; a GPU's is worth a dozen launches.
 
         What a GPU's step writes (float32 logits, rows x keys) is about the size of its L2 cache. Of
         a CPU's step only the products use several threads; with chunks side by side, some of them
-        read or take exponentials while another one multiplies.
+        read or take exponentials while another one multiplies. Before JAX 0.11 the products of a
+        chunk had one thread too; chains have them all, where a block is worth its own product.
         """
         if platform == "cpu":
-            return cls(512, 1, side_by_side=4)
+            in_chains = _jax.version() < (0, 11) and min(block) >= 128
+            return cls(512, 1, side_by_side=4, chains=12 if in_chains else 0)
         return cls(16384, 1024, dq_by_rows=deterministic)
 
     def width(self, mask: BlockMask) -> int:
