@@ -34,6 +34,6 @@ def test_no_figure_stands_outside_a_table(page):
 def test_a_typed_figure_is_found():
     assert FIGURE.findall("it reaches 612 TFLOP/s")
     assert FIGURE.findall("in 3.5 ms")
-    page = "<!-- table hopper hopper-2026-11-16.json -->\n999 TFLOP/s\n<!-- end -->"
+    page = "<!-- table hopper hopper-2026-11-17.json -->\n999 TFLOP/s\n<!-- end -->"
     assert "999" not in report.filled(page, ROOT / "benchmarks" / "results")
     assert not report.outside(page)

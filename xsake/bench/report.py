@@ -2,7 +2,7 @@
 
 A page marks where a table goes, and which file it is made from:
 
-    <!-- table hopper hopper-2026-11-16.json -->
+    <!-- table hopper hopper-2026-11-17.json -->
     …
     <!-- end -->
 
