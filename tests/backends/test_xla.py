@@ -15,7 +15,7 @@ from tests.draws import FAST_COMPILATION
 from tests.test_probes import assert_same_bits, random_arrays, run
 from xsake import BlockMask, Options, _jax, masks
 from xsake.attention import BACKENDS
-from xsake.backends import Sizes, xla
+from xsake.backends import Sizes, xla_chains
 from xsake.backends.xla_chunks import Steps, work_order
 from xsake.bench.cases import Case
 
@@ -45,7 +45,7 @@ EVERYTHING_AT_ONCE = {
 
 @pytest.fixture(autouse=True)
 def few_rows_make_a_chain(monkeypatch):
-    monkeypatch.setattr(xla, "ROWS_OF_A_CHAIN", 1)
+    monkeypatch.setattr(xla_chains, "ROWS_OF_A_CHAIN", 1)
 
 
 @pytest.mark.parametrize("way", ["dq added", "chains"])
@@ -255,13 +255,17 @@ def test_more_visits_in_a_mask_of_the_same_room_keep_the_program_of_chains():
     assert len(seen) == 3, "contents do matter"
 
 
-def test_few_rows_do_not_go_in_chains(monkeypatch):
-    """Bit by bit what chunks give."""
-    arrays = random_arrays(1, 64, 64, 2, 2, 8)
-    chunks = run("xla", *arrays, options=Options(xla=Steps(rows=512, keys=1)))
-    monkeypatch.setattr(xla, "ROWS_OF_A_CHAIN", 16)
-    few = Options(xla=Steps(rows=512, keys=1, chains=2))
-    assert_same_bits(chunks, run("xla", *arrays, options=few))
+@pytest.mark.parametrize(
+    ("limit", "value"), [("ROWS_OF_A_CHAIN", 5), ("MOST_PLACES", 19)], ids=["few", "many"]
+)
+def test_few_rows_and_too_many_visits_do_not_go_in_chains(monkeypatch, limit, value):
+    """Eight rows of blocks, ten places for the blocks of each of two heads."""
+    q = jnp.zeros((1, 64, 2, 8))
+    mask = BlockMask.from_rule(masks.causal(), (64, 64), block=16)
+    assert xla_chains.fit(mask, Sizes.of(q, q, q), 2)
+    assert not xla_chains.fit(mask, Sizes.of(q, q, q), 0)
+    monkeypatch.setattr(xla_chains, limit, value)
+    assert not xla_chains.fit(mask, Sizes.of(q, q, q), 2)
 
 
 def test_chunks_side_by_side_are_chunks_one_after_the_other():

@@ -29,9 +29,9 @@ from jax import Array, lax
 from xsake import _jax
 from xsake.backends import Options, Sizes, accumulator, first_order_only
 from xsake.backends.xla_chains import (
-    ROWS_OF_A_CHAIN,
     Turn,
     block_at,
+    fit,
     loop,
     row_blocks,
     still_read,
@@ -203,9 +203,7 @@ def _output(
     """(out, logsumexp), not rounded to q's dtype."""
     sizes = Sizes.of(q, k, v)
     biases = None if bias is None else BiasBlocks(bias, mask, sizes)
-    chains = settings.steps.chains
-    enough = row_blocks(mask, sizes) >= chains * ROWS_OF_A_CHAIN
-    visit = _visit_chains if chains and enough else _visit_rows
+    visit = _visit_chains if fit(mask, sizes, settings.steps.chains) else _visit_rows
     return visit(settings, sizes, q, k, v, biases, mask)
 
 

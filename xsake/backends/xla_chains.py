@@ -29,11 +29,19 @@ from xsake.block_lists import entries_of
 from xsake.block_mask import BlockMask
 
 ROWS_OF_A_CHAIN = 16  # at least; with fewer, chains are not worth compiling
+MOST_PLACES = 1 << 22  # for visits: chains list them for every head, which chunks need not
 
 
 def row_blocks(mask: BlockMask, sizes: Sizes) -> int:
     """Of all heads."""
     return sizes.B * sizes.N * mask.kv_count.shape[2]
+
+
+def fit(mask: BlockMask, sizes: Sizes, chains: int) -> bool:
+    """Whether there is enough for so many chains, and not too much."""
+    places = sizes.B * sizes.N * mask.kv_index.shape[2]
+    enough = row_blocks(mask, sizes) >= chains * ROWS_OF_A_CHAIN
+    return chains > 0 and enough and places <= MOST_PLACES
 
 
 class Turn(NamedTuple):
