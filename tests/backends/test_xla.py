@@ -12,10 +12,10 @@ from tests import oracle
 from tests.backends.test_conformance import GRADIENT_LIMIT, OUTPUT_LIMIT, expected
 from tests.backends.test_conformance import run as run_case
 from tests.draws import FAST_COMPILATION
-from tests.test_probes import assert_same_bits, random_arrays, run
+from tests.test_probes import assert_near, assert_same_bits, random_arrays, run
 from xsake import BlockMask, Options, _jax, masks
 from xsake.attention import BACKENDS
-from xsake.backends import Sizes, xla_chains
+from xsake.backends import Sizes, xla, xla_chains
 from xsake.backends.xla_chunks import Steps, work_order
 from xsake.bench.cases import Case
 
@@ -124,7 +124,8 @@ def test_new_contents_of_a_mask_keep_the_program_of_large_steps():
     assert len(seen) == 3, "contents do matter"
 
 
-def test_memory_of_large_steps_is_linear_in_length():
+@pytest.mark.parametrize("way", ["dq by rows", "chains"])
+def test_memory_of_large_steps_is_linear_in_length(way):
     """Temporaries of output and gradients, from the compiler: twice the tokens, twice the bytes."""
 
     def temporary_bytes(T):
@@ -134,7 +135,7 @@ def test_memory_of_large_steps_is_linear_in_length():
         def gradients(q, k, v, mask):
             return jax.grad(
                 lambda *x: xsake.dot_product_attention(
-                    *x, mask=mask, implementation="xla", options=LARGE["dq by rows"]
+                    *x, mask=mask, implementation="xla", options=WAYS[way]
                 ).sum(),
                 (0, 1, 2),
             )(q, k, v)
@@ -229,30 +230,62 @@ def test_an_older_jax_takes_chains_on_a_cpu(monkeypatch, platform, version, bloc
     assert (Steps.of_device(platform, False, block).chains > 8) == in_chains
 
 
+@pytest.fixture
+def chains_only(monkeypatch):
+    """Chunks of the forward are not there to be taken."""
+    monkeypatch.setattr(xla, "_visit_rows", None)
+
+
+@pytest.mark.usefixtures("chains_only")
+@pytest.mark.parametrize("rule", [None, masks.sliding_window(40, 20)], ids=str)
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_chains_make_every_visit_once(heads):
-    """Heads that differ, empty rows and columns, one row longer than all others together."""
+def test_chains_make_every_visit_once(heads, rule):
+    """Heads that differ, empty rows and columns."""
     arrays = random_arrays(2, 90, 77, 4, 2, 8)
     bits = np.random.default_rng(heads).random((2, heads, 6, 5)) < 0.15
     bits[:, :, 2] = True
     bits[0, 0, 3:] = False
-    for rule in (None, masks.sliding_window(40, 20)):
-        mask = BlockMask.from_dense(jnp.asarray(bits), rule, shape=(90, 77), block=16)
-        got = run("xla", *arrays, mask=mask, options=CHAINS)
-        expected = run("reference", *arrays, mask=mask)
-        for x, y in zip(got, expected, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    mask = BlockMask.from_dense(jnp.asarray(bits), rule, shape=(90, 77), block=16)
+    got = run("xla", *arrays, mask=mask, options=CHAINS)
+    assert_near(got, run("reference", *arrays, mask=mask))
 
 
+@pytest.mark.usefixtures("chains_only")
+@pytest.mark.parametrize("rule", [None, masks.sliding_window(40, 20)], ids=str)
+def test_one_long_row_is_never_in_two_chains(rule):
+    """It has more visits than an equal share of all would be."""
+    arrays = random_arrays(2, 90, 80, 4, 2, 8)
+    bits = np.zeros((2, 4, 6, 5), bool)
+    bits[1, 3, 2] = bits[0, 0, 0, 0] = True
+    mask = BlockMask.from_dense(jnp.asarray(bits), rule, shape=(90, 80), block=16)
+    got = run("xla", *arrays, mask=mask, options=CHAINS)
+    assert_near(got, run("reference", *arrays, mask=mask))
+
+
+@pytest.mark.usefixtures("chains_only")
 def test_more_visits_in_a_mask_of_the_same_room_keep_the_program_of_chains():
-    x = random_arrays(1, 64, 64, 2, 2, 8)
-    programs, seen = run._cache_size(), set()
+    arrays = random_arrays(1, 64, 64, 2, 2, 8)
+    programs, one_program = None, True
     for share in (0.0, 0.3, 1.0):
         bits = jnp.asarray(np.random.default_rng(3).random((2, 4, 4)) < share)
         mask = BlockMask.from_dense(bits, masks.causal(), block=16, capacity=16)
-        seen.add(float(run("xla", *x, mask=mask, options=CHAINS)[0].sum()))
-    assert run._cache_size() == programs + 1
-    assert len(seen) == 3, "contents do matter"
+        expected = run("reference", *arrays, mask=mask)
+        before = run._cache_size()
+        assert_near(run("xla", *arrays, mask=mask, options=CHAINS), expected)
+        one_program &= programs is None or run._cache_size() == before
+        programs = run._cache_size()
+    assert one_program
+
+
+def test_float32_stays_float32_where_float64_is_enabled():
+    """Constants that JAX would make 64 bits wide: in chunks and in chains."""
+    arrays = random_arrays(1, 40, 40, 2, 1, 8)
+    expected = run("reference", *arrays, is_causal=True)
+    with jax.enable_x64(True):
+        for options in (None, CHAINS):
+            got = run("xla", *arrays, is_causal=True, options=options)
+            assert {x.dtype for x in got} == {jnp.dtype(jnp.float32)}
+            assert_near(got, expected)
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake import _jax
-from xsake.backends import Options, Sizes, accumulator, first_order_only
-from xsake.backends.xla_chains import (
-    Turn,
-    block_at,
-    fit,
-    loop,
-    row_blocks,
-    still_read,
-    whole_blocks,
-)
+from xsake.backends import Options, Sizes, accumulator, first_order_only, xla_chains
+from xsake.backends.xla_chains import Turn, block_at, row_blocks, still_read, whole_blocks
 from xsake.backends.xla_chunks import (
     BiasBlocks,
     Chunk,
@@ -203,8 +195,9 @@ def _output(
     """(out, logsumexp), not rounded to q's dtype."""
     sizes = Sizes.of(q, k, v)
     biases = None if bias is None else BiasBlocks(bias, mask, sizes)
-    visit = _visit_chains if fit(mask, sizes, settings.steps.chains) else _visit_rows
-    return visit(settings, sizes, q, k, v, biases, mask)
+    in_chains = xla_chains.fit(mask, sizes, settings.steps.chains)
+    walk = _visit_chains if in_chains else _visit_rows
+    return walk(settings, sizes, q, k, v, biases, mask)
 
 
 def _visit_rows(
@@ -272,7 +265,9 @@ def _visit_chains(
             masked = _masked(s[None], turn.of_chain(c), mask, biases)[0]
             after, made = _meet(Online(*(x[c] for x in before)), masked, v_rows)
             met.append(after)
-            all_made.append((q_rows, k_rows, v_rows, s, *[masked] * turn.needs_rule, *made))
+            if turn.needs_rule or biases is not None:  # otherwise it is s
+                made = masked, *made
+            all_made.append((q_rows, k_rows, v_rows, s, *made))
         after = Online(*map(jnp.stack, zip(*met, strict=True)))
         rows = Online(*(x.at[turn.row].set(y) for x, y in zip(rows, after, strict=True)))
         return rows, all_made
@@ -283,7 +278,7 @@ def _visit_chains(
         jnp.zeros((some, bq), dtype),
         jnp.zeros((some, bq, Hv), dtype),
     )
-    rows, made = loop(mask, sizes, chains, step, nothing)
+    rows, made = xla_chains.loop(mask, sizes, chains, step, nothing)
     out, lse = rows._replace(l=still_read(rows.l, made)).result()
     blocks = mask.kv_count.shape[2]
 

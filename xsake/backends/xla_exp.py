@@ -43,6 +43,8 @@ def exp(x: Array) -> Array:
     c = jnp.full_like(f, _HIGHEST)
     for coefficient in _LOWER:
         c = c * f + coefficient
-    two_to_the_n = lax.bitcast_convert_type(lax.shift_left(rounded, _MANTISSA), jnp.float32)
+    two_to_the_n = lax.bitcast_convert_type(
+        lax.shift_left(rounded, np.int32(_MANTISSA)), jnp.float32
+    )
     # XLA, to which this is cheap arithmetic, would do it again for everyone who reads it
     return lax.optimization_barrier((1 + f * c) * two_to_the_n)
