@@ -8,9 +8,9 @@ import pytest
 
 from xsake import hads
 from xsake.cli import demo
+from xsake.data.tokens import TokenFile
 from xsake.observe import registry
 from xsake.train import loop
-from xsake.train.tokens import TokenFile
 
 
 def test_the_training_run_takes_the_place_of_an_earlier_one(tmp_path, monkeypatch):

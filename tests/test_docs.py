@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from xsake.bench import report
+from tools import tables as report
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,7 +21,7 @@ FIGURE = re.compile(
 def test_tables_are_what_the_result_files_say(page):
     text = page.read_text()
     assert report.filled(text, ROOT / "benchmarks" / "results") == text, (
-        f"run `python -m xsake.bench.report {page.relative_to(ROOT)}`"
+        f"run `python -m tools.tables {page.relative_to(ROOT)}`"
     )
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake import shipped, text
-from xsake.evaluate.text import load_documents
+from xsake import shipped
+from xsake.data import text
+from xsake.data.documents import load_documents
 from xsake.model import huggingface
 from xsake.observe import sinks
 from xsake.observe.events import RunStarted, Stopped

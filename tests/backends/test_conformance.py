@@ -16,7 +16,7 @@ from tests.draws import FAST_COMPILATION
 from xsake import _jax, masks
 from xsake.attention import BACKENDS
 from xsake.backends import Options, hopper
-from xsake.backends.xla_chunks import Steps
+from xsake.backends.xla.chunks import Steps
 from xsake.bench.cases import CONFORMANCE, Case
 
 # On a card all of it is what `pytest -m gpu` asks for.

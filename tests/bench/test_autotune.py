@@ -107,7 +107,7 @@ def test_a_tiling_that_changes_values_is_an_error(stand_ins, tmp_path):
 @needs_newer_jax
 def test_the_largest_geometric_mean_wins():
     """4 · 1 < 2 · 3, though the first has the largest single speed."""
-    from xsake.backends.hopper_forward import ForwardTiling
+    from xsake.backends.hopper.forward_kernel import ForwardTiling
 
     row = autotune._best(
         ForwardTiling,

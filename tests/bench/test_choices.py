@@ -9,8 +9,8 @@ from flax import nnx
 
 from xsake.bench import choices
 from xsake.evaluate.methods import Method
-from xsake.evaluate.subject import Subject
 from xsake.model import PRESETS, Transformer
+from xsake.model.observer import Subject
 
 BLOCK, LENGTH = 16, 40
 

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tools import tables as report
 from xsake import masks
-from xsake.bench import hopper, peers, report, timing
+from xsake.bench import peers, timing
 from xsake.bench.cases import Case
 from xsake.bench.checks import WrongResultError
+from xsake.bench.suites import hopper
 
 SPARSE = Case("sparse", B=2, T=256, N=2, H=16, block=(32, 64), head_densities=(0.2, 0.6))
 CASES = {

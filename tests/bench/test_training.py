@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from xsake.bench import report, training
+from tools import tables as report
+from xsake.bench.suites import training
 from xsake.observe import events, sinks
 from xsake.train.config import Config, Run
 

@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from xsake.bench import report, timing
-from xsake.evaluate import methods, table, text
-from xsake.evaluate.subject import Subject
+from tools import tables as report
+from xsake.bench import timing
+from xsake.data import documents as text
+from xsake.evaluate import methods, table
 from xsake.hads import calibrate, make
 from xsake.model import Config, Transformer
+from xsake.model.observer import Subject
 
 BLOCK, LENGTH = 16, 120
 

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from tests.hads.draws import attention, dense
-from xsake.hads import baselines, rows, select
+from xsake import block_scores, selection
+from xsake.hads import baselines, rows
 
 N_ROWS = 16
 
@@ -73,7 +74,10 @@ def test_the_oracle_keeps_more_mass_than_any_pattern():
         return float((mass * np.asarray(blocks)).sum(-1).mean())
 
     counts = baselines.counts("uniform_top_k", 0.4, 1, 4, N_ROWS)[0]
-    best = kept(select.keep_top(baselines.oracle(q, k, 16), counts))
-    for selector in select.ESTIMATES:
-        assert best >= kept(select.keep_top(select.estimate(selector, q, k, 16), counts)) - 1e-6
+    best = kept(selection.keep_top(baselines.oracle(q, k, 16), counts))
+    for selector in block_scores.ESTIMATES:
+        assert (
+            best
+            >= kept(selection.keep_top(block_scores.estimate(selector, q, k, 16), counts)) - 1e-6
+        )
     assert best > kept(baselines.fixed("random", 0.4, 1, 4, N_ROWS)[0]) + 0.05

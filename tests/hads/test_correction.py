@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.hads.draws import attention, dense
-from xsake import dot_product_attention
-from xsake.hads import corrected_attention, rows, select
+from xsake import block_scores, dot_product_attention, selection
+from xsake.hads import corrected_attention, rows
 
 BLOCK, T, N_ROWS = 16, 100, 7
 
@@ -12,8 +12,8 @@ BLOCK, T, N_ROWS = 16, 100, 7
 def problem(count=3, sharp=2.0):
     q, k, v, _ = attention(T, sharp=sharp)
     counts = np.minimum(count, rows.ceilings(N_ROWS))
-    keep = select.keep_top(select.estimate("mean_query", q, k, BLOCK), counts)
-    return q, k, v, keep, select.to_mask(keep, T, BLOCK)
+    keep = selection.keep_top(block_scores.estimate("mean_query", q, k, BLOCK), counts)
+    return q, k, v, keep, selection.to_mask(keep, T, BLOCK)
 
 
 def by_definition(q, k, v, keep):

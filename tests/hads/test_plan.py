@@ -9,10 +9,10 @@ from tests.hads.draws import attention
 from tests.hads.test_budget import draw_mass
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
-from xsake.hads import Plan, Profile, budget, make, rows, select
+from xsake.hads import Plan, Profile, budget, make, rows
 from xsake.hads.plan import stretched
 from xsake.hads.profile import Facts
-from xsake.hads.statistics import DENSITIES, Statistics
+from xsake.hads.statistics import DENSITIES, SELECTORS, Statistics
 from xsake.model import KVCache
 from xsake.model.generate import prefill
 
@@ -115,7 +115,7 @@ def test_batch_rows_choose_their_own_blocks():
 
 
 @pytest.mark.parametrize("top_p", [None, 0.6])
-@pytest.mark.parametrize("selector", select.SELECTORS)
+@pytest.mark.parametrize("selector", SELECTORS)
 def test_a_part_of_a_text_has_the_rows_of_the_whole(selector, top_p):
     """Chunks from three places, under jit; what follows a chunk is not yet written."""
     plan = make(profile_of(), 0.5, "entropy", selector, top_p=top_p)

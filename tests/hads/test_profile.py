@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.hads.draws import attention, blocks_of, dense, tokens_of
-from xsake.hads import Profile, budget, calibrate, measure, rows, select
+from xsake import block_scores, selection
+from xsake.hads import Profile, budget, calibrate, measure, rows
 from xsake.hads.profile import hash_of
 from xsake.hads.statistics import retained_mass
 
@@ -69,7 +70,7 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
     orders = {
         "oracle": (got.mass, got.sensitivity),
         "static": (some_order(n, 1), some_order(n, 2)),
-        "mean_query": (select.mean_query(q, k, BLOCK),) * 2,
+        "mean_query": (block_scores.mean_query(q, k, BLOCK),) * 2,
     }[selector]
     values = np.repeat(np.asarray(v, np.float64), 2, axis=1)
     w = np.asarray(kernel, np.float64)
@@ -77,7 +78,7 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
     for count in (2, 3, 5):
         counts = np.minimum(np.maximum(count, rows.floors(n)), rows.ceilings(n))
         for policy, scores in zip(("kl", "output"), orders, strict=True):
-            keep = np.asarray(select.keep_top(scores, counts))
+            keep = np.asarray(selection.keep_top(scores, counts))
             kept = np.einsum("ntj,ntj->nt", mass, np.repeat(keep, BLOCK, 1)[:, :T])
             if policy == "kl":
                 want = row_means(-np.log(kept), T)

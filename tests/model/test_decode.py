@@ -11,7 +11,7 @@ import pytest
 
 from tests.draws import FAST_COMPILATION
 from tests.model.families import LLAMA
-from xsake.backends import decode
+from xsake import decode
 from xsake.model import KVCache
 
 B, N, K, H, BLOCK, BLOCKS, LAYERS = 3, 4, 2, 8, 16, 6, 2

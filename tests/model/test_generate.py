@@ -17,10 +17,10 @@ from tests.draws import FAST_COMPILATION
 from tests.model.families import FAMILIES, LLAMA, random_model, random_tokens
 from xsake import BlockMask, cli, masks
 from xsake.cli import checkpoints
+from xsake.data.tokenizer import Tokenizer
 from xsake.model import KVCache, Sampling, generate, huggingface, stream
 from xsake.model.attend import Reading, by_cache
 from xsake.model.sampling import sample
-from xsake.model.tokenizer import Tokenizer
 
 module = importlib.import_module("xsake.model.generate")  # the name is the function's too
 

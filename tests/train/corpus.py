@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from xsake.data import tokens
 from xsake.model import Config as Model
-from xsake.train import tokens
 from xsake.train.config import Checkpoint, Config, Data, Evaluation, Hads, Run, Schedule
 
 WORDS = "the cat sat on a mat and saw some other dog run far away from its old house".split()

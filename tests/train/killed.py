@@ -17,8 +17,8 @@ from pathlib import Path
 import jax
 
 from tests.train.corpus import config, token_file
+from xsake.data.tokens import TokenFile
 from xsake.train import loop
-from xsake.train.tokens import TokenFile
 
 
 def forked(work) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xsake.train import devices
+from xsake.parallel import mesh as devices
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.train.corpus import changed, config, documents, token_file
+from xsake.data.stream import Stream
 from xsake.hads import Plan
 from xsake.model import huggingface
 from xsake.observe import sinks
@@ -28,7 +29,6 @@ from xsake.observe.events import (
 from xsake.train import loop, planning, step
 from xsake.train.attention import Attention
 from xsake.train.config import Hads
-from xsake.train.data import Stream
 
 PROGRAMS: list[int] = []  # that a whole run compiled its update to
 TIMES = ("time_unix_seconds", "step_seconds", "tokens_per_second", "calibration_seconds")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tests.train.corpus import changed, config, token_file
+from xsake.data.stream import Batch, Stream
 from xsake.hads import Plan
 from xsake.hads.plan import Terms
 from xsake.train import planning, step
-from xsake.train.data import Batch, Stream
 
 
 @pytest.fixture(scope="module")

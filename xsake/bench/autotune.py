@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from xsake import masks
-from xsake.backends import Options, Sizes, hopper, hopper_tilings
+from xsake.backends import Options, Sizes, hopper
+from xsake.backends.hopper import tilings as hopper_tilings
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
-from xsake.bench.hopper import CAUSAL, visited_pairs
+from xsake.bench.suites.hopper import CAUSAL, visited_pairs
 from xsake.bench.timing import provenance, time_by_turns
 from xsake.block_mask import BlockMask
 
@@ -86,8 +87,8 @@ def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> 
 
     Other rows stay as they are in `out`.
     """
-    from xsake.backends.hopper_backward import BackwardTiling
-    from xsake.backends.hopper_forward import ForwardTiling
+    from xsake.backends.hopper.backward_kernel import BackwardTiling
+    from xsake.backends.hopper.forward_kernel import ForwardTiling
 
     told = json.loads(out.read_text())["classes"] if only and out.exists() else {}
     report: dict[str, Any] = {

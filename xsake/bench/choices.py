@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from xsake import masks
+from xsake import masks, selection
 from xsake.attention import dot_product_attention
 from xsake.bench.timing import Timing, time_calls
 from xsake.block_mask import BlockMask
 from xsake.evaluate.methods import SOURCES, Activations, Method, scores_of
-from xsake.evaluate.subject import Subject
-from xsake.hads import select
+from xsake.model.observer import Subject
 
 
 def time_attention(
@@ -81,8 +80,8 @@ def _sparse(
         counts, blocks, q, k, v = x
         if source != "given":
             scores = scores_of(source, Activations(q, k, v, None), block)
-            blocks = select.keep_top(scores, counts)
-        mask = select.to_mask(blocks, q.shape[0], block)
+            blocks = selection.keep_top(scores, counts)
+        mask = selection.to_mask(blocks, q.shape[0], block)
         return dot_product_attention(q[None], k[None], v[None], mask=mask)
 
     return lax.map(attend, (counts, given, q, k, v))

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xsake.bench import cpu, hopper, peers
+from xsake.bench import peers
+from xsake.bench.suites import cpu, hopper
 from xsake.bench.timing import provenance
 
 Suite = Callable[[bool], Iterable[hopper.Part]]
@@ -100,7 +101,7 @@ def _parts(name: str, quick: bool, model: Path | None) -> Iterator[hopper.Part]:
     if name == "model":
         if model is None:
             raise ValueError("suite 'model' needs a checkpoint: --model PATH")
-        from xsake.bench import model as checkpoint  # needs the extra `model`
+        from xsake.bench.suites import model as checkpoint  # needs the extra `model`
 
         yield "model", lambda done: checkpoint.suite(model, quick)
     elif name in SUITES:

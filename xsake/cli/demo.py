@@ -37,10 +37,10 @@ def demo(
       documents: other documents that the methods are measured on.
       steps: of the training run.
     """
-    from xsake.evaluate import text as texts
-    from xsake.evaluate.subject import Subject
+    from xsake.data import documents as texts
+    from xsake.data.tokenizer import read_tokenizer
     from xsake.model import huggingface
-    from xsake.model.tokenizer import read_tokenizer
+    from xsake.model.observer import Subject
 
     began = time.perf_counter()
     with _part("a mask: the first keys and a window, 1,536 tokens"):
@@ -158,11 +158,11 @@ def _compared(subject: Any, profile: Any, density: float, documents: list[Any]) 
 
 def _train(folder: Path, steps: int) -> Path:
     """A run of the preset `tiny` on the shipped text, in folder/demo."""
-    from xsake import text
-    from xsake.model.tokenizer import read_tokenizer
+    from xsake.data import text, tokens
+    from xsake.data.tokenizer import read_tokenizer
     from xsake.observe.sinks import Terminal
     from xsake.train import config as settings
-    from xsake.train import loop, tokens
+    from xsake.train import loop
 
     tiny = settings.PRESETS["tiny"]
     place = folder / "demo"

@@ -44,7 +44,7 @@ def calibrate(
       dtype: that the model computes in; statistics are float32.
       implementation: of attention; default the fastest that can run.
     """
-    from xsake.evaluate import text as texts
+    from xsake.data import documents as texts
 
     subject, encode = _subject(model, dtype, implementation, text)
     cut = texts.load_documents(text, encode, length, documents, seed)
@@ -133,9 +133,9 @@ def evaluate(
       implementation: of attention; default the fastest that can run.
     """
     from xsake import hads
+    from xsake.data import documents as texts
     from xsake.evaluate import methods
     from xsake.evaluate import table as tables
-    from xsake.evaluate import text as texts
 
     if (plan is None) == (profile is None) or (profile is None) != (table is None):
         raise ValueError("give either --plan, or --profile and --table")
@@ -178,8 +178,8 @@ def _subject(
     model: Path, dtype: str, implementation: str | None, text: list[Path]
 ) -> tuple[Any, Any]:
     """The model, and its tokenizer's encode unless the documents are ready."""
-    from xsake.evaluate.subject import Subject
     from xsake.model import huggingface
+    from xsake.model.observer import Subject
 
     ready = text[0].suffix == ".npy"
     loaded = huggingface.load(

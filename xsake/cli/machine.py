@@ -10,7 +10,7 @@ import jax
 from rich.table import Table
 
 import xsake
-from xsake.backends import hopper_tilings
+from xsake.backends.hopper import tilings as hopper_tilings
 from xsake.bench import autotune as _autotune
 from xsake.bench import run, timing
 from xsake.cli.terminal import console, fast_dtype, reasons

@@ -29,9 +29,9 @@ def tokenize(
         each with it.
       field: of JSON lines, which holds the text.
     """
-    from xsake import text as texts
-    from xsake.model.tokenizer import read_tokenizer
-    from xsake.train import tokens
+    from xsake.data import text as texts
+    from xsake.data import tokens
+    from xsake.data.tokenizer import read_tokenizer
 
     if vocabulary is not None:
         if tokenizer is not None and tokenizer.exists():

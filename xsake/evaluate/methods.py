@@ -24,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.hads import Profile, baselines, budget, make, rows, select
+from xsake import block_scores, selection
+from xsake.hads import Profile, baselines, budget, make, rows
 from xsake.hads.plan import Plan, gains
 from xsake.hads.statistics import measure
 
 # Where scores come from; the number of a source is an index into this.
-SOURCES = ("given", *select.ESTIMATES, "vertical_slash", "mass", "sensitivity")
+SOURCES = ("given", *block_scores.ESTIMATES, "vertical_slash", "mass", "sensitivity")
 ORACLES = {"kl": "mass", "output": "sensitivity"}  # what the oracle of a policy goes by
 
 
@@ -64,7 +65,7 @@ class Method:
         """The blocks that one sequence visits, bool [N, n, n]; `sources` has this method's."""
 
         def looked(source: str, seen: Activations) -> Array:
-            return select.keep_top(scores_of(source, seen, block), self.counts[layer])
+            return selection.keep_top(scores_of(source, seen, block), self.counts[layer])
 
         branches = [lambda seen: self.given[layer]]
         branches += [functools.partial(looked, name) for name in sources[1:]]
@@ -90,7 +91,7 @@ def scores_of(source: str, seen: Activations, block: int) -> Array:
         return baselines.oracle(seen.q, seen.k, block)
     if source == "sensitivity":
         return measure(*seen, block=block, curves=()).sensitivity
-    return select.estimate(source, seen.q, seen.k, block)
+    return block_scores.estimate(source, seen.q, seen.k, block)
 
 
 def at_density(
@@ -119,7 +120,7 @@ def _fixed(profile: Profile, density: float, length: int) -> Iterator[Method]:
         yield _given(name, "fixed", kept)
     counts = budget.entropy(profile.statistics.entropy, density, n).counts
     draws = np.stack([baselines.order("random", n, heads, 100 + i) for i in range(layers)])
-    yield _given("seed_entropy", "seed", select.keep_top(draws, counts))
+    yield _given("seed_entropy", "seed", selection.keep_top(draws, counts))
     counts = budget.uniform(density, layers, heads, n).counts
     yield _looking("vertical_slash", "run time", counts, "vertical_slash")
 
@@ -167,7 +168,7 @@ def _planned(profile: Profile, density: float, length: int, label: str) -> Itera
         plan = make(profile, density, policy, selector, length=length)
         if selector == "static":
             yield _given(
-                name, "static", select.keep_top(plan.scores, plan.counts, profile.facts.band)
+                name, "static", selection.keep_top(plan.scores, plan.counts, profile.facts.band)
             )
         else:
             yield _looking(name, "run time", plan.counts, selector)
@@ -182,7 +183,7 @@ def of_plan(plan: Plan, length: int) -> Method:
         raise ValueError("plans with top_p visit what the input asks for; measure one without it")
     name = f"{terms.selector}/{terms.policy}"
     if terms.selector == "static":
-        return _given(name, "static", select.keep_top(plan.scores, plan.counts, terms.band))
+        return _given(name, "static", selection.keep_top(plan.scores, plan.counts, terms.band))
     return _looking(name, "run time", plan.counts, terms.selector)
 
 

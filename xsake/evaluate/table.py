@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake import selection
 from xsake.evaluate.methods import (
     Activations,
     Method,
@@ -31,9 +32,9 @@ from xsake.evaluate.methods import (
     sources_of,
 )
 from xsake.evaluate.quality import Quality, compare, compare_predictions, mean_and_error
-from xsake.evaluate.subject import Subject
-from xsake.hads import Profile, rows, select
+from xsake.hads import Profile, rows
 from xsake.hads.profile import hash_of
+from xsake.model.observer import Subject
 
 COLUMNS = ("kl", "recall", "error", "logit_kl", "perplexity_gap")
 SCHEMA = 1
@@ -129,7 +130,7 @@ def _dense_pass(
         if sources[1:]:
             looked = jnp.stack([scores_of(name, given, block) for name in sources[1:]])
             place = jnp.maximum(places_in(sources)[methods.source] - 1, 0)
-            kept = select.keep_top(looked[place], methods.counts[ones, layer])
+            kept = selection.keep_top(looked[place], methods.counts[ones, layer])
             blocks = jnp.where((methods.source == 0)[:, None, None, None], blocks, kept)
         quality = compare(*given, blocks, block=block, corrected=corrected)
         every, counts = carry
@@ -159,7 +160,7 @@ def _sparse_pass(
 ) -> Any:
     def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> Any:
         blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block, sources)
-        return select.to_mask(blocks, q.shape[1], block)
+        return selection.to_mask(blocks, q.shape[1], block)
 
     sparse = subject.sparse_hidden(weights, tokens, choose, method.corrected)
     return compare_predictions(

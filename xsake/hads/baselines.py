@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.hads import budget, rows, select
+from xsake import selection
+from xsake.hads import budget, rows
 from xsake.hads.statistics import softmax_rows
 
 # name: how its counts are dealt out; see the table above
@@ -101,7 +102,7 @@ def fixed(name: str, density: float, layers: int, heads: int, n: int, seed: int 
     typical = int(many[0, 0, -1])
     near = {"bigbird": typical // 2, "strided": typical // 3}.get(name, 0)
     kept = [
-        np.asarray(select.keep_top(order(name, n, heads, seed + layer, near), many[layer]))
+        np.asarray(selection.keep_top(order(name, n, heads, seed + layer, near), many[layer]))
         for layer in range(layers)
     ]
     return np.stack(kept)

@@ -26,10 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake import masks
+from xsake import block_scores, masks, selection
 from xsake.block_mask import BlockMask
-from xsake.hads import budget, rows, select
+from xsake.hads import budget, rows
 from xsake.hads.profile import Profile, read
+from xsake.hads.statistics import SELECTORS
 
 SCHEMA = 1
 SHADES = " ░▒▓█"
@@ -91,7 +92,7 @@ class Plan:
         length = self._length(q, k, length, first)
         blocks = self.blocks(layer, q, k, length=length, first=first)
         if first is None:
-            return select.to_mask(blocks, length, block)
+            return selection.to_mask(blocks, length, block)
         T = q.shape[1]
         rule = masks.at_positions(masks.causal(), (first + jnp.arange(T))[None])
         return BlockMask.from_dense(blocks, rule, shape=(T, length), block=block)
@@ -129,8 +130,8 @@ class Plan:
         scores = self.scored(layer, q, k, row)
         row = 0 if row is None else row
         if terms.top_p is not None:
-            counts = select.counts_for_mass(scores, terms.top_p, counts, terms.band, row)
-        return select.keep_top(scores, counts, terms.band, row)
+            counts = selection.counts_for_mass(scores, terms.top_p, counts, terms.band, row)
+        return selection.keep_top(scores, counts, terms.band, row)
 
     def scored(self, layer: Any, q: Any = None, k: Any = None, row: Any = None) -> Array:
         """What blocks are chosen by, [1|B, N, n, n]: the calibrated order, or from this q and k.
@@ -149,7 +150,9 @@ class Plan:
         if q.shape[2] != heads:
             raise ValueError(f"the plan is for {heads} heads, q has {q.shape[2]}")
         row = 0 if row is None else row
-        return jax.vmap(lambda q, k: select.estimate(terms.selector, q, k, terms.block, row))(q, k)
+        return jax.vmap(lambda q, k: block_scores.estimate(terms.selector, q, k, terms.block, row))(
+            q, k
+        )
 
     def stacked(self, length: int | None = None) -> BlockMask:
         """All layers of a static plan in one BlockMask with a leading axis of layers."""
@@ -290,15 +293,15 @@ def make(
       profile: of the model.
       density: of all layers and heads together, 0 to 1; below the forced blocks is refused.
       policy: one of `budget.POLICIES`. `kl` and `output` use the cost curves of `selector`.
-      selector: one of `select.SELECTORS`.
+      selector: one of `SELECTORS`.
       top_p: stop a row at this share of its estimated mass; counts are then caps.
       length: of the texts it is for, if not that of the profile. `plan.at` serves any length too,
         but a density that the forced blocks of a short calibration exceed is to be had only here.
     """
     if policy not in budget.POLICIES:
         raise ValueError(f"policy {policy!r} is not one of {list(budget.POLICIES)}")
-    if selector not in select.SELECTORS:
-        raise ValueError(f"selector {selector!r} is not one of {list(select.SELECTORS)}")
+    if selector not in SELECTORS:
+        raise ValueError(f"selector {selector!r} is not one of {list(SELECTORS)}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
     (layers, heads, n), facts = profile.size, profile.facts

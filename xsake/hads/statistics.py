@@ -21,11 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.hads import rows, select
+from xsake import block_scores, selection
+from xsake.hads import rows
 
 ROWS_AT_ONCE = 256  # queries whose p is in memory: 256 · S floats for each head
 DENSITIES = np.arange(1, 21) / 20  # of the retained-mass curves
-CURVES = (*select.SELECTORS, "oracle")  # orders that cost can be measured for
+SELECTORS = ("static", *block_scores.ESTIMATES)  # ways to order the blocks of a row
+CURVES = (*SELECTORS, "oracle")  # orders that cost can be measured for
 
 
 class Statistics(NamedTuple):
@@ -82,13 +84,13 @@ def measure(
     felt = felt.reshape(N, n, block, Hv)
     # from the tokens that are there: padding would enter the means of a short last block
     orders = {
-        name: select.estimate(name, q[:T], k[:T], block)
+        name: block_scores.estimate(name, q[:T], k[:T], block)
         for name in curves
-        if name in select.ESTIMATES
+        if name in block_scores.ESTIMATES
     }
     if before is not None:
         orders |= {"static": before[0], "static output": before[1]}
-    place = {name: select.ranks(scores, band) for name, scores in orders.items()}
+    place = {name: selection.ranks(scores, band) for name, scores in orders.items()}
     place = {name: _pad_rows(x, chunks * at_once) for name, x in place.items()}
 
     def rows_of(chunk: Array) -> Any:
@@ -120,8 +122,8 @@ def measure(
             "cost": {"kl": {}, "output": {}},
         }
         own = {
-            "kl": select.ranks(mean_mass, band, begins),
-            "output": select.ranks(sensitivity, band, begins),
+            "kl": selection.ranks(mean_mass, band, begins),
+            "output": selection.ranks(sensitivity, band, begins),
         }
         for name in curves:
             for kind in ("kl", "output"):

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake import masks
+from xsake import decode, masks
 from xsake.attention import dot_product_attention
-from xsake.backends import decode
 from xsake.block_mask import BlockMask
 from xsake.masks.rule import Rule
 from xsake.model.config import Config

@@ -23,9 +23,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from xsake.data.tokenizer import Tokenizer, build_tokenizer, read_tokenizer
 from xsake.model import hf_config, weights
 from xsake.model.config import Config
-from xsake.model.tokenizer import Tokenizer, build_tokenizer, read_tokenizer
 from xsake.model.transformer import Transformer
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, that weights may be stored as

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake import selection
 from xsake.block_mask import BLOCK, BlockMask
-from xsake.hads import Plan, rows, select
+from xsake.hads import Plan, rows
 from xsake.train.config import Config
 
 
@@ -31,7 +32,7 @@ class Attention:
     def __call__(self, layer: Any, q: Array, k: Array) -> BlockMask:
         """The mask of one layer, [B, N] lists."""
         blocks = self.blocks(layer, q, k)
-        return select.to_mask(blocks, q.shape[1], self.plan.terms.block)
+        return selection.to_mask(blocks, q.shape[1], self.plan.terms.block)
 
     def blocks(self, layer: Any, q: Array, k: Array) -> Array:
         """The blocks of `__call__`, bool [B, N, n, n]."""
@@ -46,7 +47,7 @@ class Attention:
         shared = self.shared[:, None]
         # what is forced takes no place of a row's own blocks where it is another document's
         counts = counts + (rows.forced(n, terms.band) & ~shared).sum(-1, dtype=jnp.int32)
-        kept = select.keep_top(jnp.where(shared, scores, -jnp.inf), counts, terms.band)
+        kept = selection.keep_top(jnp.where(shared, scores, -jnp.inf), counts, terms.band)
         return kept & shared
 
 

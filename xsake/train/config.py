@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xsake.hads import budget, rows, select
+from xsake.hads import budget, rows
+from xsake.hads.statistics import SELECTORS
 from xsake.model import PRESETS as MODELS
 from xsake.model import Config as Model
 
@@ -297,7 +298,7 @@ def _check(config: Config) -> None:
         ("compute.dtype", config.compute.dtype, ("float32", "bfloat16", "float16")),
         ("checkpoint.export_dtype", config.checkpoint.export_dtype, ("float32", "bfloat16")),
         ("hads.policy", hads.policy, budget.POLICIES),
-        ("hads.selector", hads.selector, select.SELECTORS),
+        ("hads.selector", hads.selector, SELECTORS),
     ):
         if choice not in choices:
             raise ValueError(f"{name} {choice!r} is not one of {list(choices)}")

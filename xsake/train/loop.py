@@ -28,15 +28,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from xsake import _jax
+from xsake.data.stream import Stream
+from xsake.data.tokens import TokenFile
 from xsake.hads import Plan
 from xsake.observe import events, provenance, sinks
-from xsake.train import devices, flops, planning
+from xsake.parallel import mesh as devices
+from xsake.train import flops, planning
 from xsake.train import step as stepping
 from xsake.train.attention import visited_density
 from xsake.train.checkpoint import Checkpoints, Restored
 from xsake.train.config import Config, differences
-from xsake.train.data import Stream
-from xsake.train.tokens import TokenFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,8 +296,8 @@ class _Session:
 
     def _export(self) -> None:
         """The folder `model`: safetensors, config and the tokenizer of the training text."""
+        from xsake.data.tokenizer import read_tokenizer
         from xsake.model import huggingface
-        from xsake.model.tokenizer import read_tokenizer
 
         out = self.config.place / "model"
         if (out / "config.json").exists():

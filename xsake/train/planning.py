@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from xsake.data.stream import Stream
 from xsake.hads import Plan, calibrate, make
 from xsake.hads.plan import Terms
 from xsake.hads.profile import hash_of
 from xsake.train.config import Config
-from xsake.train.data import Stream
 from xsake.train.step import transformer
 
 

@@ -18,12 +18,12 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh
 
+from xsake.data.stream import Batch
 from xsake.model import Transformer
+from xsake.parallel.mesh import over_rows
 from xsake.train import cross_entropy, optimizer
 from xsake.train.attention import Attention
 from xsake.train.config import Config
-from xsake.train.data import Batch
-from xsake.train.devices import over_rows
 
 
 class State(NamedTuple):

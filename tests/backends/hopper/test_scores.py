@@ -1,0 +1,330 @@
+"""The kernels of block scores without a GPU: interpreted, lowered, refused and selected by."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conditions import needs_interpreter, needs_newer_jax, on_a_card
+from xsake import _jax, block_scores, dot_product_attention
+from xsake import block_scores as scores
+from xsake.hads import Plan, rows
+from xsake.hads.plan import Terms
+
+
+def drawn(batch, length, heads, size, dtype=jnp.bfloat16, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal((batch, length, heads, size)) * 2, dtype)
+
+
+def exact(queries, k, block):
+    """log Σ 2^(q̄ · k) over every block's keys, in float64."""
+    queries, k = (np.asarray(x, np.float64) for x in (queries, k))
+    k = np.repeat(k, queries.shape[2] // k.shape[2], axis=2)
+    weight = np.exp2(np.einsum("brnh,bsnh->bnrs", queries, k))
+    begins = range(0, k.shape[1], block)
+    return np.log(np.stack([weight[..., i : i + block].sum(-1) for i in begins], -1))
+
+
+def exact_means(q, block, scale):
+    """scale · the mean of every block's tokens, in float64."""
+    q = np.asarray(q, np.float64)
+    return scale * np.stack([q[:, i : i + block].mean(1) for i in range(0, q.shape[1], block)], 1)
+
+
+def interpreted(queries, k, block, *, causal, run=None, **tiling):
+    """The kernel on Mosaic's interpreter, which prints the races that it finds."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import scores as hopper_scores
+
+    return (run or hopper_scores.scores)(
+        queries,
+        k,
+        block,
+        causal=causal,
+        tiling=hopper_scores.ScoresTiling(**tiling),
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "R", "S", "heads", "size", "block", "causal", "tiling"),
+    [
+        (1, 2, 256, (1, 1), 64, 128, True, {}),
+        (2, 3, 301, (6, 2), 64, 128, True, {"sms": 3}),
+        (1, 5, 300, (2, 2), 128, 64, True, {"sms": 2, "warpgroups": 2}),
+        (1, 70, 70 * 64 - 20, (1, 1), 64, 64, True, {"sms": 2, "q_bytes": 8 << 10}),
+        (1, 70, 130, (2, 1), 128, 64, False, {"sms": 2, "q_bytes": 48 << 10}),
+        (1, 2, 333, (3, 1), 256, 128, False, {"sms": 1}),
+    ],
+    ids=str,
+)
+@needs_interpreter
+def test_the_kernel_sums_over_the_keys_of_every_block(
+    batch, R, S, heads, size, block, causal, tiling, capsys
+):
+    """One or many segments for a CTA, groups that reach past the last tile, a short last block."""
+    queries = drawn(batch, R, heads[0], size) / 8
+    k = drawn(batch, S, heads[1], size, seed=1)
+    got = np.asarray(interpreted(queries, k, block, causal=causal, **tiling))
+    assert "RACE" not in capsys.readouterr().out
+    want = exact(queries, k, block)
+    seen = np.tri(*want.shape[-2:], dtype=bool) | (not causal)
+    np.testing.assert_allclose(got[..., seen], want[..., seen], rtol=1e-5, atol=1e-5)
+    assert np.isneginf(got[..., ~seen]).all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "T", "N", "size", "block"),
+    [(2, 301, 3, 64, 128), (1, 200, 4, 128, 64), (2, 70, 4, 64, 64)],
+)
+@needs_interpreter
+def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block, capsys):
+    """A short last block, and heads that do not fill the last tile."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import means as hopper_means
+
+    q = drawn(batch, T, N, size)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    got = np.asarray(hopper_means.means(q, block, scale=3.0, interpret=interpret), np.float64)
+    assert "RACE" not in capsys.readouterr().out
+    # bfloat16 has 8 bits
+    np.testing.assert_allclose(got, exact_means(q, block, 3), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiling"),
+    [
+        ((1, 64, 8192, 4, 4, 64, 128), {}),
+        ((2, 100, 100 * 64 - 7, 9, 3, 128, 64), {"q_bytes": 32 << 10}),
+        ((1, 3, 4000, 4, 2, 128, 128), {}),  # a part of a text
+        ((64, 2, 256, 8, 8, 64, 128), {}),
+    ],
+    ids=str,
+)
+@needs_newer_jax
+def test_segments_cover_what_is_seen_once_and_evenly(sizes, tiling):
+    """Every block of every group is in one segment, and no CTA has much more than its share."""
+    from xsake.backends.hopper import scores as hopper_scores
+
+    B, R, S, N, K, H, block = sizes
+    tiling = hopper_scores.ScoresTiling(**tiling)
+    causal = rows.count_blocks(S, block) == R
+    queries, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((B, R, N, H), (B, S, K, H)))
+    shape = hopper_scores._Shape.of(queries, k, block, causal, tiling)
+    table = hopper_scores.segments(shape, tiling)
+    times = np.zeros((B, K, shape.groups, shape.blocks), int)
+    for b, h, group, first, count in table.reshape(-1, 5):
+        times[b, h, group, first : first + count] += 1
+    first_tile = np.arange(shape.groups) * shape.resident
+    last_tiles = np.minimum(first_tile + shape.resident, shape.tiles) - 1
+    for group, (begin, end) in enumerate(zip(first_tile, last_tiles, strict=True)):
+        tiles = np.arange(begin, end + 1) % shape.head_tiles
+        last_row = min(tiles.max() * 64 + 63, R - 1)
+        wanted = (np.arange(shape.blocks) <= last_row) | (not causal)
+        np.testing.assert_array_equal(
+            times[:, :, group], np.broadcast_to(wanted, (B, K, len(wanted)))
+        )
+    work = table[..., -1].sum(-1)
+    assert (work > 0).all()
+    if shape.head_tiles == 1:  # all blocks cost the same
+        assert work.max() <= work.mean() + 1
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "dtype"),
+    [
+        (64, 64, "bfloat16"),
+        (128, 64, "float16"),
+        (64, 128, "float16"),
+        (128, 128, "bfloat16"),
+        (64, 256, "bfloat16"),
+        (128, 256, "float16"),
+    ],
+)
+@needs_newer_jax
+def test_it_lowers_for_cuda(block, size, dtype):
+    """Every two of the three together; both types have 16 bits."""
+    from xsake.backends.hopper import scores as hopper_scores
+
+    queries = jax.ShapeDtypeStruct((2, 70, 4, size), dtype)
+    k = jax.ShapeDtypeStruct((2, 70 * block - 3, 2, size), dtype)
+    run = jax.jit(functools.partial(hopper_scores.scores, block=block, causal=True))
+    text = run.trace(queries, k).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 1
+
+
+@pytest.fixture
+def kernel_taken(monkeypatch):
+    """select takes the kernel, interpreted; returns the shapes that it was called with."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import means as hopper_means
+    from xsake.backends.hopper import scores as hopper_scores
+
+    calls = []
+    kernel = hopper_scores.scores
+
+    def run(queries, k, block, *, causal):
+        calls.append((queries.shape, k.shape, causal))
+        return interpreted(queries, k, block, causal=causal, run=kernel, sms=2)
+
+    means = functools.partial(hopper_means.means, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(hopper_means, "means", means)
+    scores._batchable.cache_clear()
+    block_scores.estimate.clear_cache()
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
+    monkeypatch.setattr(hopper_scores, "scores", run)
+    yield calls
+    scores._batchable.cache_clear()
+    block_scores.estimate.clear_cache()
+
+
+def plan_for(heads, n):
+    counts = np.broadcast_to(np.minimum(2, rows.ceilings(n)), (1, heads, n)).astype(np.int32)
+    return Plan(counts, None, Terms(0.5, "kl", "mean_query", 64, n * 64))
+
+
+@needs_interpreter
+def test_a_plan_has_one_kernel_for_the_batch_and_the_scores_of_plain_jax(kernel_taken, monkeypatch):
+    q, k = drawn(2, 190, 4, 64), drawn(2, 190, 2, 64, seed=1)
+    plan = plan_for(4, 3)
+    got = np.asarray(plan.scored(0, q, k))
+    assert kernel_taken[-1] == ((2, 3, 4, 64), (2, 190, 2, 64), True)
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
+    want = jax.vmap(lambda q, k: block_scores.mean_query(q, k, 64))(
+        *(x.astype(jnp.float32) for x in (q, k))
+    )
+    may = rows.allowed(3)
+    # q̄ is rounded to 8 bits before the product: 2^-9 of the largest logit is the difference
+    np.testing.assert_allclose(got[..., may], np.asarray(want)[..., may], atol=2e-2)
+
+
+@needs_interpreter
+def test_a_part_of_a_text_is_scored_against_all_keys(kernel_taken, monkeypatch):
+    """The rows of a later part, from a number that is traced."""
+    q, k = drawn(1, 256, 2, 64), drawn(1, 256, 1, 64, seed=1)
+    plan = plan_for(2, 4)
+    whole = np.asarray(plan.blocks(0, q, k))
+    part = jax.jit(lambda first: plan.blocks(0, q[:, 128:], k, first=first))(128)
+    assert kernel_taken[-1] == ((1, 2, 2, 64), (1, 256, 1, 64), False)
+    np.testing.assert_array_equal(part, whole[:, :, 2:])
+
+
+@needs_interpreter
+def test_gradients_go_around_the_choice(kernel_taken):
+    """The kernel has no derivative and none is asked of it; attention under its mask has one."""
+    q, k = drawn(1, 192, 2, 64, jnp.bfloat16), drawn(1, 192, 1, 64, seed=1)
+    plan = plan_for(2, 3)
+
+    def attend(q, k, mask=None):
+        mask = plan.mask(0, q, k) if mask is None else mask
+        out = dot_product_attention(q, k, k, mask=mask, implementation="xla")
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    found = jax.grad(attend, (0, 1))(q, k)
+    assert kernel_taken
+    mask = plan.mask(0, q, k)
+    wanted = jax.grad(functools.partial(attend, mask=mask), (0, 1))(q, k)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_newer_jax
+def test_a_training_step_lowers_for_cuda(monkeypatch):
+    """Layers in a scan, computed again backward: two kernels each way, for the whole batch."""
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
+    block_scores.estimate.clear_cache()
+    plan = plan_for(2, 3)
+
+    @jax.checkpoint
+    def layer(x, number):
+        mask = plan.mask(number, x, x[:, :, :1])
+        return dot_product_attention(x, x, x, mask=mask, implementation="reference"), None
+
+    def loss(x):
+        return jax.lax.scan(layer, x, jnp.zeros(2, int))[0].astype(jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((3, 192, 2, 64), jnp.bfloat16)
+    text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    block_scores.estimate.clear_cache()
+    assert text.count("@mosaic_gpu") == 4
+    assert "3x2x3x64xf32" in text  # [B, N, blocks, rows of a tile]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"platform": "cpu"}, "needs a Hopper GPU (H100, H200); this is a cpu"),
+        ({"capability": (10, 0)}, "compute capability 9.0"),
+        ({"version": (0, 10, 2)}, "needs JAX 0.11 or newer"),
+        ({"dtype": "float32"}, "bfloat16 and float16; this is float32"),
+        ({"query": "float32"}, "of one type; these are float32 and bfloat16"),
+        ({"size": 96}, "heads of 64, 128 and 256; these are 96"),
+        ({"block": 32}, "blocks of 64 and 128; these are 32"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_every_refusal_has_its_reason(change, reason, monkeypatch):
+    """On a machine that claims to be an H200, one thing at a time is in the way."""
+    monkeypatch.setattr(_jax, "platform", lambda: change.get("platform", "gpu"))
+    monkeypatch.setattr(_jax, "compute_capability", lambda: change.get("capability", (9, 0)))
+    monkeypatch.setattr(_jax, "version", lambda: change.get("version", (0, 11, 2)))
+    k = jax.ShapeDtypeStruct((256, 1, change.get("size", 64)), change.get("dtype", "bfloat16"))
+    q = jax.ShapeDtypeStruct(k.shape, change.get("query", k.dtype))
+    said = scores.why_not(q, k, change.get("block", 64))
+    assert (said is None) if reason is None else (reason in said)
+
+
+@pytest.mark.gpu
+@on_a_card
+@pytest.mark.parametrize(
+    ("batch", "T", "N", "size", "block"),
+    [(3, 8192, 9, 64, 128), (3, 301, 4, 64, 128), (2, 200, 2, 128, 64), (2, 77, 1, 64, 64)],
+    ids=str,
+)
+def test_on_a_card_means_are_over_the_tokens_of_every_block(batch, T, N, size, block):
+    """Heads that do not fill the last tile, and those that fill exactly one, with a short block."""
+    from xsake.backends.hopper import means as hopper_means
+
+    q = drawn(batch, T, N, size)
+    found = np.asarray(hopper_means.means(q, block, scale=3.0), np.float64)
+    np.testing.assert_allclose(found, exact_means(q, block, 3), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.gpu
+@on_a_card
+@pytest.mark.parametrize(
+    ("layers", "T", "heads", "size", "block"),
+    [(5, 8192, (9, 3), 64, 128), (3, 2048, (8, 8), 64, 64), (3, 4001, (4, 2), 128, 128)],
+    ids=str,
+)
+def test_on_a_card_stacked_layers_score_as_plain_jax_does(
+    layers, T, heads, size, block, monkeypatch
+):
+    """Each layer by itself, and all of them in a loop, which XLA runs on places in the stack."""
+    q = drawn(layers, T, heads[0], size) / 2
+    k = drawn(layers, T, heads[1], size, seed=1)
+    estimate = functools.partial(block_scores.mean_query, block=block)
+
+    def in_a_loop(q, k):
+        one = functools.partial(jax.tree.map, lambda x: x[None])
+        return jax.lax.map(lambda x: jax.vmap(estimate)(*one(x))[0], (q, k))
+
+    assert scores.why_not(q[0], k[0], block) is None
+    alone = np.stack([np.asarray(jax.jit(estimate)(q[i], k[i])) for i in range(layers)])
+    together = np.asarray(jax.jit(in_a_loop)(q, k))
+    monkeypatch.setattr(scores, "why_not", lambda *_: "compared with")
+    exactly = [x.astype(jnp.float32) for x in (q, k)]
+    want = np.stack([np.asarray(estimate(*(x[i] for x in exactly))) for i in range(layers)])
+    seen = np.tri(want.shape[-1], dtype=bool)
+    # a mean query is rounded to bfloat16, and logits are as large as 50
+    np.testing.assert_allclose(alone[..., seen], want[..., seen], atol=0.3)
+    np.testing.assert_array_equal(together[..., seen], alone[..., seen])

@@ -1,0 +1,136 @@
+"""Lists by column and work tables of the Hopper kernels: plain JAX here, the kernels on a card."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from tests.conditions import needs_newer_jax, on_a_card
+from xsake import BlockMask, masks
+
+pytestmark = needs_newer_jax
+# list batch, list heads, row blocks, kv blocks, share of blocks, with partial blocks
+MASKS = {
+    "few": (1, 2, 5, 7, 0.4, False),
+    "causal": (2, 3, 16, 16, 0.5, True),
+    "128 rows": (1, 2, 128, 128, 0.1, False),
+    "more columns than lanes": (1, 2, 130, 300, 0.3, True),
+    "most rows": (1, 1, 384, 256, 0.05, True),
+    "everything": (1, 1, 96, 96, 1.0, False),
+    "nothing": (1, 2, 9, 9, 0.0, False),
+    "too many rows": (1, 1, 400, 130, 0.1, True),
+}
+
+
+def drawn(name):
+    """A mask of 64-blocks with room to spare, its first row of blocks empty."""
+    batch, heads, rows, columns, share, partial = MASKS[name]
+    rng = np.random.default_rng(rows)
+    blocks = rng.random((batch, heads, rows, columns)) < share
+    blocks[:, :, 0] &= name == "everything"
+    rule = masks.sliding_window(64 * columns, 40) if partial else None
+    room = max(1, int(blocks.sum((2, 3)).max())) + 37
+    shape = (64 * rows - 3, 64 * columns)
+    return BlockMask.from_dense(blocks, rule, shape=shape, block=(64, 64), capacity=room)
+
+
+def tiling(order, l2_bytes=24 << 20, sms=4):
+    """What a table depends on."""
+    return types.SimpleNamespace(order=order, l2_bytes=l2_bytes, sms=sms)
+
+
+def expected_table(mask, batch, heads, run, sms):
+    """The rows one by one, sorted by Python: longest first within runs, else in their order."""
+    start, count, full, index = (np.asarray(x) for x in mask.lists[:4])
+    list_batch, list_heads, blocks = count.shape
+    rows = []
+    for number in range(batch * heads * blocks):
+        b, n, i = number // blocks // heads, number // blocks % heads, number % blocks
+        at = (b if list_batch > 1 else 0, n // (heads // list_heads), i)
+        first = (at[0] * list_heads + at[1]) * index.shape[-1]
+        rows.append((b, n, i, first + start[at], count[at], full[at], 0, 0))
+    if run > 1:
+        rows = [
+            row
+            for first in range(0, len(rows), run)
+            for row in sorted(rows[first : first + run], key=lambda row: -row[4])
+        ]
+    return np.array([*rows, (0, 0, 0, 0, -1, 0, min(sms, len(rows)), 0)])
+
+
+# order, bytes of L2, batch, query heads per list head, items in a run (None: all)
+ORDERS = [
+    ("natural", 24 << 20, 2, 1, lambda blocks, group: 1),
+    ("longest", 24 << 20, 2, 2, lambda blocks, group: None),
+    ("heads", 24 << 20, 2, 2, lambda blocks, group: group * blocks),
+    ("sections", 1, 2, 2, lambda blocks, group: group * blocks),
+    ("sections", 200_000, 1, 1, lambda blocks, group: 2 * group * blocks),
+    ("sections", 24 << 20, 2, 2, lambda blocks, group: None),
+]
+
+
+def check_tables(name, interpret):
+    from xsake.backends.hopper import work_table as hopper_tables
+
+    mask = drawn(name)
+    list_batch, list_heads, blocks = mask.kv_count.shape
+    for order, l2_bytes, batch, group, run in ORDERS:
+        batch, heads = batch if list_batch == 1 else list_batch, list_heads * group
+        how = tiling(order, l2_bytes)
+        found = jax.jit(
+            lambda lists, batch=batch, heads=heads, how=how: hopper_tables.work_table(
+                lists, batch, heads, list_heads, 100_000, how, interpret
+            )
+        )(mask.lists)
+        items = batch * heads * blocks
+        together = min(run(blocks, group) or items, items)
+        np.testing.assert_array_equal(
+            found, expected_table(mask, batch, heads, together, how.sms), err_msg=order
+        )
+
+
+@pytest.mark.parametrize("name", ["few", "causal", "128 rows", "nothing"])
+def test_a_table_has_every_item_longest_first(name):
+    """Lists shared by heads and batch rows, runs that do and do not divide the items."""
+    check_tables(name, interpret=True)
+
+
+@pytest.mark.gpu
+@on_a_card
+@pytest.mark.parametrize("name", MASKS)
+def test_the_kernel_makes_the_same_table(name):
+    """As Python sorts it."""
+    check_tables(name, interpret=False)
+
+
+@pytest.mark.gpu
+@on_a_card
+@pytest.mark.parametrize("name", MASKS)
+def test_the_kernel_turns_lists_as_the_mask_does(name):
+    """Every array of BlockMask.transpose; what no list reaches is a legal number."""
+    from xsake.backends.hopper import work_table as hopper_tables
+
+    mask = drawn(name)
+    columns = mask.grid.counts[1]
+    found = jax.jit(lambda lists: hopper_tables.lists_by_column(lists, columns))(mask.lists)
+    want = mask.transpose().lists
+    used = np.arange(want.kv_index.shape[-1]) < np.asarray(want.kv_count).sum(-1, keepdims=True)
+    index = np.asarray(found.kv_index)
+    np.testing.assert_array_equal(index[used], np.asarray(want.kv_index)[used])
+    assert (index >= 0).all()
+    assert (index < mask.grid.counts[0]).all()
+    for name in ("kv_start", "kv_count", "full_count", "overflow"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(want, name), err_msg=name)
+
+
+def test_an_unknown_order_is_refused():
+    """By name, with those there are."""
+    from xsake.backends.hopper import work_table as hopper_tables
+
+    with pytest.raises(
+        ValueError, match=r"order is 'shortest'; choose one of \['heads', 'longest'"
+    ):
+        hopper_tables.work_table(drawn("few").lists, 1, 2, 2, 1, tiling("shortest"), True)

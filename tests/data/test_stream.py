@@ -1,0 +1,338 @@
+"""Text becomes token files without loss, and any step's batch can be had at any time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pytest
+import tokenizers
+import zstandard
+
+from tests.train.corpus import documents, token_file
+from xsake.data import text
+from xsake.data.stream import Stream
+from xsake.data.tokenizer import Tokenizer, read_tokenizer
+from xsake.data.tokens import TokenFile, end_token, tokenize, train_tokenizer
+
+PACK = {
+    "": lambda x: x,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def lines(texts):
+    return "".join(json.dumps({"id": i, "text": x}) + "\n" for i, x in enumerate(texts)).encode()
+
+
+@pytest.mark.parametrize("packed", PACK)
+def test_text_and_json_lines_are_read_however_they_are_packed(tmp_path, packed):
+    texts = ["one é\n\ntwo", "three " * 50_000, "four"]
+    for name, content in (("a.txt", texts[0].encode()), ("b.jsonl", lines(texts[1:]))):
+        (tmp_path / (name + packed)).write_bytes(PACK[packed](content))
+    found = text.documents([tmp_path / ("a.txt" + packed), tmp_path / ("b.jsonl" + packed)])
+    assert list(found) == texts
+
+
+def test_a_zstd_file_of_several_frames_is_read_to_its_end(tmp_path):
+    pack = zstandard.ZstdCompressor().compress
+    (tmp_path / "a.jsonl.zst").write_bytes(pack(lines(["one"])) + pack(lines(["two"])))
+    assert list(text.documents([tmp_path / "a.jsonl.zst"])) == ["one", "two"]
+
+
+@pytest.mark.parametrize("packed", [".gz", ".xz", ".zst"])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path, packed):
+    draw = np.random.default_rng(0)
+    content = lines([str(draw.integers(0, 1 << 60, 20_000))] + [str(x) for x in range(20_000)])
+    content = PACK[packed](content)
+    path = tmp_path / ("a.jsonl" + packed)
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"a\.jsonl.* is truncated or damaged"):
+        list(text.documents([path]))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"text": "a"}\nnothing\n', r"line 2 is not JSON"),
+        (b'{"body": "a"}\n', r"line 1 has no text field 'text', only \['body'\]"),
+        (b"[1]\n", r"line 1 has no text field 'text', only list"),
+        (b'{"text": "\xff"}\n', r"not UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, content, told):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        list(text.documents([tmp_path / "a.jsonl"]))
+
+
+def test_a_token_file_decodes_to_its_documents(tmp_path):
+    file = token_file(tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(file.tokenizer))
+    parts = np.split(file.tokens, file.starts[1:].astype(int))
+    assert [tokenizer.decode(part[:-1].tolist()) for part in parts] == documents()
+    assert {int(part[-1]) for part in parts} == {file.header.end} == {0}
+    assert file.header.dtype == "uint16"
+    TokenFile.open(file.folder, verify=True)
+
+
+def test_a_tokenizer_of_our_own_begins_every_text_with_bos(tmp_path):
+    """By `encode` and in a token file, once; after it is read back from its file, too."""
+    made = train_tokenizer(documents(), 300, end="an : end")
+    made.inner.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (made, end_token(read_tokenizer(tmp_path / "tokenizer.json"), "an : end")):
+        for document in documents():
+            ids, bare = tokenizer.encode(document), tokenizer.encode(document, special=False)
+            assert ids == [tokenizer.bos, *bare]
+            assert 0 not in bare
+            assert tokenizer.decode(ids) == tokenizer.decode(bare) == document
+    file = tokenize(documents(), tokenizer, tmp_path / "text")
+    parts = np.split(file.tokens, file.starts[1:].astype(int))
+    for document, part in zip(documents(), parts, strict=True):
+        assert part.tolist() == [*tokenizer.encode(document), 0]
+
+
+@pytest.mark.parametrize("unknown", ["w", "<e>"])  # what a word outside the vocabulary becomes
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [(None, "ww<e>"), ("<b> $A", "<b>ww<e>"), ("$A <e>", "ww<e>"), ("<b> $A <e>", "<b>ww<e>")],
+)
+def test_what_a_tokenizer_puts_around_a_text_is_written_once(tmp_path, template, written, unknown):
+    words = {"w": 0, "<b>": 1, "<e>": 2}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=unknown))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if template is not None:
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template, special_tokens=[("<b>", 1), ("<e>", 2)]
+        )
+    file = tokenize(["w w", "w w"], Tokenizer(inner, bos=1, eos=(2,)), tmp_path / "text")
+    assert "".join(map(inner.id_to_token, file.tokens.tolist())) == written * 2
+
+
+def test_a_large_vocabulary_takes_32_bits(tmp_path):
+    words = {f"w{i}": i for i in range(70_000)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    file = tokenize(["w69999"], Tokenizer(inner), tmp_path / "wide")
+    assert (file.header.dtype, file.header.end, file.tokens.tolist()) == ("uint32", None, [69_999])
+
+
+def test_damaged_token_files_are_refused_with_the_reason(tmp_path):
+    file = token_file(tmp_path)
+    tokens = file.folder / "tokens.bin"
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-2])
+    with pytest.raises(ValueError, match=r"tokens\.bin has .* it is truncated"):
+        TokenFile.open(file.folder)
+    tokens.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    with pytest.raises(ValueError, match="it is damaged"):
+        TokenFile.open(file.folder, verify=True)
+    (file.folder / "header.json").write_text("{")
+    with pytest.raises(ValueError, match="not the header of a token file"):
+        TokenFile.open(file.folder)
+    (file.folder / "header.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no header\.json"):
+        TokenFile.open(file.folder)
+
+
+def test_an_interrupted_tokenize_leaves_no_token_file(tmp_path):
+    def texts():
+        yield from documents()
+        raise RuntimeError("cut off")
+
+    with pytest.raises(RuntimeError, match="cut off"):
+        tokenize(texts(), train_tokenizer(documents(), 300), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    tokenize(documents(), train_tokenizer(documents(), 300), tmp_path / "a")
+    with pytest.raises(FileExistsError, match="exists already"):
+        tokenize(documents(), train_tokenizer(documents(), 300), tmp_path / "a")
+
+
+def test_text_without_a_document_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_bytes(lines(["", "  \n"]))
+    texts = text.documents([tmp_path / "empty.jsonl"])
+    with pytest.raises(ValueError, match=r"no document with text was found in \['empty'\]"):
+        tokenize(texts, train_tokenizer(documents(), 300), tmp_path / "a", sources=["empty"])
+
+
+def test_an_end_token_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="no token '<eos>'"):
+        end_token(train_tokenizer(documents(), 300), "<eos>")
+
+
+# ------------------------------------------------------------------------------------------ batches
+
+
+@pytest.fixture
+def files(tmp_path):
+    return [token_file(tmp_path, "one"), token_file(tmp_path, "two", seed=1)]
+
+
+def test_every_window_is_read_once_an_epoch_in_another_order_each_time(files):
+    stream = Stream(files, 32, seed=3)
+    orders = []
+    for epoch in range(2):
+        steps = range(epoch * stream.windows, (epoch + 1) * stream.windows)
+        begins = [stream._begin(step) for step in steps]
+        assert sorted(np.diff(sorted(begins))) == [32] * (stream.windows - 1)
+        assert min(begins) >= 0
+        assert max(begins) + 32 < stream.tokens
+        orders.append(begins)
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("bos", [None, 0])
+def test_a_batch_depends_on_seed_and_step_alone(files, bos):
+    forward, backward = (Stream(files, 32, seed=3, bos=bos) for _ in range(2))
+    ahead = [forward.batch(step, 4) for step in range(70)]
+    for step in reversed(range(70)):
+        for one, other in zip(ahead[step], backward.batch(step, 4), strict=True):
+            np.testing.assert_array_equal(one, other)
+    other = Stream(files, 32, seed=4, bos=bos).batch(0, 4)
+    assert not np.array_equal(ahead[0].tokens, other.tokens)
+
+
+@pytest.mark.parametrize("bos", [None, 0])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_together_read_what_one_reads(files, processes, bos):
+    stream = Stream(files, 32, seed=3, bos=bos)
+    for step in (0, 5, 40):
+        whole = stream.batch(step, 8)
+        parts = [stream.batch(step, 8, process, processes) for process in range(processes)]
+        for name in whole._fields:
+            joined = np.concatenate([getattr(part, name) for part in parts])
+            np.testing.assert_array_equal(joined, getattr(whole, name))
+    with pytest.raises(ValueError, match="7 rows cannot be dealt out evenly to 2"):
+        stream.batch(0, 7, 0, 2)
+
+
+def test_targets_are_the_next_tokens_and_count_within_a_document_only(files):
+    """Against the documents themselves: one shift, and none over a border."""
+    stream = Stream(files, 32)
+    everything = np.concatenate([file.tokens for file in files]).astype(int)
+    owner = np.zeros(len(everything), int)
+    owner[stream.starts] = 1
+    owner = np.cumsum(owner)
+    begins = [0, 17, len(files[0]) - 9, stream.tokens - 33]
+    batch = stream.at(begins)
+    for row, begin in enumerate(begins):
+        place = np.arange(begin, begin + 32)
+        np.testing.assert_array_equal(batch.tokens[row], everything[place])
+        np.testing.assert_array_equal(batch.targets[row], everything[place + 1])
+        np.testing.assert_array_equal(batch.weights[row], owner[place] == owner[place + 1])
+        np.testing.assert_array_equal(batch.segment_ids[row], owner[place] - owner[begin])
+    assert 0 < (batch.weights == 0).sum() < 30
+
+
+def test_rows_that_are_not_separate_are_one_segment(files):
+    batch = Stream(files, 32, separate=False).batch(0, 4)
+    assert not batch.segment_ids.any()
+    assert batch.weights.all()
+
+
+def test_calibration_windows_lie_within_one_document_if_any_is_long_enough(files):
+    stream = Stream(files, 24, seed=1)
+    everything = np.concatenate([file.tokens for file in files]).astype(int)
+    seen = set()
+    for window in stream.long_windows(50, step=7):
+        assert 0 not in window[1:-1]  # bos is a document's first, its end the last
+        assert any(
+            np.array_equal(everything[i : i + 24], window) for i in range(len(everything) - 23)
+        )
+        seen.add(tuple(window))
+    assert len(seen) > 25
+    np.testing.assert_array_equal(stream.long_windows(5, 7), stream.long_windows(5, 7))
+    assert Stream(files, 2000).long_windows(3, 0).shape == (3, 2000)
+
+
+def test_evaluation_reads_all_windows_and_fills_the_last_batch_with_nothing(files):
+    stream = Stream(files[:1], 40)
+    batches = list(stream.in_order(4))
+    assert sum(len(batch.tokens) for batch in batches) == -(-stream.windows // 4) * 4
+    joined = np.concatenate([batch.tokens for batch in batches])[: stream.windows].reshape(-1)
+    np.testing.assert_array_equal(joined, files[0].tokens[: stream.windows * 40])
+    empty = np.concatenate([batch.weights for batch in batches])[stream.windows :]
+    assert not empty.any()
+    assert sum(len(batch.tokens) for batch in stream.in_order(4, 3)) == 4
+
+
+# -------------------------------------------------------------------------------------- bos in rows
+
+
+def bare_file(folder, documents, end):
+    """A token file of these ids, as a tokenizer without bos writes it."""
+    words = {str(i): i for i in range(100)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    texts = [" ".join(map(str, ids)) for ids in documents]
+    return tokenize(texts, Tokenizer(inner, eos=(end,)), folder)
+
+
+def test_rows_with_bos_are_as_the_picture_draws_them(tmp_path):
+    file = bare_file(tmp_path / "a", [[1, 10, 11, 12, 13], [1, 20, 21, 22, 23]], end=2)
+    stream = Stream([file], 4, bos=1)
+    assert stream.windows == 3
+    (batch,) = stream.in_order(3)
+    assert batch.tokens.tolist() == [[1, 10, 11, 12], [1, 13, 2, 1], [1, 21, 22, 23]]
+    assert batch.targets[0, :3].tolist() == [10, 11, 12]
+    assert batch.targets[1:].tolist() == [[13, 2, 1, 20], [21, 22, 23, 2]]
+    assert batch.segment_ids.tolist() == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
+    assert batch.weights.tolist() == [[1, 1, 1, 0], [1, 1, 0, 1], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("length", [3, 5, 20, 60])
+@pytest.mark.parametrize("separate", [True, False])
+def test_every_token_is_a_target_once_where_rows_begin_with_bos(tmp_path, length, separate):
+    """60 tokens, each another but for bos and end: windows tile them, in the file's order or not.
+
+    A document's own bos is a target only where rows are one text and it does not begin one.
+    """
+    ids = iter(range(10, 100))
+    texts = [[1, *(next(ids) for _ in range(size))] for size in (3, 1, 13, 0, 21, 10)]
+    stream = Stream([bare_file(tmp_path / "a", texts, end=2)], length, 5, separate, bos=1)
+    assert stream.windows * length == stream.tokens == 60
+    epoch = [stream.batch(step, 1) for step in range(stream.windows)]
+    for batches in (epoch, list(stream.in_order(1))):
+        rows, targets = (np.concatenate([x[i] for x in batches]) for i in range(2))
+        counts = np.bincount(targets[np.concatenate([x.weights for x in batches]) == 1])
+        assert counts[10:].tolist() == [1] * 48
+        assert counts[2] == len(texts)
+        own = sum(int(start) % length != 0 for start in stream.starts)
+        assert counts[1] == (0 if separate else own)
+        assert (rows[:, 0] == 1).all()
+        assert not (rows[:, 1] == 1).any()
+
+
+def test_bos_is_of_the_first_document_of_its_row_whose_first_token_it_predicts(tmp_path):
+    """Documents that have no bos of their own; windows begin in one, at one's start, at an end."""
+    file = bare_file(tmp_path / "a", [[10, 11, 12], [13, 14, 15], [16, 17]], end=2)
+    stream = Stream([file], 4, bos=2)  # bos is the end, as GPT-2 has it
+    batch = stream.at([0, 3, 4, 6])
+    rows = [[2, 10, 11, 12], [2, 2, 13, 14], [2, 13, 14, 15], [2, 15, 2, 16]]
+    assert batch.tokens.tolist() == rows
+    assert batch.targets.tolist() == [
+        [*row[1:], x] for row, x in zip(rows, (2, 15, 2, 17), strict=True)
+    ]
+    assert batch.segment_ids.tolist() == [[0] * 4, [0, 0, 1, 1], [0] * 4, [0, 0, 0, 1]]
+    assert batch.weights.tolist() == [[1] * 4, [1, 0, 1, 1], [1] * 4, [1, 1, 0, 1]]
+
+
+def test_calibration_windows_begin_with_bos_and_lie_within_one_document(tmp_path):
+    texts = [list(range(10, 40)), list(range(40, 45)), list(range(50, 90))]
+    stream = Stream([bare_file(tmp_path / "a", texts, end=2)], 12, bos=1)
+    windows = stream.long_windows(50, step=3)
+    assert (windows[:, 0] == 1).all()
+    places = [(*text, 2)[i : i + 11] for text in texts for i in range(1, len(text) - 9)]
+    assert set(map(tuple, windows[:, 1:].tolist())) <= set(places)
+    whole = Stream(stream.files, stream.tokens, bos=1)  # as long as the text
+    assert whole.long_windows(1, 0)[0].tolist() == [1, *stream.files[0].tokens[1:]]
+
+
+def test_too_few_tokens_for_a_window_are_refused(files):
+    with pytest.raises(ValueError, match="too few for a window of 100,000"):
+        Stream(files, 100_000)
+    with pytest.raises(ValueError, match="no token files"):
+        Stream([], 8)

@@ -1,0 +1,1 @@
+"""Programs that write tables and figures into docs/ from benchmarks/results/."""

@@ -1,0 +1,1 @@
+"""What `xsake bench --suite NAME` measures, a module each."""

@@ -1,0 +1,109 @@
+"""Hardware counters of the Hopper kernels, by Nsight Compute: launch | read.
+
+    ncu --profile-from-start off --clock-control none --cache-control none -k regex:xsake \
+        --section WarpStateStats --metrics $(python benchmarks/counters.py metrics) \
+        --csv --page raw --log-file cell.csv \
+        python benchmarks/counters.py launch 1 16384 128 0.43 --facts cell.json
+    python benchmarks/counters.py read cell.json … --out benchmarks/results/counters.json
+
+`launch` runs one forward and one backward of a block-sparse cell between the profiler's start and
+stop, each alone on an idle card, and leaves machine, versions and commit beside the counters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+METRICS = {  # name in the result file: ncu's
+    "seconds": "gpu__time_duration.sum",
+    "cycles": "sm__cycles_elapsed.max",
+    "tensor_active_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "special_function_active_percent": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "issue_active_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "l2_hit_percent": "lts__t_sector_hit_rate.pct",
+    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram_read_bytes": "dram__bytes_read.sum",
+    "dram_written_bytes": "dram__bytes_write.sum",
+    "registers_per_thread": "launch__registers_per_thread",
+    "local_loads": "smsp__inst_executed_op_local_ld.sum",
+}
+STALL = "smsp__average_warps_issue_stalled_"
+
+
+def launch(B: int, T: int, H: int, density: float, facts: Path) -> None:
+    """One forward and one backward of the cell that `xsake bench --suite hopper` draws."""
+    import jax
+
+    from xsake.bench.cases import hopper_case
+    from xsake.bench.suites.hopper import attend_hopper
+    from xsake.bench.timing import compile_directions, provenance
+
+    case = hopper_case(B, T, H, density)
+    given = case.arguments(on_device=True)
+    inputs = [given[name] for name in ("query", "key", "value")]
+    calls = compile_directions(attend_hopper, inputs, given["mask"])
+    for fn, args in calls.values():
+        jax.block_until_ready(fn(*args))
+    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda.cuProfilerStart()
+    for fn, args in calls.values():
+        jax.block_until_ready(fn(*args))
+    cuda.cuProfilerStop()
+    facts.write_text(json.dumps({**provenance(), "case": case.name}, indent=1) + "\n")
+
+
+def rows_of(facts: dict[str, Any], table: Path) -> list[dict[str, Any]]:
+    """One row a kernel: the counters, and why its warps waited, largest first."""
+    lines = [line for line in table.read_text().splitlines() if line.startswith('"')]
+    units, *kernels = csv.DictReader(lines)
+
+    def number(text: str) -> float:
+        return float(text.replace(",", "") or 0)
+
+    found = []
+    for kernel in kernels:
+        row: dict[str, Any] = {"case": facts["case"], "kernel": kernel["Kernel Name"]}
+        for name, metric in METRICS.items():
+            scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}.get(units[metric], 1)
+            row[name] = scale * number(kernel[metric])
+        stalls = {
+            name.removeprefix(STALL).removesuffix("_per_issue_active.ratio"): number(value)
+            for name, value in kernel.items()
+            if name.startswith(STALL) and "selected" not in name
+        }
+        row["stalled_warps_per_issue"] = dict(sorted(stalls.items(), key=lambda item: -item[1])[:5])
+        found.append(row)
+    return found
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    kinds.add_parser("metrics")
+    one = kinds.add_parser("launch")
+    for name, kind in (("B", int), ("T", int), ("H", int), ("density", float)):
+        one.add_argument(name, type=kind)
+    one.add_argument("--facts", type=Path, required=True)
+    several = kinds.add_parser("read")
+    several.add_argument("facts", type=Path, nargs="+", help="each beside its .csv")
+    several.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    if given.kind == "metrics":
+        print(",".join(METRICS.values()))
+    elif given.kind == "launch":
+        launch(given.B, given.T, given.H, given.density, given.facts)
+    else:
+        cells = [(json.loads(path.read_text()), path.with_suffix(".csv")) for path in given.facts]
+        rows = [row for facts, table in cells for row in rows_of(facts, table)]
+        first = {name: x for name, x in cells[0][0].items() if name != "case"}
+        given.out.write_text(json.dumps({**first, "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

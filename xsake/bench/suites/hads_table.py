@@ -1,0 +1,399 @@
+"""HADS on one model, from calibration to the table, resumable: prepare | profile | table | speed.
+
+    prepare   a model's tokenizer + text files → a folder of .npy documents
+    profile   times a calibration, all curves, compiling included → JSON
+    table     calibrates (cached), then measures every method at every density → JSON and Markdown
+    speed     times selection, sparse and dense attention, and decode → JSON
+
+Only `prepare` needs tokenizers, and only the command line tyro: the functions can be called.
+Profiles and densities that are there already are not measured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from xsake import block_scores, dot_product_attention, selection
+from xsake.bench.choices import observed
+from xsake.bench.timing import provenance, time_queued
+from xsake.data import documents as text
+from xsake.evaluate import table as tables
+from xsake.evaluate.decoding import budget_of, compare_decoding
+from xsake.evaluate.quality import compare, mean_and_error
+from xsake.hads import Plan, Profile, budget, make
+from xsake.hads.statistics import CURVES
+from xsake.model import huggingface
+from xsake.model.generate import REFRESH, stream
+from xsake.model.observer import Subject
+
+
+def prepare(
+    model: Path,
+    out: Path,
+    novels: list[Path],
+    held_out: list[Path],
+    wikipedia: list[Path],
+    length: int = 8192,
+    calibration: int = 16,
+    evaluation: int = 8,
+) -> None:
+    """Writes out/novels.npy, out/wikipedia.npy and out/held_out.npy, and what they are cut from."""
+    tokenizer = huggingface.load(model).tokenizer
+    assert tokenizer is not None
+    out.mkdir(parents=True, exist_ok=True)
+    sources = {}
+    for name, files, count, seed in (
+        ("novels", novels, calibration, 0),
+        ("wikipedia", wikipedia, calibration, 0),
+        ("held_out", held_out, evaluation, 1),
+    ):
+        cut = np.stack(text.load_documents(files, tokenizer.encode, length, count, seed))
+        np.save(out / f"{name}.npy", cut.astype(np.uint16 if cut.max() < 1 << 16 else np.int32))
+        sources[name] = {"files": [file.name for file in files], "seed": seed}
+        print(f"{name}: {count} × {length:,} tokens", flush=True)
+    (out / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
+
+
+def table(
+    model: Path,
+    documents: Path,
+    out: Path,
+    profiles: Path,
+    block: int = 64,
+    length: int = 8192,
+    short: int = 2048,
+    calibration: int = 16,
+    evaluation: int = 8,
+    densities: tuple[float, ...] = (0.10, 0.20, 0.30, 0.43, 0.60),
+    curves: tuple[str, ...] = CURVES,
+    dtype: str = "bfloat16",
+    implementation: str | None = None,
+) -> None:
+    """Calibrates on novels, on Wikipedia and on short novels, and compares on held-out novels.
+
+    Args:
+      model: a folder of safetensors or a .gguf file.
+      documents: the folder that `prepare` wrote.
+      out: a folder for table-LENGTH-BLOCK.json and .md, and for the plans at density 0.43.
+      profiles: a folder for the profiles, which are large.
+      block: tokens per block.
+      length: of the documents.
+      short: length of the calibration that is to serve the long documents.
+      calibration: documents to calibrate on.
+      evaluation: documents to measure on.
+      densities: of every method.
+      curves: selectors to measure costs for.
+      dtype: that the model computes in.
+      implementation: of attention; default the fastest that can run.
+    """
+    subject = _subject(model, dtype, implementation)
+    profiled = functools.partial(_profiled, subject, documents, profiles, block, calibration)
+    known = profiled("novels", length, curves)
+    others = {
+        "from wikipedia": profiled("wikipedia", length, curves),
+        f"from {short:,} tokens": profiled("novels", short, ("static", "mean_query")),
+    }
+    held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
+    sources = documents / "sources.json"
+    facts = provenance() | {
+        "model": model.name,
+        "dtype": dtype,
+        "profiles": {file.stem: json.loads(file.read_text()) for file in profiles.glob("*.json")},
+        "sources": json.loads(sources.read_text()) if sources.is_file() else {},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for policy in ("kl", "output"):
+        make(known, 0.43, policy).save(out / f"plan-{policy}-0.43-{length}-{block}.safetensors")
+    began = time.perf_counter()
+
+    def tell(what: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s  {what}", flush=True)
+
+    name = out / f"table-{length}-{block}.json"
+    tables.run_table(
+        subject, known, held_out, densities, name, others=others, provenance=facts, tell=tell
+    )
+
+
+def _subject(model: Path, dtype: str, implementation: str | None) -> Subject:
+    loaded = huggingface.load(model, dtype=dtype, tokenizer=False, implementation=implementation)
+    return Subject(loaded.model)
+
+
+def _profiled(
+    subject: Subject,
+    documents: Path,
+    profiles: Path,
+    block: int,
+    count: int,
+    name: str,
+    length: int,
+    curves: tuple[str, ...],
+) -> Profile:
+    """A profile from its file, or measured now, with its seconds beside it."""
+    path = profiles / f"{name}-{length}-{block}.safetensors"
+    if not path.exists():
+        profiles.mkdir(parents=True, exist_ok=True)
+        cut = text.load_documents([documents / f"{name}.npy"], None, length, count)
+        found, facts = _timed_profile(subject, cut, block, curves)
+        print(path.stem, facts, flush=True)
+        found.save(path)
+        path.with_suffix(".json").write_text(json.dumps(facts) + "\n")
+    return Profile.load(path)
+
+
+def _timed_profile(
+    subject: Subject, documents: list[np.ndarray], block: int, curves: tuple[str, ...]
+) -> tuple[Profile, dict[str, Any]]:
+    """A profile, and the seconds it took with compiling; the first document has most of that."""
+    marks = [time.perf_counter()]
+    found = subject.profile(
+        documents, block=block, curves=curves, tell=lambda _: marks.append(time.perf_counter())
+    )
+    return found, {
+        "documents": len(documents),
+        "length": len(documents[0]),
+        "curves": list(curves),
+        "seconds": time.perf_counter() - marks[0],
+        "first_document_seconds": marks[1] - marks[0],
+    }
+
+
+def profile(
+    model: Path,
+    documents: Path,
+    out: Path,
+    block: int = 64,
+    length: int = 8192,
+    calibration: int = 16,
+    dtype: str = "bfloat16",
+    implementation: str | None = None,
+) -> None:
+    """Times a calibration on novels with every curve; writes the JSON file `out`."""
+    subject = _subject(model, dtype, implementation)
+    cut = text.load_documents([documents / "novels.npy"], None, length, calibration)
+    _, facts = _timed_profile(subject, cut, block, CURVES)
+    row = {"kind": "profile", "model": model.name, "dtype": dtype, "block": block, **facts}
+    print(row, flush=True)
+    out.write_text(json.dumps({"provenance": provenance(), "rows": [row]}, indent=1) + "\n")
+
+
+# -------------------------------------------------------------------------------------------- speed
+
+
+def speed(
+    model: Path,
+    documents: Path,
+    plan: Path,
+    out: Path,
+    selectors: tuple[str, ...] = ("mean_query", "gaussian", "pooled", "antidiagonal"),
+    shapes: tuple[tuple[int, int], ...] = ((4, 8192), (1, 32768)),
+    heads: int = 16,
+    head_size: int = 128,
+    evaluation: int = 4,
+    new: int = 128,
+    implementation: str | None = None,
+) -> None:
+    """Times selection, selection + sparse attention and dense attention, and decode.
+
+    Three kinds of rows, written to the JSON file `out` as they come:
+
+    headline    random q, k, v of `shapes`, with uniform budgets and with those of as many heads
+                of the plan, scaled to its density
+    activations all layers of the model on held-out documents under the plan: time and attention KL
+                of the same masks on the same q, k, v
+    decode      the model after a long prompt, whose heads read shares of the cache as in the plan
+    """
+    made = Plan.load(plan)
+    found: list[dict[str, Any]] = []
+
+    def tell(row: dict[str, Any]) -> None:
+        print(row, flush=True)
+        found.append(row)
+        facts = provenance() | {"plan": plan.name, "density": made.terms.density}
+        out.write_text(json.dumps({"provenance": facts, "rows": found}, indent=1) + "\n")
+
+    for B, T in shapes:
+        _headline(made, selectors, (B, T, heads, head_size), implementation, tell)
+    subject = _subject(model, "bfloat16", implementation)
+    length = made.terms.length
+    held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
+    for selector in selectors:
+        terms = dataclasses.replace(made.terms, selector=selector)
+        plan_of_it = dataclasses.replace(made, terms=terms)
+        tell(_on_activations(subject, plan_of_it, np.stack(held_out), implementation))
+    narrow = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
+    quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
+    half, some = (budget_of(made, share) for share in (0.43, 0.25))
+    policy = made.terms.policy
+    for name, wanted, refresh, batches in (
+        ("dense", None, 1, (1, 8)),
+        (policy, half, REFRESH, (1, 8)),
+        (policy, some, REFRESH, (1, 8)),
+        (policy, some, 1, (1,)),
+        (policy, some, 4, (1,)),
+        ("uniform", quarter, REFRESH, (1,)),
+    ):
+        for batch in batches:
+            row = _decoding(narrow, held_out, new, batch, wanted, refresh)
+            tell({"budget": name, "refresh": refresh, **row})
+
+
+def _dense(q: Array, k: Array, v: Array) -> Array:
+    """cuDNN's on a GPU; elsewhere jax.nn's own choice."""
+    peer: Any = "cudnn" if jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
+
+
+def _headline(
+    plan: Plan, selectors: Any, shape: tuple[int, ...], implementation: str | None, tell: Any
+) -> None:
+    B, T, N, H = shape
+    block, density = plan.terms.block, plan.terms.density
+    q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(3))
+    dense_seconds = time_queued(jax.jit(_dense), q, k, v).median_seconds
+    n = T // block
+    # heads of the plan from the sparsest to the densest, evenly taken
+    every = np.asarray(plan.at(T).counts).reshape(-1, n)
+    taken = np.argsort(every.sum(-1), kind="stable")[
+        np.linspace(0, len(every) - 1, N).round().astype(int)
+    ]
+    budgets = {
+        "uniform": budget.uniform(density, 1, N, n).counts[0],
+        plan.terms.policy: budget.filled(every[taken][None].astype(float), density, n).counts[0],
+    }
+    for selector in selectors:
+
+        def choose(q: Array, k: Array, counts: Array, selector: str = selector) -> Any:
+            scores = jax.vmap(lambda q, k: block_scores.estimate(selector, q, k, block))(q, k)
+            return selection.to_mask(selection.keep_top(scores, counts), T, block)
+
+        def both(q: Array, k: Array, v: Array, counts: Array, choose: Any = choose) -> Array:
+            mask = choose(q, k, counts)
+            return dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+
+        for name, numbers in budgets.items():
+            counts = jnp.asarray(numbers)
+            alone = time_queued(jax.jit(choose), q, k, counts).median_seconds
+            together = time_queued(jax.jit(both), q, k, v, counts).median_seconds
+            tell(
+                {
+                    "kind": "headline",
+                    "shape": "·".join(map(str, (B, N, T, H))),
+                    "block": block,
+                    "selector": selector,
+                    "budget": name,
+                    "density_ratio": float(jax.jit(choose)(q, k, counts).density()),
+                    "dense": "cudnn" if jax.default_backend() == "gpu" else "jax.nn",
+                    "dense_seconds": dense_seconds,
+                    "selection_seconds": alone,
+                    "selection_and_sparse_seconds": together,
+                    "selection_over_dense": alone / dense_seconds,
+                    "selection_and_sparse_over_dense": together / dense_seconds,
+                }
+            )
+
+
+def _on_activations(
+    subject: Subject, plan: Plan, tokens: np.ndarray, implementation: str | None
+) -> dict[str, Any]:
+    """All layers one after the other, on the dense model's own q, k, v [layers, B, T, …]."""
+    layers = jnp.arange(subject.layers)
+    q, k, v, kernel = observed(subject, tokens)
+
+    def dense(q: Array, k: Array, v: Array) -> Array:
+        return lax.map(lambda x: _dense(*x), (q, k, v))
+
+    def sparse(q: Array, k: Array, v: Array) -> Array:
+        def one(x: Any) -> Array:
+            layer, q, k, v = x
+            mask = plan.mask(layer, q, k)
+            return dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+
+        return lax.map(one, (layers, q, k, v))
+
+    @jax.jit
+    def judged(q: Array, k: Array, v: Array, kernel: Array) -> tuple[Array, Array, Array]:
+        """(KL [layers], squared error [layers], blocks kept) of one document."""
+
+        def one(x: Any) -> Any:
+            layer, q, k, v, kernel = x
+            blocks = plan.blocks(layer, q[None], k[None])
+            found = compare(q, k, v, kernel, blocks, block=plan.terms.block)
+            return found.kl.mean(), found.error[0], blocks.sum()
+
+        return lax.map(one, (layers, q, k, v, kernel))
+
+    judgements = [judged(q[:, b], k[:, b], v[:, b], kernel) for b in range(len(tokens))]
+    kl, kl_error = mean_and_error([float(x[0].mean()) for x in judgements])
+    error, error_error = mean_and_error([float(jnp.sqrt(x[1].mean())) for x in judgements])
+    n = plan.counts.shape[-1]
+    kept = np.mean([float(x[2].sum()) for x in judgements])
+    dense_seconds = time_queued(jax.jit(dense), q, k, v).median_seconds / subject.layers
+    seconds = time_queued(jax.jit(sparse), q, k, v).median_seconds / subject.layers
+    return {
+        "kind": "activations",
+        "what": "the mean layer of the model on held-out documents, masks by the plan from these q "
+        "and k; KL and error of these masks on these q, k, v",
+        "shape": "·".join(map(str, (q.shape[1], q.shape[3], q.shape[2], q.shape[4]))),
+        "kv_heads": k.shape[3],
+        "block": plan.terms.block,
+        "selector": plan.terms.selector,
+        "budget": plan.terms.policy,
+        "density_ratio": kept / (subject.layers * subject.heads * n * (n + 1) / 2),
+        "dense": "cudnn" if jax.default_backend() == "gpu" else "jax.nn",
+        "dense_seconds": dense_seconds,
+        "selection_and_sparse_seconds": seconds,
+        "selection_and_sparse_over_dense": seconds / dense_seconds,
+        "kl": kl,
+        "kl_standard_error": kl_error,
+        "error": error,
+        "error_standard_error": error_error,
+    }
+
+
+def _decoding(
+    model: Any, documents: list[np.ndarray], new: int, batch: int, wanted: Any, refresh: int
+) -> dict[str, Any]:
+    """Tokens per second after the burst that compiles, and logit KL against the whole cache."""
+    prompts = [documents[i % len(documents)][:-new].tolist() for i in range(batch)]
+    burst = 16
+    how: dict[str, Any] = {"budget": wanted, "refresh": refresh, "burst": burst}
+    tokens = stream(model, prompts, max_tokens=new, stop=(), **how)
+    marks = [time.perf_counter() for _ in tokens]
+    seconds = float(np.median(np.diff(marks)[1:]))
+    row: dict[str, Any] = {
+        "kind": "decode",
+        "tokens": len(documents[0]),
+        "batch": batch,
+        "density_ratio": 1.0 if wanted is None else float(np.mean(wanted)),
+        "tokens_per_second": batch * burst / seconds,
+    }
+    if wanted is None or batch > 1:
+        return row
+    said = [compare_decoding(model, tokens, new, wanted, refresh) for tokens in documents]
+    row["logit_kl"], row["logit_kl_standard_error"] = mean_and_error(
+        [float(x.logit_kl) for x in said]
+    )
+    row["perplexity_gap"], row["perplexity_gap_standard_error"] = mean_and_error(
+        [float(np.expm1(x.loss - x.dense_loss)) for x in said]
+    )
+    return row
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.extras.subcommand_cli_from_dict(
+        {"prepare": prepare, "profile": profile, "table": table, "speed": speed}
+    )

@@ -1,0 +1,77 @@
+"""What the heads of the shipped model do: attention to the token before, to a repeat, to the start.
+
+python benchmarks/head_roles.py --out benchmarks/results/head-roles.json
+
+previous   weight on the token before, mean over queries, on text
+sink       weight on the first token, mean over queries from the 64th on, on text
+induction  weight on the token after the last occurrence of this one, on random tokens repeated
+
+Texts begin as the model's tokenizer begins them; random ones do, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xsake import shipped
+from xsake.bench.timing import provenance
+from xsake.data.documents import load_documents
+from xsake.model import Transformer, huggingface
+
+PERIOD = 256  # tokens until the random text repeats
+
+
+def weights_at(model: Transformer, tokens: np.ndarray, back: int, first: int) -> Any:
+    """Mean weight on the key `back` tokens before a query from `first` on; on key 0 if back is 0.
+
+    float32 [layers, N].
+    """
+    T = len(tokens)
+    queries = np.arange(first, T)
+    keys = queries - back if back else np.zeros_like(queries)
+
+    def fold(layer: Any, seen: Any, carry: Any) -> Any:
+        q, k = seen.q[0], jnp.repeat(seen.k[0], seen.q.shape[2] // seen.k.shape[2], axis=1)
+        logits = jnp.einsum("tnh,snh->nts", q, k) / math.sqrt(q.shape[-1])
+        p = jax.nn.softmax(jnp.where(np.tri(T, dtype=bool), logits, -jnp.inf))
+        return carry.at[layer].set(p[:, queries, keys].mean(-1))
+
+    empty = jnp.zeros((model.config.layers, model.config.heads))
+    return jax.jit(lambda tokens: model.observe(tokens[None], fold, empty))(jnp.asarray(tokens))
+
+
+def main() -> None:
+    """Measures and writes one row for each role."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    loaded = huggingface.load(shipped.FOLDER)
+    model = loaded.model
+    assert loaded.tokenizer is not None
+    texts = load_documents([shipped.HELD_OUT_TEXT], loaded.tokenizer.encode, 2 * PERIOD, 4)
+    drawn = np.random.default_rng(0).integers(1, model.config.vocab_size, (4, PERIOD))
+    before = loaded.tokenizer.encode("")
+    repeated = [np.asarray([*before, *line, *line]) for line in drawn]
+    roles = {
+        "previous": (texts, 1, 1),
+        "sink": (texts, 0, 64),
+        "induction": (repeated, PERIOD - 1, PERIOD + len(before)),
+    }
+    rows = []
+    for role, (lines, back, first) in roles.items():
+        found = np.mean([weights_at(model, line, back, first) for line in lines], axis=0)
+        rows.append({"role": role, "weight_by_layer_and_head": found.round(4).tolist()})
+        print(role, f"{found.max():.3f}", np.argwhere(found > 0.1).tolist(), flush=True)
+    given.out.write_text(json.dumps({**provenance(), "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Finished runs side by side: `python -m xsake.bench.suites.training RUN… --out FILE`.
+
+    runs/dense-0 ─┐                ┌─ FILE            one row a run: perplexity of each file, and
+    runs/hads-0  ─┼─ the events ───┤                  its gap to the first run's, last and by step
+    runs/dense-1 ─┘                └─ FILE without its suffix/RUN.jsonl: events, thinned, to replay
+
+The first run is what the others are compared with; the same settings with another seed show how
+much of a gap is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from xsake.observe import sinks
+from xsake.observe.events import Evaluated, PlanSwapped, RunStarted, Stopped, TrainStep
+from xsake.observe.excerpt import write_excerpt
+
+
+def row_of(run: Path) -> dict[str, Any]:
+    """What a finished run reached, and its perplexity by file and step."""
+    events = sinks.read(run / "events.jsonl")
+    began = next(event for event in events if isinstance(event, RunStarted))
+    last = events[-1]
+    if not isinstance(last, Stopped) or last.reason != "finished":
+        raise ValueError(
+            f"{run} is at step {last.step} of {began.steps}; finish it before it is compared"
+        )
+    steps = [event for event in events if isinstance(event, TrainStep)]
+    curves: dict[str, dict[int, float | None]] = {}
+    for event in events:
+        if isinstance(event, Evaluated):
+            curves.setdefault(event.file, {})[event.step] = event.perplexity
+    settings = json.loads((run / "config.json").read_text())
+    sparse = [event for event in steps if event.density_ratio < 1] or steps
+    return {
+        "run": run.name,
+        "commit": began.commit,
+        "config_hash": began.config_hash,
+        "data_hash": began.data_hash,
+        "seed": settings["seed"],
+        "hads": settings["hads"],
+        "parameters": began.parameters,
+        "steps": began.steps,
+        "tokens_seen": steps[-1].tokens_seen,
+        "plans": sum(isinstance(event, PlanSwapped) for event in events),
+        "density_ratio": steps[-1].density_ratio,
+        "visited_density_ratio": steps[-1].visited_density_ratio,
+        "skipped_steps": steps[-1].skipped_steps,
+        "median_tokens_per_second": statistics.median(x.tokens_per_second for x in sparse),
+        "perplexity": {file: curve[max(curve)] for file, curve in curves.items()},
+        "perplexity_by_step": {
+            file: [[step, curve[step]] for step in sorted(curve)] for file, curve in curves.items()
+        },
+    }
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with perplexity_gap and perplexity_gap_by_step, against the first of them."""
+    first = rows[0]
+    for row in rows:
+        if (row["data_hash"], row["steps"]) != (first["data_hash"], first["steps"]):
+            raise ValueError(
+                f"{row['run']} has other data or another number of steps than {first['run']}; "
+                "compare runs that differ in seed and hads only"
+            )
+        row["perplexity_gap"] = {
+            file: value / first["perplexity"][file] - 1 for file, value in row["perplexity"].items()
+        }
+        row["perplexity_gap_by_step"] = {
+            file: [
+                [step, value / other - 1]
+                for (step, value), (_, other) in zip(
+                    curve, first["perplexity_by_step"][file], strict=True
+                )
+            ]
+            for file, curve in row["perplexity_by_step"].items()
+        }
+    return rows
+
+
+def write(runs: list[Path], out: Path, every: int, command: str) -> None:
+    """Writes the comparison, with the first run's machine and versions, and the excerpts."""
+    rows = compared([row_of(run) for run in runs])
+    began = sinks.read(runs[0] / "events.jsonl")[0]
+    assert isinstance(began, RunStarted)
+    when = datetime.datetime.fromtimestamp(began.time_unix_seconds, datetime.UTC)
+    report = {
+        "date": when.isoformat(timespec="seconds"),
+        "machine": {"device": began.device},
+        "versions": began.versions,
+        "commit": began.commit,
+        "command": command,
+        "results": rows,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    folder = out.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    for run in runs:
+        write_excerpt(run, folder / f"{run.name}.jsonl", every)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--every", type=int, default=100, help="steps between those that are kept")
+    given = parser.parse_args()
+    names = " ".join(run.name for run in given.runs)
+    command = f"python -m xsake.bench.suites.training {names} --out {given.out.name}"
+    write(given.runs, given.out, given.every, command)
+
+
+if __name__ == "__main__":
+    main()

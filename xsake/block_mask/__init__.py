@@ -1,0 +1,439 @@
+"""BlockMask: the one format that every backend reads, whose contents may change under jit.
+
+    blocks of one head              the same head as lists
+      0 1 2 3
+    0 ◪ . . .     kv_start   [0, 1, 3, 5]     where a row's list begins in kv_index
+    1 ■ ◪ . .     kv_count   [1, 2, 2, 3]     how many blocks the row visits
+    2 ■ . ◪ .     full_count [0, 1, 1, 2]     the first so many need no rule
+    3 ■ ■ . ◪     kv_index   [0 | 0 1 | 0 2 | 0 1 3]
+
+■ full: every token pair is allowed. ◪ partial: `rule` decides. A dot is never loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from xsake import masks
+from xsake.block_mask.lists import (
+    Lists,
+    block_map,
+    cut_to_capacity,
+    entries_of,
+    listed_blocks,
+    lists_from_map,
+    lists_of_blocks,
+    lists_of_rule,
+    narrowed,
+    transposed,
+)
+from xsake.masks.carrying import Picked, Swapped
+from xsake.masks.rule import Grid, Leaf, Rule, Tokens, carried, check_fits, partition_spec, reach
+
+__all__ = ["BlockMask"]
+
+BLOCK = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """Row i of head n visits kv_index[b, n, kv_start[b, n, i] : + kv_count[b, n, i]].
+
+    The leading axes are B (or 1, shared by the batch) and N (or K: shared by the query heads of a
+    kv head; or 1: shared by all). A kv block that reaches past S is always partial, so that a loop
+    over full blocks needs no bounds check.
+    """
+
+    kv_start: Leaf  # int32 [B|1, N|K|1, Tb]  where the row's list begins
+    kv_count: Leaf  # int32 [B|1, N|K|1, Tb]  blocks to visit
+    full_count: Leaf  # int32 [B|1, N|K|1, Tb]  the first so many of them need no rule
+    kv_index: Leaf  # int32 [B|1, N|K|1, M]  block numbers, row after row; the tail is never read
+    overflow: Leaf  # bool []  a list was longer than M and was cut: results would be wrong
+    rule: Any  # Rule | None: decides inside partial blocks; None allows all of them
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (T, S) in tokens
+    block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (block_q, block_k)
+
+    # ------------------------------------------------------------------------------------- makers
+
+    @staticmethod
+    def from_rule(
+        rule: Rule,
+        shape: tuple[int, int],
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        block: int | tuple[int, int] = BLOCK,
+        capacity: int | None = None,
+        q_positions: Any = None,
+        kv_positions: Any = None,
+    ) -> BlockMask:
+        """The blocks that a rule leaves alive.
+
+        Args:
+          rule: a `masks` rule.
+          shape: (T, S) in tokens.
+          batch: batch rows that the rule may tell apart (default: as many as its arrays have); the
+            result has 1 where it does not.
+          heads: query heads likewise.
+          block: tokens per block, one number or (block_q, block_k).
+          capacity: blocks that one head can list. Default: all that the rule can allow whatever its
+            data. A smaller one saves memory; if it overflows, that raises (under jit: `overflow`).
+          q_positions: int [B|1, T], what causal and window rules compare; default arange.
+          kv_positions: int [B|1, S].
+
+        >>> from xsake import masks
+        >>> BlockMask.from_rule(masks.causal(), (512, 512)).density()
+        Array(1., dtype=float32)
+        """
+        rule = masks.at_positions(_a_rule(rule), q_positions, kv_positions)
+        grid = _grid(shape, block, batch, heads, rule)
+        rule = _numbered(rule, grid)
+        capacity = _capacity(rule, grid) if capacity is None else _checked_capacity(capacity)
+        return _made(lists_of_rule(rule, grid, capacity), rule, grid)
+
+    @staticmethod
+    def from_dense(
+        blocks: Any,
+        rule: Rule | None = None,
+        *,
+        shape: tuple[int, int] | None = None,
+        block: int | tuple[int, int] = BLOCK,
+        capacity: int | None = None,
+    ) -> BlockMask:
+        """The blocks marked True, and inside them what `rule` allows.
+
+        Args:
+          blocks: bool [nq, nk], [N, nq, nk] or [B, N, nq, nk]; may be traced.
+          rule: e.g. `masks.causal()`; blocks that it empties are dropped, those it fills are full.
+          shape: (T, S); default nq · block_q and nk · block_k.
+          block: tokens per block.
+          capacity: as in `from_rule`.
+        """
+        blocks = jnp.asarray(blocks)
+        if blocks.dtype != jnp.bool_ or not 2 <= blocks.ndim <= 4:
+            raise ValueError(
+                "blocks must be bool [nq, nk], [N, nq, nk] or [B, N, nq, nk], "
+                f"got {blocks.dtype} {list(blocks.shape)}"
+            )
+        blocks = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape)
+        block = _block(block)
+        if shape is None:
+            shape = (blocks.shape[2] * block[0], blocks.shape[3] * block[1])
+        ruled = masks.everything() if rule is None else _a_rule(rule)
+        batch, heads, *_ = blocks.shape
+        grid = _grid(shape, block, batch, heads, ruled)
+        if grid.counts != blocks.shape[2:]:
+            raise ValueError(
+                f"shape {tuple(shape)} in blocks of {block} needs {list(grid.counts)} blocks, "
+                f"but blocks has {list(blocks.shape[2:])}"
+            )
+        ruled = _numbered(ruled, grid)
+        room = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
+        lists = lists_of_blocks(blocks, ruled, grid, room)
+        if capacity is None:  # there is room for all that the rule allows
+            lists = lists._replace(overflow=jnp.zeros((), bool))
+        return _made(lists, None if rule is None else ruled, grid)
+
+    @staticmethod
+    def from_kv_blocks(
+        kv_num_blocks: Any,
+        kv_indices: Any,
+        full_kv_num_blocks: Any = None,
+        full_kv_indices: Any = None,
+        *,
+        block: int | tuple[int, int] = BLOCK,
+        mask_mod: Any = None,
+        shape: tuple[int, int] | None = None,
+    ) -> BlockMask:
+        """FlexAttention's arrays: counts [B, H, Tb], padded lists [B, H, Tb, Sb], full ones apart.
+
+        `mask_mod` is a rule or a function of (b, h, q, k). The S side has kv_indices.shape[-1]
+        blocks, unless `shape` says otherwise.
+        """
+        count, index = jnp.asarray(kv_num_blocks), jnp.asarray(kv_indices)
+        if index.ndim != 4 or count.shape != index.shape[:3]:
+            raise ValueError(
+                "kv_num_blocks must be [B, H, Tb] and kv_indices [B, H, Tb, Sb], "
+                f"got {list(count.shape)} and {list(index.shape)}"
+            )
+        block = _block(block)
+        if shape is None:
+            shape = (index.shape[2] * block[0], index.shape[3] * block[1])
+        rule = mask_mod if isinstance(mask_mod, Rule) or mask_mod is None else masks.rule(mask_mod)
+        batch, heads, *_ = index.shape
+        grid = _grid(shape, block, batch, heads, rule or masks.everything())
+        if grid.counts[0] != index.shape[2]:
+            raise ValueError(
+                f"shape {tuple(shape)} in blocks of {block} has {grid.counts[0]} row blocks, "
+                f"but kv_indices has {index.shape[2]}"
+            )
+        partial = listed_blocks(count, index, grid.counts[1])
+        full = jnp.zeros_like(partial)
+        if (full_kv_indices is None) != (full_kv_num_blocks is None):
+            raise ValueError(
+                "full_kv_num_blocks and full_kv_indices come together, got one of them"
+            )
+        if full_kv_indices is not None:
+            full = listed_blocks(
+                jnp.asarray(full_kv_num_blocks), jnp.asarray(full_kv_indices), grid.counts[1]
+            )
+        capacity = grid.counts[0] * grid.counts[1]
+        lists = lists_from_map(partial | full, full & ~partial, grid, capacity)
+        return _made(lists, None if rule is None else _numbered(rule, grid), grid)
+
+    # -------------------------------------------------------------------------------- what it says
+
+    @property
+    def grid(self) -> Grid:
+        """The blocks as a `masks.Grid`, with this mask's own batch rows and heads."""
+        return Grid(self.shape, self.block, *self.kv_count.shape[:2])
+
+    @property
+    def lists(self) -> Lists:
+        """The arrays alone."""
+        return Lists(self.kv_start, self.kv_count, self.full_count, self.kv_index, self.overflow)
+
+    def blocks(self) -> Array:
+        """Every block's class, int8 [B|1, N|K|1, nq, nk]: 0 empty, 1 partial, 2 full."""
+        return block_map(self.lists, *self.grid.counts)
+
+    def to_dense(self, batch: int | None = None, heads: int | None = None) -> Array:
+        """Every token pair, bool [B|1, N|1, T, S]. T x S in memory: for tests and for looking.
+
+        Args:
+          batch: batch rows to tell apart; default what the lists have.
+          heads: query heads; a mask with fewer is shared by equal runs of them.
+        """
+        own_batch, own_heads = self.kv_count.shape[:2]
+        batch, heads = batch or own_batch, heads or own_heads
+        (T, S), (bq, bk) = self.shape, self.block
+        classes = self.blocks()
+        if own_heads not in (1, heads):
+            classes = jnp.repeat(classes, heads // own_heads, axis=1)
+        tokens = jnp.repeat(jnp.repeat(classes, bq, axis=2), bk, axis=3)[:, :, :T, :S]
+        if self.rule is None:
+            return tokens > 0
+        index = jnp.ogrid[:batch, :heads, :T, :S]
+        return (tokens == 2) | (tokens == 1) & self.rule.allows(Tokens.at(*index))
+
+    def density(self, against: Rule | None = None) -> Array:
+        """Blocks visited ÷ blocks that causality allows (÷ all, if the rule is not causal).
+
+        Args:
+          against: another rule whose live blocks to divide by.
+        """
+        if against is None:
+            is_causal = self.rule is not None and self.rule.is_causal
+            against = masks.causal() if is_causal else masks.everything()
+        grid = self.grid
+        spans = _a_rule(against).spans(grid)
+        if spans is not None:
+            lo, hi = (jnp.clip(x, 0, grid.counts[1]) for x in spans[:2])
+            allowed = jnp.maximum(hi - lo, 0).astype(jnp.float32).sum() * grid.batch * grid.heads
+        else:
+            live = against.classify(grid)[0]
+            size = (grid.batch, grid.heads, *grid.counts)
+            allowed = jnp.broadcast_to(live, size).sum(dtype=jnp.float32)
+        return self.kv_count.astype(jnp.float32).sum() / allowed
+
+    # -------------------------------------------------------------------------------- made from it
+
+    def transpose(self) -> BlockMask:
+        """The same blocks listed by column: what the backward pass visits. Keeps M.
+
+        `kv_count[b, n, j]` of the result counts the row blocks that visit kv block j, and its
+        `to_dense` is that of this mask, transposed.
+        """
+        lists = transposed(self.lists, self.grid.counts[1])
+        rule = self.rule.a if isinstance(self.rule, Swapped) else self.rule and Swapped(self.rule)
+        return _of_lists(lists, rule, self.shape[::-1], self.block[::-1])
+
+    def __and__(self, rule: Rule) -> BlockMask:
+        """Narrows the mask: blocks that `rule` empties are dropped, the others reclassified."""
+        if not isinstance(rule, Rule):
+            return NotImplemented
+        own, grid = self.kv_count.shape[:2], self.grid
+        batch = max(own[0], _carried_sizes(rule)[0])
+        for name, size, asked in zip(("batch rows", "heads"), (batch, own[1]), (0, 1), strict=True):
+            if size == 1 and reach(rule, 2, 2, by_number=True)[asked] > 1:
+                raise ValueError(
+                    f"{rule} tells {name} apart, but this mask is shared by all {name}; "
+                    "build it with BlockMask.from_rule(rule, shape, batch=…, heads=…)"
+                )
+        grid = dataclasses.replace(grid, batch=batch)
+        rule = _numbered(rule, grid)
+        lists = narrowed(self.lists, rule, grid)
+        both = rule if self.rule is None else self.rule & rule
+        return _of_lists(lists, both, self.shape, self.block)
+
+    def __getitem__(self, at: tuple[int, int]) -> BlockMask:
+        """One batch row and head, `mask[b, n]`; a shared axis answers to any number."""
+        b, n = at
+        own = self.kv_count.shape[:2]
+        for name, i, size in (("batch row", b, own[0]), ("head", n, own[1])):
+            if size > 1 and not -size <= i < size:
+                raise IndexError(f"{name} {i} of a mask with {size}")
+        place = tuple(0 if size == 1 else i % size for i, size in zip((b, n), own, strict=True))
+        rule = self.rule
+        if rule is not None and reach(rule, max(b + 1, 2), max(n + 1, 2)) != (1, 1):
+            rule = Picked(rule, jnp.asarray(b), jnp.asarray(n))
+        picked = (x[place][None, None] for x in self.lists[:4])
+        return _of_lists(Lists._make([*picked, self.overflow]), rule, self.shape, self.block)
+
+    def partition_spec(self, batch: Any = None, heads: Any = None) -> BlockMask:
+        """This mask with a PartitionSpec in place of every array: `in_specs` for `jax.shard_map`.
+
+        Args:
+          batch: mesh axis (or axes) over batch rows; axes of size 1 stay whole.
+          heads: mesh axis over heads. Lists per kv head are split like key and value.
+        """
+        b, n = (
+            name if size > 1 else None
+            for name, size in zip((batch, heads), self.kv_count.shape[:2], strict=True)
+        )
+        rule = None if self.rule is None else partition_spec(self.rule, batch, heads)
+        spec = PartitionSpec(b, n, None)
+        return BlockMask(spec, spec, spec, spec, PartitionSpec(), rule, self.shape, self.block)
+
+    # -------------------------------------------------------------------------------- how it looks
+
+    def __repr__(self) -> str:
+        (T, S), (bq, bk) = self.shape, self.block
+        lead = " × ".join(map(str, self.kv_count.shape[:2]))
+        rule = "" if self.rule is None else f", {self.rule}"
+        return f"BlockMask({lead} × {T} × {S} tokens, blocks {bq} × {bk}{rule})"
+
+    def __str__(self) -> str:
+        """Draws the first head: ■ full, ◪ partial, · empty; large masks are thinned to 32 rows."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self)):
+            return repr(self)
+        step = max(1, -(-max(self.grid.counts) // 32))
+        rows = [" ".join(marks) for marks in _drawn(self, step)]
+        thinned = "" if step == 1 else f", each mark {step} × {step} blocks"
+        head = f"{self!r}\ndensity {float(self.density()):.3f}{thinned}; ■ full ◪ partial · empty"
+        return "\n".join([head, *rows])
+
+    def plot(self, b: int = 0, n: int = 0, axes: Any = None) -> Any:
+        """Pictures one head on matplotlib axes, which it returns: dark full, light partial."""
+        import matplotlib.pyplot as plt
+
+        axes = plt.subplots()[1] if axes is None else axes
+        (T, S) = self.shape
+        axes.imshow(
+            np.asarray(self[b, n].blocks())[0, 0],
+            cmap="Greys",
+            vmin=0,
+            vmax=2,
+            extent=(0, S, T, 0),
+            interpolation="nearest",
+        )
+        axes.set(xlabel="key", ylabel="query", title=f"{self.rule or 'blocks'} · head {n}")
+        return axes
+
+
+def _of_lists(
+    lists: Lists, rule: Rule | None, shape: tuple[int, int], block: tuple[int, int]
+) -> BlockMask:
+    start, count, full, index, overflow = lists
+    return BlockMask(start, count, full, index, overflow, rule, shape, block)
+
+
+def _made(lists: Lists, rule: Rule | None, grid: Grid) -> BlockMask:
+    """A BlockMask of these lists; a list that was cut raises, unless it is traced."""
+    if not isinstance(lists.overflow, jax.core.Tracer) and bool(lists.overflow):
+        needed = int(jnp.max(lists.kv_start[..., -1] + lists.kv_count[..., -1]))
+        raise ValueError(
+            f"capacity {lists.kv_index.shape[-1]} is too small: a head lists {needed} blocks; "
+            "raise capacity or leave it out"
+        )
+    return _of_lists(cut_to_capacity(lists), rule, grid.shape, grid.block)
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+
+def _drawn(mask: BlockMask, step: int) -> np.ndarray:
+    """Marks of the first head, each for step × step blocks; costs what the lists hold."""
+    rows, columns, full, live = (np.asarray(x)[0, 0] for x in entries_of(mask.lists))
+    size = [-(-n // step) for n in mask.grid.counts]
+
+    def blocks_per_mark(which: np.ndarray) -> np.ndarray:
+        place = rows[which] // step * size[1] + columns[which] // step
+        return np.bincount(place, minlength=size[0] * size[1]).reshape(size)
+
+    edges = (
+        np.minimum(step, n - step * np.arange(s))
+        for n, s in zip(mask.grid.counts, size, strict=True)
+    )
+    whole = np.multiply.outer(*edges)
+    marks = np.where(blocks_per_mark(live) > 0, "◪", "·")
+    return np.where(blocks_per_mark(live & full) == whole, "■", marks)
+
+
+def _a_rule(rule: Any) -> Rule:
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"rule must be a rule of xsake.masks, got {type(rule).__name__}; "
+            "masks.rule(fn) lifts a function and masks.array(mask) a bool array"
+        )
+    return rule
+
+
+def _block(block: Any) -> tuple[int, int]:
+    pair = (block, block) if isinstance(block, (int, np.integer)) else tuple(block)
+    if len(pair) != 2 or any(not isinstance(x, (int, np.integer)) or x < 1 for x in pair):
+        raise ValueError(f"block must be a positive number or (block_q, block_k), got {block!r}")
+    return int(pair[0]), int(pair[1])
+
+
+def _grid(shape: Any, block: Any, batch: int, heads: int, rule: Rule) -> Grid:
+    """The checked grid; an axis of size 1 grows to what the rule's own arrays speak of."""
+    shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+    if len(shape) != 2 or any(not isinstance(x, (int, np.integer)) or x < 1 for x in shape):
+        raise ValueError(f"shape must be (T, S), two positive lengths, got {shape!r}")
+    rows, own_heads = _carried_sizes(rule)
+    batch, heads = rows if batch == 1 else batch, own_heads if heads == 1 else heads
+    return Grid((int(shape[0]), int(shape[1])), _block(block), batch, heads)
+
+
+def _checked_capacity(capacity: Any) -> int:
+    if not isinstance(capacity, (int, np.integer)) or capacity < 1:
+        raise ValueError(f"capacity must be a positive number of blocks, got {capacity!r}")
+    return int(capacity)
+
+
+def _capacity(rule: Rule, grid: Grid) -> int:
+    """Blocks that one head can list at most, whatever the rule's data: so that M is static."""
+    bound = rule.upper_bound()
+    with jax.ensure_compile_time_eval():
+        spans = bound.spans(grid)
+        if spans is not None:
+            lo, hi = (np.clip(np.asarray(x), 0, grid.counts[1]) for x in spans[:2])
+            return max(1, int(np.maximum(hi - lo, 0).sum()))
+        live = np.broadcast_to(bound.classify(grid)[0], (1, 1, *grid.counts))
+    return max(1, int(live.sum((-2, -1)).max()))
+
+
+def _carried_sizes(rule: Rule) -> tuple[int, int]:
+    """(batch rows, heads) that a rule's own arrays speak of, 1 if none do."""
+    sizes = [dict(zip(axes, shape, strict=True)) for _, axes, shape in carried(rule)]
+    batch, heads = (max((size.get(axis, 1) for size in sizes), default=1) for axis in "bn")
+    return batch, heads
+
+
+def _numbered(rule: Rule, grid: Grid) -> Rule:
+    """The rule, checked, with global numbers of b and n as arrays where it looks at them."""
+    check_fits(rule, grid.batch, grid.heads, *grid.shape)
+    batch, heads = reach(rule, grid.batch, grid.heads, by_number=True)
+    if batch == heads == 1:
+        return rule
+    b, n = (jnp.arange(size, dtype=jnp.int32) if size > 1 else None for size in (batch, heads))
+    return masks.numbered(rule, b, n)

@@ -1,0 +1,1 @@
+"""From files to batches: text, documents, token files, the stream of batches."""

@@ -1,0 +1,258 @@
+"""TokenFile: documents as token ids in a folder, read through memory maps.
+
+NAME/tokens.bin      uint16 or uint32, all documents one after another, each with its end token and,
+                     where the tokenizer begins a text with one, its bos
+NAME/starts.bin      uint64, where each document begins
+NAME/tokenizer.json  what made them, so that a model trained on them can speak
+NAME/header.json     sizes, vocabulary, hash; written last: without it, the folder is unfinished
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xsake.data.tokenizer import Tokenizer
+
+SCHEMA = 1
+AT_ONCE = 1 << 22  # characters that the tokenizer is handed in one call; it works in parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What header.json says."""
+
+    dtype: str  # uint16 | uint32
+    vocab_size: int
+    tokens: int
+    documents: int
+    end: int | None  # the token after each document
+    hash: str  # of tokens.bin and starts.bin
+    sources: tuple[str, ...]  # names of the files it was made of
+    schema: int = SCHEMA
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenFile:
+    """Tokens and the places where documents begin, not in memory until they are read."""
+
+    folder: Path
+    header: Header
+
+    @staticmethod
+    def open(folder: str | os.PathLike[str], verify: bool = False) -> TokenFile:
+        """Opens what `tokenize` wrote, checking sizes, and with `verify` every byte."""
+        folder = Path(folder)
+        header = _read_header(folder)
+        width = np.dtype(header.dtype).itemsize
+        wanted = {"tokens.bin": header.tokens * width, "starts.bin": header.documents * 8}
+        for name, size in wanted.items():
+            has = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            if has != size:
+                raise ValueError(
+                    f"{folder / name} has {has:,} bytes where its header says {size:,}: "
+                    "it is truncated; copy it or tokenize again"
+                )
+        file = TokenFile(folder, header)
+        if verify and (found := _hash(folder)) != header.hash:
+            raise ValueError(
+                f"{folder} has hash {found}, its header says {header.hash}: it is damaged; "
+                "copy it or tokenize again"
+            )
+        return file
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """uint16 or uint32 [tokens], mapped."""
+        return np.memmap(self.folder / "tokens.bin", self.header.dtype, mode="r")
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """uint64 [documents]: where each document begins, rising from 0."""
+        return np.fromfile(self.folder / "starts.bin", np.uint64)
+
+    def __len__(self) -> int:
+        return self.header.tokens
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer's file."""
+        return self.folder / "tokenizer.json"
+
+
+def tokenize(
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    out: str | os.PathLike[str],
+    *,
+    end: int | None = None,
+    sources: Iterable[str] = (),
+    tell: Callable[[int, int], None] | None = None,
+) -> TokenFile:
+    """Writes documents as a TokenFile; an interrupted call leaves no folder of that name.
+
+    Args:
+      texts: the documents.
+      tokenizer: what it puts before a text, such as bos, begins every document.
+      out: the folder, which must not exist.
+      end: a token to put after each document, unless the tokenizer does; default the tokenizer's
+        first eos, if it has one.
+      sources: names to remember in the header.
+      tell: called with (documents, tokens) so far.
+    """
+    out = Path(out)
+    if out.exists():
+        raise FileExistsError(f"{out} exists already; name another folder or remove it")
+    end = end if end is not None else next(iter(tokenizer.eos), None)
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    with (part / "tokens.bin").open("wb") as tokens, (part / "starts.bin").open("wb") as starts:
+        count, documents = _write(texts, tokenizer, end, dtype, tokens, starts, tell)
+    if not documents:
+        shutil.rmtree(part)
+        raise ValueError(f"no document with text was found in {list(sources) or 'the texts'}")
+    tokenizer.inner.save(str(part / "tokenizer.json"), pretty=False)
+    header = Header(
+        dtype=dtype.name,
+        vocab_size=len(tokenizer),
+        tokens=count,
+        documents=documents,
+        end=end,
+        hash=_hash(part),
+        sources=tuple(sources),
+    )
+    (part / "header.json").write_text(json.dumps(dataclasses.asdict(header), indent=2) + "\n")
+    part.rename(out)
+    return TokenFile.open(out)
+
+
+def _write(
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    end: int | None,
+    dtype: Any,
+    tokens: Any,
+    starts: Any,
+    tell: Callable[[int, int], None] | None,
+) -> tuple[int, int]:
+    count = documents = 0
+    after = [] if end is None or _puts_after(tokenizer, end) else [end]
+    for batch in _batches(texts):
+        for encoded in tokenizer.inner.encode_batch(batch):
+            ids = [*encoded.ids, *after]
+            if not ids:
+                continue
+            starts.write(np.uint64(count).tobytes())
+            tokens.write(np.asarray(ids, dtype).tobytes())
+            count, documents = count + len(ids), documents + 1
+        if tell is not None:
+            tell(documents, count)
+    return count, documents
+
+
+def _puts_after(tokenizer: Tokenizer, end: int) -> bool:
+    """Whether `encode` puts this token after a text of its own accord."""
+    seen = tokenizer.inner.encode("a")
+    return bool(seen.ids[-1:] == [end] and seen.special_tokens_mask[-1])
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if sum(map(len, batch)) >= AT_ONCE or len(batch) >= 1024:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def train_tokenizer(texts: Iterable[str], size: int, end: str = "<|endoftext|>") -> Tokenizer:
+    """A byte-level BPE of at most `size` entries, learned from texts.
+
+    `end` is its entry 0, which `encode` puts before a text and `tokenize` after it, too.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    if size < 257:
+        raise ValueError(f"a byte-level BPE has 256 bytes and an end: size {size} is below 257")
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single="bos $A", special_tokens=[{"id": "bos", "ids": [0], "tokens": [end]}]
+    )
+    return Tokenizer(inner, bos=0, eos=(0,))
+
+
+def end_token(tokenizer: Tokenizer, end: str = "<|endoftext|>") -> Tokenizer:
+    """The tokenizer with `end` as the token that ends a text, which it must have."""
+    number = tokenizer.inner.token_to_id(end)
+    if number is None:
+        raise ValueError(f"the tokenizer has no token {end!r}; name the one that ends a document")
+    return Tokenizer(tokenizer.inner, bos=number, eos=(number,))
+
+
+def _read_header(folder: Path) -> Header:
+    path = folder / "header.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} is no token file: it has no header.json; `xsake tokenize` writes one"
+        )
+    try:
+        values = json.loads(path.read_text())
+        if values.get("schema") != SCHEMA:
+            raise ValueError(f"schema {values.get('schema')} where this version reads {SCHEMA}")
+        header = Header(**values | {"sources": tuple(values["sources"])})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not the header of a token file: {error}") from error
+    if header.dtype not in ("uint16", "uint32"):
+        raise ValueError(f"{path}: dtype {header.dtype!r} is not uint16 or uint32")
+    if header.tokens < 1 or header.documents < 1:
+        raise ValueError(f"{path} says {header.tokens} tokens in {header.documents} documents")
+    return header
+
+
+def _hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("tokens.bin", "starts.bin"):
+        with (folder / name).open("rb") as file:
+            for part in iter(functools.partial(file.read, 1 << 22), b""):
+                digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def hash_of_files(files: Iterable[TokenFile]) -> str:
+    """One hash for several files in their order; that of the file itself if it is one."""
+    hashes = [file.header.hash for file in files]
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
+def boundaries(files: Iterable[TokenFile]) -> np.ndarray:
+    """Where documents begin when files follow one another, int64 [documents]."""
+    files = list(files)
+    before = itertools.accumulate((len(file) for file in files), initial=0)
+    parts = zip(files, before, strict=False)
+    return np.concatenate([file.starts.astype(np.int64) + offset for file, offset in parts])

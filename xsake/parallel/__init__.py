@@ -1,0 +1,1 @@
+"""Several devices: the mesh and what lies where."""
