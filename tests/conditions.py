@@ -8,7 +8,7 @@ from xsake import _jax
 from xsake.backends import hopper
 
 needs_newer_jax = pytest.mark.skipif(
-    _jax.version() < hopper.NEEDS_JAX, reason="the kernels need a newer JAX than this"
+    _jax.version() < hopper.limits.NEEDS_JAX, reason="the kernels need a newer JAX than this"
 )
 needs_interpreter = pytest.mark.skipif(
     _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"

@@ -2,7 +2,7 @@
 
 from xsake import masks
 from xsake.attention import Explanation, dot_product_attention, explain
-from xsake.backends import Options
+from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 
 __all__ = ["BlockMask", "Explanation", "Options", "dot_product_attention", "explain", "masks"]

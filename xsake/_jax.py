@@ -24,6 +24,11 @@ def compute_capability() -> tuple[int, ...]:
     return tuple(int(part) for part in str(said).split(".") if part.isdigit())
 
 
+def multiprocessors() -> int:
+    """Of the first GPU; an H200's where there is none, for lowering and the interpreter."""
+    return getattr(jax.devices()[0], "core_count", None) or 132 if platform() == "gpu" else 132
+
+
 def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
     """Why kernels for Hopper cannot run here; None where they can."""
     if platform() != "gpu":

@@ -1,14 +1,15 @@
 """dot_product_attention(q, k, v, mask=mask): check, choose a backend, call it. Nothing else.
 
     q [B, T, N, H] ─┐
-    k [B, S, K, H] ─┼─ check ─ choose ─┬─ backends/hopper.py     Mosaic GPU, sm90
-    v [B, S, K, Hv]─┤                  ├─ backends/xla.py        any device, visits live blocks
+    k [B, S, K, H] ─┼─ check ─ choose ─┬─ backends/hopper/       Mosaic GPU, sm90
+    v [B, S, K, Hv]─┤                  ├─ backends/xla/          any device, visits live blocks
     BlockMask ──────┘                  └─ backends/reference.py  any device, T x S in memory
                                                        │
                                                 out, logsumexp ─ sinks ─ out
 
-Whatever says who sees whom (mask, is_causal, windows, lengths, segments, positions) becomes one
-BlockMask before a backend is asked. Sinks are applied to the result: out · eᴸ / (eᴸ + Σ exp(sink)).
+Everything that limits which keys a query sees (mask, is_causal, windows, lengths, segments,
+positions) becomes one BlockMask before a backend is asked. Sinks are applied to the result:
+out · eᴸ / (eᴸ + Σ exp(sink)), with L the logsumexp.
 """
 
 from __future__ import annotations
@@ -16,44 +17,96 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from xsake import masks
-from xsake.backends import Options, Sizes, hopper, reference, xla
+from xsake.backends import Call, Sizes, hopper, reference, xla
+from xsake.backends.options import Options
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.rule import Rule, check_fits, combine, reach
 
 __all__ = ["Explanation", "dot_product_attention", "explain"]
 
-# Fastest first. A backend is a module with two functions: why_not(...) and forward(...).
+# Fastest first. A backend is a module with two functions: why_not(call) and forward(call).
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "xla": xla, "reference": reference}
+
+Tensor = Array | np.ndarray
+Abstract = Tensor | jax.ShapeDtypeStruct
+Mask = BlockMask | Rule | Bool[Tensor, "..."]
+Window = int | tuple[int | None, int | None] | None
+
+
+class Arguments(TypedDict, total=False):
+    """The types of the keyword arguments of `dot_product_attention` that choose no backend."""
+
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: Int[Tensor, B] | None
+    key_value_seq_lengths: Int[Tensor, B] | None
+    local_window_size: Window
+    logits_soft_cap: float | None
+    sinks: Float[Tensor, ...] | None
+    q_segment_ids: Int[Tensor, ...] | None
+    kv_segment_ids: Int[Tensor, ...] | None
+    q_positions: Int[Tensor, ...] | None
+    kv_positions: Int[Tensor, ...] | None
+    options: Options | None
+
+
+@overload
+def dot_product_attention(
+    query: Float[Tensor, "*B T N H"],
+    key: Float[Tensor, "*B S K H"],
+    value: Float[Tensor, "*B S K Hv"],
+    bias: Float[Tensor, ...] | None = None,
+    mask: Mask | None = None,
+    *,
+    implementation: str | None = None,
+    return_residual: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> Float[Array, "*B T N Hv"]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Float[Tensor, "*B T N H"],
+    key: Float[Tensor, "*B S K H"],
+    value: Float[Tensor, "*B S K Hv"],
+    bias: Float[Tensor, ...] | None = None,
+    mask: Mask | None = None,
+    *,
+    implementation: str | None = None,
+    return_residual: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
 
 
 def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: Float[Tensor, "*B T N H"],
+    key: Float[Tensor, "*B S K H"],
+    value: Float[Tensor, "*B S K Hv"],
+    bias: Float[Tensor, ...] | None = None,
+    mask: Mask | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
+    query_seq_lengths: Int[Tensor, ...] | None = None,
+    key_value_seq_lengths: Int[Tensor, ...] | None = None,
+    local_window_size: Window = None,
     implementation: str | None = None,
     return_residual: bool = False,
     logits_soft_cap: float | None = None,
-    sinks: Any = None,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
+    sinks: Float[Tensor, ...] | None = None,
+    q_segment_ids: Int[Tensor, ...] | None = None,
+    kv_segment_ids: Int[Tensor, ...] | None = None,
+    q_positions: Int[Tensor, ...] | None = None,
+    kv_positions: Int[Tensor, ...] | None = None,
     options: Options | None = None,
 ) -> Any:
     """softmax(scale · q kᵀ + bias) v over the keys that each query may see, by live blocks only.
@@ -66,8 +119,8 @@ def dot_product_attention(
       key: [B, S, K, H]; K divides N, and query head n uses kv head n // (N / K).
       value: [B, S, K, Hv].
       bias: added to the logits, after the soft cap; broadcastable to [B, N, T, S], differentiable.
-      mask: who sees whom: a BlockMask, a rule of `xsake.masks`, a bool array broadcastable to
-        [B, N, T, S] (True = attend), or None.
+      mask: which keys a query sees: a BlockMask, a rule of `xsake.masks`, a bool array
+        broadcastable to [B, N, T, S] (True = attend), or None.
       scale: of the logits; default 1/sqrt(H).
       is_causal: a query sees keys at its own position and before.
       query_seq_lengths: int [B]; queries past it see nothing.
@@ -81,7 +134,7 @@ def dot_product_attention(
       kv_segment_ids: int [B, S]; default q_segment_ids.
       q_positions: int [B, T], what causal and window rules compare; default arange.
       kv_positions: int [B, S].
-      options: how to work, never what to compute.
+      options: how a backend works, never what it computes.
 
     Returns:
       [B, T, N, Hv] in query's dtype; with return_residual, that and the logsumexp.
@@ -91,14 +144,36 @@ def dot_product_attention(
     >>> xsake.dot_product_attention(q, k, v, is_causal=True).shape
     (1, 256, 4, 64)
     """
-    call = _check(**locals())
-    name = _choose(implementation, call).chosen
-    out, logsumexp = BACKENDS[name].forward(
-        *call.operands, scale=call.scale, soft_cap=call.soft_cap, options=call.options
+    q, k, v, is_unbatched = _check_qkv(query, key, value)
+    sizes = Sizes.of(q, k, v)
+    limits = [
+        _segments(sizes, q_segment_ids, kv_segment_ids),
+        _lengths(sizes, query_seq_lengths, key_value_seq_lengths),
+        masks.causal() if is_causal else masks.everything(),
+        _window(local_window_size),
+    ]
+    positions = (
+        _per_token("q_positions", q_positions, sizes.B, sizes.T),
+        _per_token("kv_positions", kv_positions, sizes.B, sizes.S),
     )
-    if call.sinks is not None:
-        out = _with_sinks(out, logsumexp, call.sinks)
-    if call.is_unbatched:
+    block_mask = _block_mask(sizes, mask, combine(limits), positions)
+    call = Call(
+        q,
+        k,
+        v,
+        bias=_check_bias(sizes, bias),
+        mask=block_mask,
+        scale=1 / math.sqrt(sizes.H) if scale is None else _number("scale", scale),
+        soft_cap=_soft_cap(logits_soft_cap),
+        options=_check_options(options),
+    )
+    checked_sinks = _check_sinks(sizes, sinks)
+    if isinstance(implementation, _Question):
+        return implementation.ask(call)
+    out, logsumexp = BACKENDS[_choose(implementation, call).chosen].forward(call)
+    if checked_sinks is not None:
+        out = _with_sinks(out, logsumexp, checked_sinks)
+    if is_unbatched:
         out, logsumexp = out[0], logsumexp[0]
     return (out, logsumexp) if return_residual else out
 
@@ -112,41 +187,57 @@ class Explanation:
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
-        said = {name: why or "can run" for name, why in self.reasons.items()}
-        said[self.chosen] = "chosen"
-        return "\n".join(f"{name:<{width}}  {why}" for name, why in said.items())
+        words = {name: why or "can run" for name, why in self.reasons.items()}
+        words[self.chosen] = "chosen"
+        return "\n".join(f"{name:<{width}}  {why}" for name, why in words.items())
 
 
 def explain(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: Abstract,
+    key: Abstract,
+    value: Abstract,
+    bias: Abstract | None = None,
+    mask: Mask | None = None,
     *,
     implementation: str | None = None,
-    **others: Any,
+    return_residual: bool = False,
+    **arguments: Unpack[Arguments],
 ) -> Explanation:
     """Says what `dot_product_attention` would run on, and every backend's reason.
+
+    Takes the same arguments; q, k, v and bias may be shapes.
 
     >>> import jax, xsake
     >>> q = jax.ShapeDtypeStruct((1, 256, 4, 64), "float32")
     >>> xsake.explain(q, q, q, is_causal=True).reasons["reference"] is None
     True
     """
-    found = {}
-    rest = _DEFAULTS | others | {"mask": mask, "implementation": implementation}
+    question = _Question(implementation)
 
-    def ask(query: Any, key: Any, value: Any, bias: Any) -> int:
-        call = _check(query=query, key=key, value=value, bias=bias, **rest)
-        found["explanation"] = _choose(implementation, call)
-        return 0
+    def ask(query: Any, key: Any, value: Any, bias: Any) -> Any:
+        named: Any = question  # the door answers it instead of computing
+        return dot_product_attention(
+            query, key, value, bias, mask, implementation=named, **arguments
+        )
 
     jax.eval_shape(ask, query, key, value, bias)
-    return found["explanation"]
+    return question.answer
 
 
 # ------------------------------------------------------------------------------------------- choose
+
+
+class _Question:
+    """What `explain` passes as `implementation`: the door answers it instead of computing."""
+
+    def __init__(self, implementation: str | None) -> None:
+        self.implementation = implementation
+        self.answer: Explanation
+
+    def ask(self, call: Call) -> int:
+        """Keeps the answer, and returns something that `jax.eval_shape` takes."""
+        self.answer = _choose(self.implementation, call)
+        return 0
 
 
 def _choose(implementation: str | None, call: Call) -> Explanation:
@@ -155,10 +246,7 @@ def _choose(implementation: str | None, call: Call) -> Explanation:
             f"implementation {implementation!r} is not one of {list(BACKENDS)}; "
             "leave it out for the fastest that can run"
         )
-    reasons = {
-        name: backend.why_not(*call.operands, soft_cap=call.soft_cap, options=call.options)
-        for name, backend in BACKENDS.items()
-    }
+    reasons = {name: backend.why_not(call) for name, backend in BACKENDS.items()}
     if implementation is not None:
         if (reason := reasons[implementation]) is not None:
             raise ValueError(f"implementation {implementation!r} cannot run this call: it {reason}")
@@ -167,85 +255,13 @@ def _choose(implementation: str | None, call: Call) -> Explanation:
 
 
 def _with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
-    """Lets the sinks' share of every row vanish: out · exp(L) / (exp(L) + Σ exp(sink))."""
+    """Takes the sinks' share out of every query's output: out · exp(L) / (exp(L) + Σ exp(sink))."""
     # 1 / (1 + eˣ), written so that its gradient keeps its digits where the sinks are weak
     share = jnp.exp(-jax.nn.softplus(jax.nn.logsumexp(sinks, axis=-1) - logsumexp))
     return (out * share[..., None]).astype(out.dtype)
 
 
 # -------------------------------------------------------------------------------------------- check
-
-
-class Call(NamedTuple):
-    """A checked call: what every backend gets."""
-
-    operands: tuple[Array, Array, Array, Array | None, BlockMask]
-    scale: float
-    soft_cap: float | None
-    sinks: Array | None  # [N, M]
-    options: Options
-    is_unbatched: bool
-
-
-_DEFAULTS: dict[str, Any] = dict.fromkeys(
-    (
-        "scale query_seq_lengths key_value_seq_lengths local_window_size "
-        "logits_soft_cap sinks q_segment_ids kv_segment_ids q_positions kv_positions options"
-    ).split()
-) | {"is_causal": False, "return_residual": False}
-
-
-def _check(
-    *,
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    mask: Any,
-    scale: Any,
-    is_causal: bool,
-    query_seq_lengths: Any,
-    key_value_seq_lengths: Any,
-    local_window_size: Any,
-    implementation: Any,
-    return_residual: bool,
-    logits_soft_cap: Any,
-    sinks: Any,
-    q_segment_ids: Any,
-    kv_segment_ids: Any,
-    q_positions: Any,
-    kv_positions: Any,
-    options: Any,
-) -> Call:
-    """Everything wrong with a call is said here, in one sentence each."""
-    q, k, v, is_unbatched = _check_qkv(query, key, value)
-    sizes = Sizes.of(q, k, v)
-    extras = [
-        _segments(sizes, q_segment_ids, kv_segment_ids),
-        _lengths(sizes, query_seq_lengths, key_value_seq_lengths),
-    ]
-    if is_causal:
-        extras.append(masks.causal())
-    if local_window_size is not None:
-        extras.append(masks.sliding_window(local_window_size))
-    rule = combine(extras)
-    positions = (
-        _per_token("q_positions", q_positions, sizes.B, sizes.T),
-        _per_token("kv_positions", kv_positions, sizes.B, sizes.S),
-    )
-    block_mask = _block_mask(sizes, mask, rule, positions)
-    if options is None:
-        options = Options()
-    if not isinstance(options, Options):
-        raise TypeError(f"options must be xsake.Options, got {type(options).__name__}")
-    return Call(
-        (q, k, v, _check_bias(sizes, bias), block_mask),
-        1 / math.sqrt(sizes.H) if scale is None else _number("scale", scale),
-        None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, above=0.0),
-        _check_sinks(sizes, sinks),
-        options,
-        is_unbatched,
-    )
 
 
 def _check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bool]:
@@ -320,6 +336,22 @@ def _broadcastable(name: str, x: Array, sizes: Sizes) -> Array:
     return wide
 
 
+def _soft_cap(cap: Any) -> float | None:
+    return None if cap is None else _number("logits_soft_cap", cap, above=0.0)
+
+
+def _check_options(options: Any) -> Options:
+    if options is None:
+        return Options()
+    if not isinstance(options, Options):
+        raise TypeError(f"options must be xsake.Options, got {type(options).__name__}")
+    return options
+
+
+def _window(size: Any) -> Rule:
+    return masks.everything() if size is None else masks.sliding_window(size)
+
+
 def _check_sinks(sizes: Sizes, sinks: Any) -> Array | None:
     if sinks is None:
         return None
@@ -375,7 +407,7 @@ def _lengths(sizes: Sizes, query: Any, key_value: Any) -> Rule:
 
 
 def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any]) -> BlockMask:
-    """One BlockMask of all that limits who sees whom."""
+    """One BlockMask of everything that limits which keys a query sees."""
     if isinstance(mask, BlockMask):
         if positions != (None, None):
             raise ValueError(
@@ -425,9 +457,9 @@ def _check_block_mask(sizes: Sizes, mask: BlockMask) -> None:
     if mask.rule is None:
         return
     check_fits(mask.rule, sizes.B, sizes.N, sizes.T, sizes.S)
-    told_apart = reach(mask.rule, sizes.B, sizes.N, by_number=True)
+    distinguished = reach(mask.rule, sizes.B, sizes.N, by_number=True)
     for name, number, lists in zip(
-        ("batch rows", "heads"), told_apart, (batch, heads), strict=True
+        ("batch rows", "heads"), distinguished, (batch, heads), strict=True
     ):
         if number > lists:
             raise ValueError(

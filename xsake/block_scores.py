@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake import _jax
-from xsake.backends import own_copies
+from xsake.backends import unaliased
 
 STRIPS = 4  # of rows, in which sums over keys are computed
 
@@ -236,7 +236,7 @@ def _batchable(block: int) -> Callable[[Array, Array], Array]:
         from xsake.backends.hopper import means as hopper_means
         from xsake.backends.hopper import scores as hopper_scores
 
-        q, k = own_copies(q, k)  # not tried without, as the attention kernels were
+        q, k = unaliased(q, k)  # not tried without, as the attention kernels were
         scale = math.log2(math.e) / math.sqrt(k.shape[-1])
         queries = hopper_means.means(q, block, scale=scale)
         causal = queries.shape[1] == -(-k.shape[1] // block)

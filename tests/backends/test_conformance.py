@@ -16,7 +16,7 @@ from tests.draws import FAST_COMPILATION
 from xsake import _jax, masks
 from xsake.attention import BACKENDS
 from xsake.backends import Options, hopper
-from xsake.backends.xla.chunks import Steps
+from xsake.backends.options import XlaSteps
 from xsake.bench.cases import CONFORMANCE, Case
 
 # On a card all of it is what `pytest -m gpu` asks for.
@@ -34,7 +34,7 @@ DIFFERENTIABLE = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "s
 # meeting several blocks (so that lists end inside a step), and dq by rows.
 LARGE_STEPS = "xla, large steps"
 WAYS = {name: (name, None) for name in BACKENDS}
-WAYS[LARGE_STEPS] = "xla", Options(xla=Steps(rows=2048, keys=256, dq_by_rows=True))
+WAYS[LARGE_STEPS] = "xla", Options(xla=XlaSteps(rows=2048, keys=256, dq_by_rows=True))
 
 # A step's size decides which tokens, rows and bias meet, never what a rule says of two tokens or
 # how sinks and dtypes go on from there. So large steps have the cases that differ in what meets:

@@ -1,10 +1,9 @@
 """Backends: each a module with two functions, and none imports another.
 
-    why_not(q, k, v, bias, mask, *, soft_cap, options) -> str | None     why it cannot run
-    forward(q, k, v, bias, mask, *, scale, soft_cap, options) -> (out, logsumexp)
+    why_not(call) -> str | None                    why it cannot run the call
+    forward(call) -> (out, logsumexp)              out [B, T, N, Hv], logsumexp float32 [B, T, N]
 
-q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S|1] or None, mask a
-BlockMask. out is [B, T, N, Hv] in q's dtype, logsumexp [B, T, N] float32. Both are differentiable.
+Both results are differentiable. `Call` is all that a backend is given; the door has checked it.
 """
 
 from __future__ import annotations
@@ -16,60 +15,64 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
 
+from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How a backend works, never what it computes. Every default is a good choice.
-
-    Attributes:
-      deterministic: gradients bit-equal from run to run, where that costs speed.
-      xla: an xla_chunks.Steps instead of the device's.
-      hopper_forward: a hopper_forward.ForwardTiling instead of the measured table's.
-      hopper_backward: a hopper_backward.BackwardTiling instead of the measured table's.
-    """
-
-    deterministic: bool = False
-    xla: Any = None
-    hopper_forward: Any = None
-    hopper_backward: Any = None
-
-
 class Sizes(NamedTuple):
-    """The axes of one call; see DESIGN's letters."""
+    """The axes of one call."""
 
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    H: int
-    Hv: int
+    B: int  # batch
+    T: int  # query length
+    S: int  # key length
+    N: int  # query heads
+    K: int  # key/value heads; divides N
+    H: int  # head size of q and k
+    Hv: int  # head size of v
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any) -> Sizes:
-        """Reads the letters off q, k and v."""
+        """The sizes of q, k and v."""
         (B, T, N, H), (_, S, K, Hv) = q.shape, v.shape
         return cls(B, T, S, N, K, H, Hv)
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One checked call of `dot_product_attention`."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K Hv"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    mask: BlockMask
+    scale: float
+    soft_cap: float | None
+    options: Options
+
+    @property
+    def sizes(self) -> Sizes:
+        """B, T, S, N, K, H and Hv."""
+        return Sizes.of(self.q, self.k, self.v)
+
+
 def accumulator(dtype: Any) -> Any:
-    """What softmax and sums are kept in: float32, or float64 for float64 inputs."""
+    """The dtype of softmax and sums: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def mask_place(mask: BlockMask, sizes: Sizes, b: Array, n: Array) -> Array:
-    """Which of the mask's Bm·Nm lists serves batch row b and query head n."""
+def list_index(mask: BlockMask, sizes: Sizes, b: Array, n: Array) -> Array:
+    """Which of the mask's Bm · Nm lists serves batch row b and query head n."""
     batch, heads = mask.kv_count.shape[:2]
-    row = b if batch > 1 else jnp.zeros_like(b)
+    batch_row = b if batch > 1 else jnp.zeros_like(b)
     head = n * heads // sizes.N  # N lists: n; K lists: n's kv head; one list: 0
-    return row * heads + head
+    return batch_row * heads + head
 
 
 def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn, which refuses to be differentiated: it is itself part of a derivative."""
+    """The same function, which raises when it is differentiated: it is part of a derivative."""
 
     @jax.custom_jvp
     def unchanged(args: Any) -> Any:
@@ -85,11 +88,10 @@ def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: fn(*unchanged(args))
 
 
-def own_copies(*arrays: Any) -> tuple[Any, ...]:
-    """The same arrays, apart from any stack of layers that they come from or go to.
+def unaliased(*arrays: Any) -> tuple[Any, ...]:
+    """The same arrays, kept apart from the stack of layers that they are sliced from or stored to.
 
-    In a loop XLA hands a kernel a place inside the stack instead of a slice (its dynamic-slice
-    fusion). That saves a copy of what is read; but a kernel whose result is stacked and used too
-    would run twice.
+    In a loop over layers XLA's dynamic-slice fusion hands a kernel a slice of the stack in place,
+    which saves a copy. A kernel whose result is both stacked and used would then run twice.
     """
     return jax.lax.optimization_barrier(arrays)

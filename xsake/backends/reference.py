@@ -7,52 +7,35 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float
 
-from xsake.backends import Options, Sizes, accumulator
-from xsake.block_mask import BlockMask
+from xsake.backends import Call, Sizes, accumulator
 
 
-def why_not(
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Array | None,
-    mask: BlockMask,
-    *,
-    soft_cap: float | None,
-    options: Options,
-) -> str | None:
+def why_not(call: Call) -> str | None:
     """The reference takes everything."""
     return None
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Array | None,
-    mask: BlockMask,
-    *,
-    scale: float,
-    soft_cap: float | None,
-    options: Options,
-) -> tuple[Array, Array]:
+def forward(call: Call) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N]), differentiable to any order."""
-    B, _, _, N, *_ = Sizes.of(q, k, v)
-    return attention(q, k, v, bias, mask.to_dense(B, N), scale=scale, soft_cap=soft_cap)
+    allowed = call.mask.to_dense(call.sizes.B, call.sizes.N)
+    return attention(
+        call.q, call.k, call.v, call.bias, allowed, scale=call.scale, soft_cap=call.soft_cap
+    )
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Array | None,
-    allowed: Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    bias: Float[Array, "#B #N #T #S"] | None,
+    allowed: Bool[Array, "#B #N T S"],
     *,
     scale: float | Array,
     soft_cap: float | None,
 ) -> tuple[Array, Array]:
-    """The same with every token pair in an array, bool [B|1, N|1, T, S]."""
+    """The same with `allowed` saying for every token pair whether the query sees the key."""
     B, T, S, N, K, H, Hv = Sizes.of(q, k, v)
     dtype, given, group = accumulator(q.dtype), q.dtype, N // K
     allowed = jnp.broadcast_to(allowed, (B, N, T, S)).reshape(B, K, group, T, S)

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from xsake import masks
-from xsake.backends import Options, Sizes, hopper
+from xsake.backends import Sizes, hopper
 from xsake.backends.hopper import tilings as hopper_tilings
+from xsake.backends.options import Options
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.suites.hopper import CAUSAL, visited_pairs
@@ -35,11 +36,11 @@ HEADS: dict[str, Any] = {"order": "heads"}
 NATURAL: dict[str, Any] = {"order": "natural"}
 FORWARD: tuple[dict[str, Any], ...] = (
     *(
-        {**order, "take_turns": turns, "lazy_rescale": 8.0}
+        {**order, "alternate_products": turns, "lazy_rescale": 8.0}
         for order in (SECTIONS, SHORT, NATURAL)
         for turns in (True, False)
     ),
-    {"persistent": False, "lazy_rescale": 8.0, "take_turns": False},
+    {"persistent": False, "lazy_rescale": 8.0, "alternate_products": False},
     *({"overlap": False, **order} for order in (SECTIONS, SHORT, NATURAL)),
 )
 BACKWARD: tuple[dict[str, Any], ...] = tuple(
@@ -87,8 +88,7 @@ def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> 
 
     Other rows stay as they are in `out`.
     """
-    from xsake.backends.hopper.backward_kernel import BackwardTiling
-    from xsake.backends.hopper.forward_kernel import ForwardTiling
+    from xsake.backends.options import BackwardTiling, ForwardTiling
 
     told = json.loads(out.read_text())["classes"] if only and out.exists() else {}
     report: dict[str, Any] = {
@@ -188,12 +188,12 @@ def _speeds(direction: str, tilings: list[Any], cases: list[Case]) -> dict[str, 
 
     def call(tiling: Any) -> Callable[..., Any]:
         settings = hopper.Settings(scale, None, Options(**{f"hopper_{direction}": tiling}))
-        return functools.partial(getattr(hopper, f"_{direction}"), settings)
+        return functools.partial(getattr(hopper, f"run_{direction}"), settings)
 
     def arguments(mask: BlockMask) -> tuple[Any, ...]:
         if direction == "forward":
             return (q, k, v, mask)
-        out, lse = hopper._forward(hopper.Settings(scale, None, Options()), q, k, v, mask)
+        out, lse = hopper.run_forward(hopper.Settings(scale, None, Options()), q, k, v, mask)
         d_out = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
         return (q, k, v, mask, out, lse), (d_out, jnp.zeros_like(lse))
 

@@ -58,7 +58,7 @@ def bench(
             "--join measures nothing: it takes --suite or --autotune, and --out, no other option"
         )
     if autotune:
-        table = out or hopper_tilings.TABLE
+        table = out or hopper_tilings.H200
         if join:
             _autotune.join(join, table)
         else:

@@ -16,16 +16,17 @@ from tests.test_probes import assert_near, assert_same_bits, random_arrays, run
 from xsake import BlockMask, Options, _jax, masks
 from xsake.attention import BACKENDS
 from xsake.backends import Sizes, xla
+from xsake.backends.options import XlaSteps
 from xsake.backends.xla import cpu_jax_0_10 as xla_chains
-from xsake.backends.xla.chunks import Steps, work_order
+from xsake.backends.xla.chunks import device_steps, width, work_order
 from xsake.bench.cases import Case
 
 # Several chunks, and lists that end inside a step; dq added by columns or in a pass by rows.
 LARGE = {
-    "dq added": Options(xla=Steps(rows=64, keys=48)),
-    "dq by rows": Options(xla=Steps(rows=64, keys=48, dq_by_rows=True)),
+    "dq added": Options(xla=XlaSteps(rows=64, keys=48)),
+    "dq by rows": Options(xla=XlaSteps(rows=64, keys=48, dq_by_rows=True)),
 }
-CHAINS = Options(xla=Steps(rows=512, keys=1, chains=3))
+CHAINS = Options(xla=XlaSteps(rows=512, keys=1, chains=3))
 WAYS = LARGE | {"chains": CHAINS}
 large_steps = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 EVERYTHING_AT_ONCE = {
@@ -46,7 +47,7 @@ EVERYTHING_AT_ONCE = {
 
 @pytest.fixture(autouse=True)
 def few_rows_make_a_chain(monkeypatch):
-    monkeypatch.setattr(xla_chains, "ROWS_OF_A_CHAIN", 1)
+    monkeypatch.setattr(xla_chains, "MIN_ROW_BLOCKS", 1)
 
 
 @pytest.mark.parametrize("way", ["dq added", "chains"])
@@ -194,7 +195,7 @@ def test_a_shared_bias_is_not_deterministic_on_a_gpu(monkeypatch):
 
     def why_not(bias):
         return BACKENDS["xla"].why_not(
-            x, x, x, bias, mask, soft_cap=None, options=Options(deterministic=True)
+            Call(x, x, x, bias, mask, 1.0, None, Options(deterministic=True))
         )
 
     assert why_not(None) is None
@@ -207,13 +208,13 @@ def test_steps_of_a_device():
     mask = BlockMask.from_rule(masks.everything(), (256, 1280), block=128)
 
     def steps(platform, deterministic):
-        return Steps.of_device(platform, deterministic, mask.block)
+        return device_steps(platform, deterministic, mask.block)
 
     assert not steps("cpu", deterministic=True).dq_by_rows
     assert steps("gpu", deterministic=True).dq_by_rows
     assert not steps("gpu", deterministic=False).dq_by_rows
-    assert steps("cpu", deterministic=False).width(mask) == 1
-    assert steps("gpu", deterministic=False).width(mask) == 8
+    assert width(steps("cpu", deterministic=False), mask) == 1
+    assert width(steps("gpu", deterministic=False), mask) == 8
     assert steps("gpu", deterministic=False).width(mask.transpose()) == 2
 
 
@@ -228,7 +229,7 @@ def test_steps_of_a_device():
 )
 def test_an_older_jax_takes_chains_on_a_cpu(monkeypatch, platform, version, block, in_chains):
     monkeypatch.setattr(_jax, "version", lambda: version)
-    assert (Steps.of_device(platform, False, block).chains > 8) == in_chains
+    assert (device_steps(platform, False, block).chains > 8) == in_chains
 
 
 @pytest.fixture
@@ -290,16 +291,16 @@ def test_float32_stays_float32_where_float64_is_enabled():
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"), [("ROWS_OF_A_CHAIN", 5), ("MOST_PLACES", 19)], ids=["few", "many"]
+    ("limit", "value"), [("MIN_ROW_BLOCKS", 5), ("MAX_VISITS", 19)], ids=["few", "many"]
 )
 def test_few_rows_and_too_many_visits_do_not_go_in_chains(monkeypatch, limit, value):
     """Eight rows of blocks, ten places for the blocks of each of two heads."""
     q = jnp.zeros((1, 64, 2, 8))
     mask = BlockMask.from_rule(masks.causal(), (64, 64), block=16)
-    assert xla_chains.fit(mask, Sizes.of(q, q, q), 2)
-    assert not xla_chains.fit(mask, Sizes.of(q, q, q), 0)
+    assert xla_chains.fits(mask, Sizes.of(q, q, q), 2)
+    assert not xla_chains.fits(mask, Sizes.of(q, q, q), 0)
     monkeypatch.setattr(xla_chains, limit, value)
-    assert not xla_chains.fit(mask, Sizes.of(q, q, q), 2)
+    assert not xla_chains.fits(mask, Sizes.of(q, q, q), 2)
 
 
 def test_chunks_side_by_side_are_chunks_one_after_the_other():
@@ -309,7 +310,7 @@ def test_chunks_side_by_side_are_chunks_one_after_the_other():
     blocks = np.random.default_rng(T).random((2, 3, side, side)) < 0.5
     mask = BlockMask.from_dense(jnp.asarray(blocks), masks.causal(), shape=(T, T), block=8)
     assert len(work_order(mask, Sizes.of(*arrays[:3]), 16, 3)) == 3
-    steps = [Steps(rows=16, keys=1, side_by_side=n) for n in (1, 3)]
+    steps = [XlaSteps(rows=16, keys=1, side_by_side=n) for n in (1, 3)]
     assert_same_bits(*(run("xla", *arrays, mask=mask, options=Options(xla=x)) for x in steps))
 
 
@@ -321,11 +322,11 @@ def test_few_chunks_do_not_go_side_by_side():
 
 
 def test_a_negative_number_of_chains_is_refused():
-    with pytest.raises(ValueError, match=r"Steps.chains must not be negative, got -1"):
-        Steps(rows=1, keys=1, chains=-1)
+    with pytest.raises(ValueError, match=r"XlaSteps.chains must not be negative, got -1"):
+        XlaSteps(rows=1, keys=1, chains=-1)
 
 
 @pytest.mark.parametrize("name", ["rows", "keys", "side_by_side"])
 def test_a_step_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=rf"Steps.{name} must be at least 1, got 0"):
-        Steps(**{"rows": 1, "keys": 1} | {name: 0})
+    with pytest.raises(ValueError, match=rf"XlaSteps.{name} must be at least 1, got 0"):
+        XlaSteps(**{"rows": 1, "keys": 1} | {name: 0})

@@ -44,13 +44,14 @@ from xsake.backends.hopper.items import (
     Item,
     Resident,
     Ring,
-    TokenRule,
     check_sizes,
     tiles,
 )
 from xsake.backends.hopper.prepare import prepare
 from xsake.backends.hopper.ptx import COMPUTE_BARRIER, NUMBER, SCALAR, asm, number
 from xsake.backends.hopper.work_table import work_table
+from xsake.backends.kernel_rule import KernelRule
+from xsake.backends.options import BackwardTiling
 from xsake.block_mask.lists import Lists
 
 FUSED_SIZE = 128  # the largest head of the fused form
@@ -58,33 +59,6 @@ MOST_COLUMNS = 256  # of accumulators in a warpgroup's registers
 CASTS = ("pass", "kernel")
 OUT_COLUMNS = 128  # results leave in pieces so wide
 DS_STAGES = 2  # dsT tiles of the fused form; with one, the warpgroups would meet twice per step
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardTiling:
-    """What may change the speed of the backward, never its values beyond rounding."""
-
-    fused: bool = True  # five products, dq added in float32 in any order; up to H = Hv = 128
-    # Queries per product of _Columns; None: 128 if fused at H = Hv = 64, else 64 (registers).
-    row_step: int | None = None
-    # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 if there is room, else 2.
-    row_stages: int | None = None
-    # Keys per product of _Rows; divides the mask's kv block. None: all, or 64 with a head of 256.
-    key_step: int | None = None
-    # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
-    key_stages: int | None = None
-    persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
-    order: str = "sections"  # as in ForwardTiling, but by query head; see hopper_tables.ByHead
-    deal: str = "counter"  # as in ForwardTiling
-    # fused: how dq becomes what q is: a "pass" of XLA over it, or beside the products, by a fourth
-    # warpgroup of the "kernel" (hopper_cast), which takes registers from the others.
-    cast: str = "pass"
-    cast_registers: int = 24
-    patience: int = 1 << 14  # looks at what other CTAs have still to add, before it is left to them
-    compute_registers: int = 240
-    memory_registers: int = 24
-    sms: int = 132  # CTAs of a persistent grid
-    l2_bytes: int = 24 << 20  # what the heads that run at the same time read should fit here
 
 
 DEFAULT_TILING = BackwardTiling()
@@ -101,7 +75,7 @@ def backward(
     lists: Lists,
     *,
     block: tuple[int, int] = (128, 128),
-    rule: TokenRule | None = None,
+    rule: KernelRule | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     tiling: BackwardTiling = DEFAULT_TILING,
@@ -113,7 +87,7 @@ def backward(
     forward returns them. `lists` name the kv blocks of every row block, full ones first.
     """
     shape = _Shape.of(q, k, v, lists, block)
-    rule = rule or TokenRule(None)
+    rule = rule or KernelRule(None)
     fused = tiling.fused and max(shape.size, shape.value_size) <= FUSED_SIZE
     prepared = prepare(
         out,
@@ -737,7 +711,7 @@ class _Columns(_Kernel):
         """The cast of dq, if it is the kernel's."""
         if not self.casts:
             return None
-        patience = self.tiling.patience if self.persistent else 0
+        patience = self.tiling.max_polls if self.persistent else 0
         cast = hopper_cast.Cast(self, dtype, patience)
         added = self.added(work, added_smem)
         refs = (outs[name] for name in ("counters", "sums", "dq"))

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake import _jax
 from xsake.backends.hopper.items import LOG2E, PIECE, ROW, ROWS, TILE, split, tiles
 
 ZERO_ROWS = 16  # of zeros in shared memory
@@ -43,7 +44,6 @@ def statistics(
     *,
     rows: int,
     zeros: int | None = None,
-    sms: int = 132,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """lse in base 2 and delta, float32 [B, N, rows]; and zeros, float32 [B, T, N, zeros].
@@ -54,7 +54,7 @@ def statistics(
     hold T. Where a row is empty (lse = -inf) or past T, lse2 is +inf and delta 0.
     """
     work = Pass(out, d_lse is not None, rows, zeros)
-    ctas = min(work.units, sms * work.per_sm)
+    ctas = min(work.units, _jax.multiprocessors() * work.per_sm)
 
     def body(*refs, ready, **smem):
         work.run(lax.axis_index("cta"), ctas, refs, smem, ready)

@@ -42,11 +42,12 @@ from xsake.backends.hopper.items import (
     Handover,
     Resident,
     Ring,
-    TokenRule,
     check_sizes,
     tiles,
 )
 from xsake.backends.hopper.work_table import work_table
+from xsake.backends.kernel_rule import KernelRule
+from xsake.backends.options import ForwardTiling
 from xsake.block_mask.lists import Lists
 
 # The output leaves in pieces so wide: at H = 256 a whole tile has no room beside Q, K and V
@@ -55,33 +56,6 @@ OUT_COLUMNS = 128
 # Named barriers 0 to 3 belong to Mosaic (the CTA and its warpgroups).
 TURN_BARRIER = 4
 FREE_BARRIER = TURN_BARRIER + COMPUTE
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardTiling:
-    """What may change the speed of the forward, never its values beyond rounding."""
-
-    # Keys per product; divides the mask's kv block. None: the block, 64 with a head of 256 (room).
-    step: int | None = None
-    # K and V tiles in flight, each. None: 4 of 64 keys if there is room, else 2.
-    stages: int | None = None
-    persistent: bool = True  # one CTA per SM takes many items; otherwise one CTA per item
-    # "natural", or longest first: "longest" over all heads, "heads" for each kv head by itself,
-    # "sections" in L2-sized groups of heads.
-    order: str = "sections"
-    # Persistent: which CTA takes which item, "fixed" or by a "counter" (hopper_items.py).
-    deal: str = "counter"
-    overlap: bool = True  # scores of the next visit are issued before the values of this one
-    # The two compute warpgroups take turns at the tensor cores; with 64 rows they take none.
-    take_turns: bool = True
-    # A tile is freed by bar.arrive instead of an mbarrier arrival of every thread.
-    named_barriers: bool = True
-    # acc is rescaled only when the maximum grew by more than so many powers of two; 0 = always.
-    lazy_rescale: float = 0.0
-    compute_registers: int = 232
-    memory_registers: int = 40
-    sms: int = 132  # CTAs of a persistent grid
-    l2_bytes: int = 24 << 20  # K and V of the heads that run at the same time should fit here
 
 
 DEFAULT_TILING = ForwardTiling()
@@ -94,7 +68,7 @@ def forward(
     lists: Lists,
     *,
     block: tuple[int, int] = (128, 128),
-    rule: TokenRule | None = None,
+    rule: KernelRule | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -113,7 +87,7 @@ def forward(
     work = work_table(
         lists, shape.batch, shape.heads, shape.kv_heads, shape.kv_bytes, tiling, interpret
     )
-    rule = rule or TokenRule(None)
+    rule = rule or KernelRule(None)
     # A tile of these may be read past the end; what it finds there is masked.
     key_blocks = pl.cdiv(shape.keys, block[1])
     rows = tuple(_pad_tokens(x, shape.row_blocks * block[0]) for x in rule.rows)
@@ -282,7 +256,7 @@ class _Kernel(BlockKernel):
 
     @property
     def named(self) -> bool:
-        return self.tiling.named_barriers and not self.interpret
+        return not self.interpret
 
     def free_k(self, k_free, slot):
         if self.named:
@@ -310,7 +284,7 @@ class _Kernel(BlockKernel):
 
     @property
     def take_turns(self) -> bool:
-        return self.tiling.take_turns and not self.alternate and not self.interpret
+        return self.tiling.alternate_products and not self.alternate and not self.interpret
 
     def take_turn(self, wg):
         """Waits until the other compute warpgroup has issued its products."""

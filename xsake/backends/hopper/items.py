@@ -30,13 +30,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake import _jax
+from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES
 from xsake.backends.hopper.ptx import NUMBER, ONE, asm, number, pointer
 
 ROWS = 64  # rows per compute warpgroup: one wgmma tile; 128 rows spill at H = 128
 COMPUTE = 2  # compute warpgroups of a CTA
 WARP, THREADS = 32, 128  # threads of a warp, of a warpgroup
-BLOCKS = (ROWS, COMPUTE * ROWS)  # what an item may be
-HEAD_SIZES = (64, 128, 256)
 PIECE = 64  # columns of what one warpgroup hands to the other at a time
 REGISTERS = 512  # per thread of a warpgroup, shared by the warpgroups of a CTA
 RECORD_BYTES = 128  # apart: copies want it
@@ -45,19 +45,6 @@ LOG2E = math.log2(math.e)
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one value per row
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per column
-
-
-class TokenRule(NamedTuple):
-    """The rule inside partial blocks.
-
-    allows(b, n, q, k, rows, columns) -> bool tile. b and n are scalars, q and k int32 tiles of
-    token indices, rows and columns int32 tiles read from `rows` (int32 [B|1, T] each, by query) and
-    `columns` (int32 [B|1, S] each, by key).
-    """
-
-    allows: Callable[..., jax.Array]
-    rows: tuple[jax.Array, ...] = ()
-    columns: tuple[jax.Array, ...] = ()
 
 
 class Item(NamedTuple):
@@ -156,8 +143,8 @@ class BlockKernel:
         self.consumers = 1 if self.alternate else COMPUTE  # warpgroups that take a step
         self.items = items
         self.persistent = persistent
-        self.counts = persistent and tiling.deal == "counter"
-        self.ctas = min(tiling.sms, items) if persistent else items
+        self.counts = persistent and tiling.schedule == "counter"
+        self.ctas = min(_jax.multiprocessors(), items) if persistent else items
         # Without a rule the only partial blocks are those that reach past the last key.
         self.has_partial = rule.allows is not None or shape.keys % shape.block[1] != 0
 

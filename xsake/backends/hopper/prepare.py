@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake import _jax
 from xsake.backends.hopper import delta as hopper_delta
 from xsake.backends.hopper import work_table as hopper_tables
 from xsake.backends.hopper.items import LOG2E, THREADS, WARP, per_item
@@ -68,7 +69,7 @@ def prepare(
         if alone and not interpret and shape.row_blocks <= TOGETHER_ROWS:
             by_head = hopper_tables.ByHead(lists, columns, run, tiling, counts)
             work = hopper_delta.Pass(out, d_lse is not None, rows, zeros)
-            return _together(by_head, work, (out, d_out, lse, d_lse), tiling.sms)
+            return _together(by_head, work, (out, d_out, lse, d_lse), _jax.multiprocessors())
         statistics = hopper_delta.statistics(
             out,
             d_out,
@@ -76,7 +77,6 @@ def prepare(
             d_lse,
             rows=rows,
             zeros=zeros,
-            sms=tiling.sms,
             interpret=interpret,
         )
         statistics = *statistics, *[None] * (zeros is None)

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake import _jax
 from xsake.backends.hopper.items import LOG2E, ROWS, TILE, check_sizes, tiles
 
 
@@ -34,7 +35,6 @@ class ScoresTiling:
     warpgroups: int = 3  # that compute
     q_bytes: int = 64 << 10  # of shared memory for tiles of queries
     k_bytes: int = 128 << 10  # for blocks of keys
-    sms: int = 132  # CTAs
 
 
 DEFAULT_TILING = ScoresTiling()
@@ -184,7 +184,7 @@ def segments(shape: _Shape, tiling: ScoresTiling) -> np.ndarray:
     group, first = np.nonzero(cost)
     flat = np.tile(cost[group, first], heads)
     ends = np.cumsum(flat)
-    ctas = min(tiling.sms, len(flat))
+    ctas = min(_jax.multiprocessors(), len(flat))
     cta = np.minimum((ends - flat / 2) * ctas // ends[-1], ctas - 1).astype(int)
     head = np.repeat(np.arange(heads), len(group))
     item = head * shape.groups + np.tile(group, heads)

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf, vector
 
+from xsake import _jax
 from xsake.backends.hopper.items import COUNTER, THREADS, Item, per_item, split
 from xsake.backends.hopper.ptx import asm, shared
 from xsake.block_mask.lists import Lists, transposed
@@ -215,7 +216,7 @@ def work_table(
 def _last_row(items: int, tiling: Any) -> np.ndarray:
     end = np.zeros(WIDTH, np.int32)
     end[Item._fields.index("count")] = -1
-    end[COUNTER] = min(tiling.sms, items)
+    end[COUNTER] = min(_jax.multiprocessors(), items)
     return end
 
 
@@ -359,7 +360,7 @@ class ByHead:
 
     def late_heads(self, rows: int, tiling: Any) -> int:
         """How many heads at the end are sorted together."""
-        late = min(pl.cdiv(LATE * tiling.sms, self.columns), self.all_heads)
+        late = min(pl.cdiv(LATE * _jax.multiprocessors(), self.columns), self.all_heads)
         return late if self.is_sorted and late > 1 and late * rows <= MOST_COUNTED else 0
 
     def count_late(self, operands, visits):

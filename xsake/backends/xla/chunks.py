@@ -1,14 +1,14 @@
-"""Chunks: rows of blocks that the `xla` backend works on together, and what a step reads for them.
+"""Chunks: row blocks that are processed together, and what one step reads for them.
 
-A chunk has R rows of blocks (forward: row blocks of a head; backward: kv blocks, by the transposed
-lists). In one step each meets the next W blocks of its list, all of them in one batched product:
+A chunk has R row blocks (in the backward kv blocks, by the transposed lists). In one step each of
+them visits the next W blocks of its list, all in one batched product:
 
     row 0   q [bq, H]  ×  list 0 [t·W : (t+1)·W]   k [W·bk, H]   ─┐
     row 1   q [bq, H]  ×  list 1 [t·W : (t+1)·W]   k [W·bk, H]   ─┼─ s [R, bq, W·bk]
     …                                                             ┘
 
-CPUs take few rows and one block, so that a step stays in their cache. GPUs take many of both: what
-they wait for is the start of a step.
+CPUs take few row blocks and one kv block, so that a step stays in cache. GPUs take many of both,
+because launching a step is what costs there.
 """
 
 from __future__ import annotations
@@ -22,49 +22,30 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake import _jax
-from xsake.backends import Sizes, mask_place
+from xsake.backends import Sizes, list_index
+from xsake.backends.options import XlaSteps
 from xsake.block_mask import BlockMask
 from xsake.masks.rule import Leaf, Tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """How much is worked on at once, and how dq is summed."""
+def device_steps(platform: str, deterministic: bool, block: tuple[int, int]) -> XlaSteps:
+    """What suits a device: a CPU's step stays in its cache; a GPU's is worth a dozen launches.
 
-    rows: int  # query rows of a chunk; by columns, keys
-    # Keys that each of them meets in one step, at least one block; by columns, query rows.
-    keys: int
-    dq_by_rows: bool = False  # in a pass of its own: two products more, nothing is added in place
-    # Chunks of the forward that do not wait for one another, where there are many of them.
-    side_by_side: int = 1
-    # Of the forward, single visits side by side instead of chunks (xla_chains); 0: chunks.
-    chains: int = 0
+    The float32 logits of a GPU's step, rows x keys, are about the size of its L2 cache. On a CPU
+    only products use several threads: with independent chunks in one loop body, one chunk reads or
+    takes exponentials while another multiplies. Before JAX 0.11 a chunk's products use one thread
+    too, and single visits side by side use them all, where a block is worth its own product.
+    """
+    if platform == "cpu":
+        # nine chains gain less than twelve, sixteen no more
+        in_chains = _jax.version() < (0, 11) and min(block) >= 128
+        return XlaSteps(512, 1, side_by_side=4, chains=12 if in_chains else 0)
+    return XlaSteps(16384, 1024, dq_by_rows=deterministic)
 
-    def __post_init__(self) -> None:
-        for name in ("rows", "keys", "side_by_side"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Steps.{name} must be at least 1, got {getattr(self, name)}")
-        if self.chains < 0:
-            raise ValueError(f"Steps.chains must not be negative, got {self.chains}")
 
-    @classmethod
-    def of_device(cls, platform: str, deterministic: bool, block: tuple[int, int]) -> Steps:
-        """A CPU's step stays in its cache and adds in order; a GPU's is worth a dozen launches.
-
-        What a GPU's step writes (float32 logits, rows x keys) is about the size of its L2 cache. Of
-        a CPU's step only the products use several threads; with chunks side by side, some of them
-        read or take exponentials while another one multiplies. Before JAX 0.11 the products of a
-        chunk have one thread too; chains have them all, where a block is worth its own product.
-        """
-        if platform == "cpu":
-            # of chains, nine gain less and sixteen no more
-            in_chains = _jax.version() < (0, 11) and min(block) >= 128
-            return cls(512, 1, side_by_side=4, chains=12 if in_chains else 0)
-        return cls(16384, 1024, dq_by_rows=deterministic)
-
-    def width(self, mask: BlockMask) -> int:
-        """Blocks that a row meets in one step."""
-        return min(max(1, self.keys // mask.block[1]), mask.grid.counts[1])
+def width(steps: XlaSteps, mask: BlockMask) -> int:
+    """Blocks that a row visits in one step."""
+    return min(max(1, steps.keys // mask.block[1]), mask.grid.counts[1])
 
 
 # ---------------------------------------------------------------------------- reading and writing
@@ -80,7 +61,7 @@ def take(x: Array, b: Array, tokens: Array, n: Array, past: float | None = None)
 
 
 def zeros(sizes: Sizes, length: int, block: int, size: int, dtype: Any) -> Array:
-    """[B, length in whole blocks, N, size]: where blocks are put, or added."""
+    """[B, length in whole blocks, N, size]: what blocks are written or added to."""
     return jnp.zeros((sizes.B, length + -length % block, sizes.N, size), dtype)
 
 
@@ -106,7 +87,7 @@ _BLOCKS = lax.ScatterDimensionNumbers(
 
 
 def put(x: Array, chunk: Chunk, blocks: Array) -> Array:
-    """Writes what a chunk made, blocks [R, block, D], to its own tokens of x, in place in a loop.
+    """Writes a chunk's results, blocks [R, block, D], to its tokens of x, in place in a loop.
 
     x is [B, L, N, D], L in whole blocks.
     """
@@ -119,7 +100,7 @@ def put(x: Array, chunk: Chunk, blocks: Array) -> Array:
 
 
 class Visit(NamedTuple):
-    """One step: every row of a chunk meets W blocks.
+    """One step: every row block of a chunk visits W blocks.
 
     Forward i is [R, 1] and j [R, W]; by columns i is [R, W] and j [R, 1].
     """
@@ -128,7 +109,7 @@ class Visit(NamedTuple):
     n: Array  # int32 [R]
     i: Array  # row blocks
     j: Array  # kv blocks
-    live: Array | None  # bool [R, W]: not past the end of the row's list; None: all of them
+    live: Array | None  # bool [R, W]: not past the end of the list; None: all of them
     needs_rule: Array | None  # bool [R, W]; None: none of them
 
     def q_tokens(self, mask: BlockMask) -> Array:
@@ -140,7 +121,7 @@ class Visit(NamedTuple):
         return _tokens(self.j, mask.block[1])
 
     def spread(self, x: Array, mask: BlockMask) -> Array:
-        """x [R, W], one for each block met -> one for each token pair, by broadcasting."""
+        """x [R, W], a value for each block -> a value for each token pair, by broadcasting."""
         if x.shape[1] == 1:
             return x[:, :, None]
         if self.i.shape[1] > 1:
@@ -169,52 +150,52 @@ def _tokens(block_numbers: Array, block: int) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """R rows of blocks that are worked on together, int32 [R] each; all chunks: [chunks, R]."""
+    """R row blocks that are processed together, int32 [R] each; all chunks: [chunks, R]."""
 
     b: Leaf
     n: Leaf
     i: Leaf
-    first: Leaf  # where the row's list begins in the flat index
+    first: Leaf  # where the list begins in the flat index
     count: Leaf
     full: Leaf
 
     @classmethod
     def of(cls, mask: BlockMask, sizes: Sizes, row: Array) -> Chunk:
-        """Looks the rows up; -1 stands for one past the last, which visits nothing."""
+        """The row blocks of these numbers; -1 stands for none, which visits nothing."""
         blocks, entries = mask.kv_count.shape[2], mask.kv_index.shape[2]
         real, row = row >= 0, jnp.maximum(row, 0)
         b, i, n = _coordinates(row, blocks, sizes)
-        place = mask_place(mask, sizes, b, n)
-        at = place * blocks + i
-        first = place * entries + mask.kv_start.reshape(-1)[at]
+        which = list_index(mask, sizes, b, n)
+        at = which * blocks + i
+        first = which * entries + mask.kv_start.reshape(-1)[at]
         count = jnp.where(real, mask.kv_count.reshape(-1)[at], 0)
         full = jnp.where(real, mask.full_count.reshape(-1)[at], 0)
         return cls(b, n, jnp.where(real, i, blocks), first, count, full)
 
     def tokens(self, block: int) -> Array:
-        """Indices of the rows' own tokens, [R, block], possibly past the end."""
+        """Indices of the row blocks' own tokens, [R, block], possibly past the end."""
         return _tokens(self.i[:, None], block)
 
     def blocks_at(self, mask: BlockMask, rank: Array) -> Array:
-        """The blocks of these ranks [R, W]; past its end a row repeats its last, no foreign one."""
+        """The listed blocks of these ranks [R, W]; past its end a list repeats its last block."""
         rank = jnp.clip(rank, 0, jnp.maximum(self.count - 1, 0)[:, None])
         return mask.kv_index.reshape(-1)[self.first[:, None] + rank]
 
     def loop(
         self, mask: BlockMask, width: int, by_columns: bool, step: Callable[..., Any], state: Any
     ) -> Any:
-        """Runs step(visit, state) over every block of the longest row, `width` of each at once.
+        """Runs state = step(visit, state) to the end of the longest list, `width` blocks at once.
 
-        The first step meets the last blocks of every row, those that need the rule; so a row of one
-        block has no loop, and a state can begin as what the first step gives. After it, while all
-        blocks are full for every row, a visit has neither `live` nor `needs_rule`.
+        The first step visits the last blocks of every list, which need the rule. So a list of one
+        block has no loop, and the state can begin as the first step's result. After it, while all
+        blocks are full in every list, a visit has neither `live` nor `needs_rule`.
         """
         ranks = jnp.arange(width, dtype=jnp.int32)[None]
-        left = self.count - width  # after the first step, the first so many of a row's list
+        left = self.count - width  # blocks of each list that the first step leaves
 
         def visit(rank: Array, live: Array | None) -> Visit:
-            own, met = self.i[:, None], self.blocks_at(mask, rank)
-            i, j = (met, own) if by_columns else (own, met)
+            own, listed = self.i[:, None], self.blocks_at(mask, rank)
+            i, j = (listed, own) if by_columns else (own, listed)
             needs_rule = None if live is None else rank >= self.full[:, None]
             return Visit(self.b, self.n, i, j, live, needs_rule)
 
@@ -233,18 +214,18 @@ class Chunk:
 
 
 def _coordinates(row: Array, blocks: int, sizes: Sizes) -> tuple[Array, Array, Array]:
-    """(b, i, n) of a row's number."""
+    """(b, i, n) of a row block's number."""
     return row // (blocks * sizes.N), row // sizes.N % blocks, row % sizes.N
 
 
-MANY = 8  # chunks for each of those side by side; fewer are not worth compiling
+MANY = 8  # chunks in each list of chunks; with fewer, another list is not worth compiling
 
 
 def work_order(mask: BlockMask, sizes: Sizes, rows: int, side_by_side: int = 1) -> list[Chunk]:
-    """All rows of blocks, most visits first, in chunks of about `rows` tokens, [turns, R] each.
+    """All row blocks, most visits first, in chunks of about `rows` tokens, [steps, R] each.
 
-    One list of chunks, or where there are many up to `side_by_side` of them. Among equals, heads of
-    the same tokens follow one another: they lie side by side in memory.
+    One list of chunks, or up to `side_by_side` lists where there are many chunks. Row blocks with
+    equally many visits stay in the order of memory: heads of the same tokens are neighbours.
     """
     blocks = mask.kv_count.shape[2]
     total, most = sizes.B * blocks * sizes.N, max(1, rows // mask.block[0])
@@ -254,83 +235,9 @@ def work_order(mask: BlockMask, sizes: Sizes, rows: int, side_by_side: int = 1) 
     per_chunk = -(-total // chunks)  # chunks of equal size
     row = jnp.arange(total, dtype=jnp.int32)
     b, i, n = _coordinates(row, blocks, sizes)
-    place = mask_place(mask, sizes, b, n) * blocks + i
-    count, full = mask.kv_count.reshape(-1)[place], mask.full_count.reshape(-1)[place]
+    at = list_index(mask, sizes, b, n) * blocks + i
+    count, full = mask.kv_count.reshape(-1)[at], mask.full_count.reshape(-1)[at]
     order = jnp.lexsort((full, count))[::-1].astype(jnp.int32)
     padded = jnp.pad(order, (0, chunks * per_chunk - total), constant_values=-1)
-    dealt = padded.reshape(-1, lists, per_chunk)
-    return [Chunk.of(mask, sizes, dealt[:, i]) for i in range(lists)]
-
-
-# -------------------------------------------------------------------------------------------- bias
-
-
-class BiasBlocks:
-    """A bias [B|1, N|1, T|1, S|1], read and added to by blocks."""
-
-    def __init__(self, bias: Array, mask: BlockMask, sizes: Sizes) -> None:
-        self.shape, self.mask, self.dtype = bias.shape, mask, bias.dtype
-        sides = zip(bias.shape[2:], mask.block, strict=True)
-        self.block = tuple(block if d > 1 else 1 for d, block in sides)
-        ends = [(0, -d % block) for d, block in zip(bias.shape[2:], self.block, strict=True)]
-        self.padded = jnp.pad(bias, ((0, 0), (0, 0), *ends))
-        self.is_own = has_own_bias(bias, sizes)
-
-    def _starts(self, at: Visit) -> Array:
-        """Where the blocks begin, int32 [R, W, 4]; axes of size 1 are shared."""
-        steps = (1, 1, *self.block)
-        given = (at.b[:, None], at.n[:, None], at.i, at.j)
-        starts = [
-            index * step if d > 1 else jnp.zeros_like(index)
-            for index, step, d in zip(given, steps, self.shape, strict=True)
-        ]
-        return jnp.stack(jnp.broadcast_arrays(*starts), axis=-1)
-
-    def at(self, visit: Visit) -> Array:
-        """The bias of every token pair, [R, Q, S'] by broadcasting."""
-        R, by_columns = visit.b.shape[0], visit.i.shape[1] > 1
-        (tq, tk), (bq, bk) = self.block, self.mask.block
-        # [R, W, tq, tk] by columns, else [R, tq, W, tk]
-        numbers = lax.GatherDimensionNumbers(
-            offset_dims=(2, 3) if by_columns else (1, 3),
-            collapsed_slice_dims=(0, 1),
-            start_index_map=(0, 1, 2, 3),
-        )
-        sizes, inside = (1, 1, tq, tk), lax.GatherScatterMode.CLIP
-        x = lax.gather(self.padded, self._starts(visit), numbers, sizes, mode=inside)
-        if by_columns:
-            return jnp.broadcast_to(x, (*x.shape[:2], bq, tk)).reshape(R, -1, tk)
-        return jnp.broadcast_to(x, (*x.shape[:3], bk)).reshape(R, tq, -1)
-
-    def add(self, total: Array, visit: Visit, ds: Array) -> Array:
-        """Adds the logit gradients of a visit by columns, [R, W·block_q, block_k], to a total.
-
-        Where every pair of tokens has its own number no two blocks meet, so that a GPU needs no
-        atomics; what is past the end of a list is then dropped instead of added as 0.
-        """
-        R, W = visit.i.shape
-        (tq, tk), (bq, bk) = self.block, self.mask.block
-        shares = ds.reshape(R, W, bq, bk)
-        shares = shares.sum(2, keepdims=True) if tq == 1 else shares
-        shares = shares.sum(3, keepdims=True) if tk == 1 else shares
-        starts = self._starts(visit)
-        if self.is_own and visit.live is not None:
-            starts = jnp.where(visit.live[..., None], starts, jnp.iinfo(jnp.int32).max)
-        numbers = lax.ScatterDimensionNumbers(
-            update_window_dims=(2, 3),
-            inserted_window_dims=(0, 1),
-            scatter_dims_to_operand_dims=(0, 1, 2, 3),
-        )
-        drop = lax.GatherScatterMode.FILL_OR_DROP
-        return lax.scatter_add(
-            total, starts, shares, numbers, unique_indices=self.is_own, mode=drop
-        )
-
-    def whole(self, total: Array) -> Array:
-        """A total in bias's shape and dtype."""
-        return total[:, :, : self.shape[2], : self.shape[3]].astype(self.dtype)
-
-
-def has_own_bias(bias: Array, sizes: Sizes) -> bool:
-    """Whether no two token pairs share a number of the bias."""
-    return bias.shape == (sizes.B, sizes.N, sizes.T, sizes.S)
+    by_list = padded.reshape(-1, lists, per_chunk)
+    return [Chunk.of(mask, sizes, by_list[:, i]) for i in range(lists)]

@@ -1,9 +1,9 @@
-"""exp on a CPU, where XLA's own takes nearly as long as a product of blocks.
+"""exp for CPUs, where XLA's own takes nearly as long as a product of two blocks.
 
     x · log2 e = n + f,  |f| ≤ ½         exp(x) = 2^n · (1 + f · c(f))
 
-n comes from rounding: a float32 near 1.5 · 2²³ has no bits left below 1, so its lowest bits are n
-plus what was added to it. Moved up to where a float32 keeps its exponent, they are 2^n.
+Adding 1.5 · 2²³ rounds x · log2 e to n, because a float32 of that size has no bits below 1: the
+lowest bits of the sum are n plus a constant. Shifted into the exponent field, they are 2^n.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jax import Array, lax
 
 from xsake import _jax
 
-_BIAS = 127  # of a float32's exponent: 2^-127 comes out as 0
-_MANTISSA = 23  # its bits below the exponent
+_BIAS = 127  # of a float32's exponent: 2^-127 becomes 0
+_MANTISSA = 23  # bits of a float32's mantissa
 _ROUNDER = np.float32(1.5 * 2**_MANTISSA + _BIAS)
 _LOG2_E = np.float32(np.log2(np.e))
 
@@ -31,9 +31,9 @@ _HIGHEST, *_LOWER = _coefficients(4)
 
 
 def exp(x: Array) -> Array:
-    """Of x up to about 0, such as differences to a maximum; 0 where it is below 2^-126.5.
+    """The exponential of x up to about 0, such as s - max(s); 0 where it is below 2^-126.5.
 
-    In float32 on a CPU its error, beside a largest value of 1, is that of rounding x.
+    In float32 on a CPU, the absolute error for x ≤ 0 is that of rounding x.
     """
     if _jax.platform() != "cpu" or x.dtype != jnp.float32:
         return jnp.exp(x)
@@ -46,5 +46,5 @@ def exp(x: Array) -> Array:
     two_to_the_n = lax.bitcast_convert_type(
         lax.shift_left(rounded, np.int32(_MANTISSA)), jnp.float32
     )
-    # XLA, to which this is cheap arithmetic, would do it again for everyone who reads it
+    # XLA would take this for cheap arithmetic and recompute it for every use
     return lax.optimization_barrier((1 + f * c) * two_to_the_n)

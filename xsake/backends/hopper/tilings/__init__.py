@@ -1,8 +1,8 @@
-"""Which tiling the Hopper kernels take: rows of h200.json, which a program measured.
+"""Which tiling the Hopper kernels take: records of a JSON file for each card, which were measured.
 
 `xsake bench --autotune` times every candidate on a few calls of each class and writes the file: for
 each class the fields that differ from the defaults, the speeds they were chosen for, and the
-machine, versions and commit.
+machine, versions and commit. A card without a file of its own takes the H200's.
 """
 
 from __future__ import annotations
@@ -13,36 +13,48 @@ from pathlib import Path
 from typing import Any
 
 from xsake.backends import Sizes
+from xsake.backends.hopper import limits
+from xsake.backends.options import BackwardTiling, ForwardTiling
 from xsake.block_mask import BlockMask
 
-TABLE = Path(__file__).with_name("h200.json")
+H200 = Path(__file__).with_name("h200.json")
+LONG = 8192  # queries from which a call is long
+SPARSE = 0.15  # of all blocks: lists with a smaller capacity are sparse
 
 
 def call_class(sizes: Sizes, mask: BlockMask) -> str:
     """What is known of a call when it is compiled: "128 short sparse".
 
-    The head size that the kernel has, the length (long from 8,192 queries) and the lists: "one"
-    for all heads, or lists of their own with room for less than 15% of the blocks ("sparse"), or
-    for more ("mixed").
+    The kernel's head size; the length; and the lists: "one" for all heads, or lists for each head
+    whose capacity is below 15% of all blocks ("sparse") or above ("mixed").
     """
-    size = next(size for size in (64, 128, 256) if max(sizes.H, sizes.Hv) <= size)
-    length = "short" if sizes.T < 8192 else "long"
-    rows, columns = mask.grid.counts
+    size = limits.padded_head_size(max(sizes.H, sizes.Hv))
+    length = "short" if sizes.T < LONG else "long"
+    row_blocks, kv_blocks = mask.grid.counts
     if mask.kv_count.shape[0] * mask.kv_count.shape[1] == 1:
         lists = "one"
-    elif mask.kv_index.shape[-1] < 0.15 * rows * columns:
+    elif mask.kv_index.shape[-1] < SPARSE * row_blocks * kv_blocks:
         lists = "sparse"
     else:
         lists = "mixed"
     return f"{size} {length} {lists}"
 
 
-def measured(direction: str, sizes: Sizes, mask: BlockMask) -> dict[str, Any]:
-    """The fields of the fastest tiling measured for this class; none where none was measured."""
-    row = _table()[direction].get(call_class(sizes, mask))
-    return {} if row is None else dict(row["tiling"])
+def measured_forward(sizes: Sizes, mask: BlockMask) -> ForwardTiling:
+    """The fastest tiling measured for this class of calls; the default where none was measured."""
+    return ForwardTiling(**_fields("forward", sizes, mask))
+
+
+def measured_backward(sizes: Sizes, mask: BlockMask) -> BackwardTiling:
+    """The same of the backward."""
+    return BackwardTiling(**_fields("backward", sizes, mask))
+
+
+def _fields(direction: str, sizes: Sizes, mask: BlockMask) -> dict[str, Any]:
+    record = _table()[direction].get(call_class(sizes, mask))
+    return {} if record is None else dict(record["tiling"])
 
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    return json.loads(TABLE.read_text())["classes"]
+    return json.loads(H200.read_text())["classes"]

@@ -1,0 +1,12 @@
+"""What the Hopper kernels take: the one place that says so."""
+
+from __future__ import annotations
+
+NEEDS_JAX = (0, 11)
+HEAD_SIZES = (64, 128, 256)  # of q and k, and of v; the door pads other sizes with zeros
+BLOCKS = (64, 128)  # tokens of a block, on each side
+
+
+def padded_head_size(size: int) -> int:
+    """The smallest head size of the kernels that holds `size`."""
+    return next(x for x in HEAD_SIZES if x >= size)

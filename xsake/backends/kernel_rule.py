@@ -1,0 +1,168 @@
+"""A mask's rule as a kernel evaluates it: an expression of tiles, and integers per query and key.
+
+    masks.Rule ─ translate ─ KernelRule ─┬─ allows(b, n, q, k, rows, columns) -> bool tile
+                                         ├─ rows      int32 [B|1, T] each, read with the queries
+                                         └─ columns   int32 [B|1, S] each, read with the keys
+
+Kernels of every device share this: none of them looks at a Rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend import core
+
+from xsake.masks import carrying, positional
+from xsake.masks.rule import And, Everything, Not, Or, Rule, Tokens
+
+
+class KernelRule(NamedTuple):
+    """What decides inside a partial block.
+
+    allows(b, n, q, k, rows, columns) -> bool tile: b and n are scalars, q and k int32 tiles of
+    token indices, rows and columns int32 tiles of the arrays below.
+    """
+
+    allows: Callable[..., Array]
+    rows: tuple[Array, ...] = ()  # int32 [B|1, T] each, by query
+    columns: tuple[Array, ...] = ()  # int32 [B|1, S] each, by key
+
+
+class UnsupportedRuleError(ValueError):
+    """A rule that needs more than integers per query and per key."""
+
+
+def why_not(rule: Rule | None, T: int, S: int) -> str | None:
+    """Why a kernel cannot evaluate the rule; None where it can."""
+    try:
+        translate(rule, T, S)
+    except UnsupportedRuleError as reason:
+        return str(reason)
+    return None
+
+
+def translate(rule: Rule | None, T: int, S: int) -> KernelRule | None:
+    """The rule for T queries and S keys; None where every pair of a partial block is allowed."""
+    if rule is None or isinstance(rule, Everything):
+        return None
+    found = _Values()
+    expression = _translate(rule, found, T, S)
+
+    def allows(b: Any, n: Any, q: Any, k: Any, rows: Any, columns: Any) -> Any:
+        return expression(Tokens.at(b, n, q, k), rows, columns)
+
+    return KernelRule(allows, tuple(found.rows), tuple(found.columns))
+
+
+@dataclasses.dataclass
+class _Values:
+    """Integers per query and per key that a rule reads, collected while it is translated."""
+
+    rows: list[Array] = dataclasses.field(default_factory=list)
+    columns: list[Array] = dataclasses.field(default_factory=list)
+
+    def row(self, values: Array) -> int:
+        """The index of these values among those per query."""
+        self.rows.append(values.astype(jnp.int32))
+        return len(self.rows) - 1
+
+    def column(self, values: Array) -> int:
+        """The index of these values among those per key."""
+        self.columns.append(values.astype(jnp.int32))
+        return len(self.columns) - 1
+
+
+# (tokens, integers per query, integers per key) -> bool tile
+Expression = Callable[[Tokens, Any, Any], Any]
+
+# Operations on index tiles that Mosaic lowers inside a kernel.
+_LOWERS = frozenset(
+    "add sub mul neg max min sign abs and or eq ne lt le gt ge select_n copy div rem "
+    "convert_element_type broadcast_in_dim pjit jit integer_pow squeeze reshape".split()
+)
+
+
+def _translate(rule: Rule, found: _Values, T: int, S: int) -> Expression:
+    inner = functools.partial(_translate, found=found, T=T, S=S)
+    match rule:
+        case And():
+            a, b = inner(rule.a), inner(rule.b)
+            return lambda *at: a(*at) & b(*at)
+        case Or():
+            a, b = inner(rule.a), inner(rule.b)
+            return lambda *at: a(*at) | b(*at)
+        case Not():
+            a = inner(rule.a)
+            # Mosaic cannot negate a bool tile
+            return lambda *at: jnp.where(a(*at), jnp.int32(0), jnp.int32(1)) > 0
+        case carrying.Documents():
+            i, j = found.row(rule.q_ids), found.column(rule.kv_ids)
+            return lambda tokens, rows, columns: (rows[i] == columns[j]) & (rows[i] >= 0)
+        case carrying.Lengths():
+            return _translate_lengths(rule, found, T, S)
+        case carrying.Prefix():
+            j = found.column(jnp.broadcast_to(rule.lengths[:, None], (rule.lengths.shape[0], S)))
+            return lambda tokens, rows, columns: tokens.k < columns[j]
+        case carrying.Positioned():
+            return _translate_positions(rule, found, inner(rule.a))
+        case positional.Window() | positional.First() | positional.GlobalTokens():
+            return lambda tokens, rows, columns: rule.allows(tokens)
+        case positional.Chunked() | positional.Strided():
+            return lambda tokens, rows, columns: rule.allows(tokens)
+        case carrying.Custom() if not rule.arrays:
+            _check_function(rule)
+            return lambda tokens, rows, columns: rule.allows(tokens)
+    raise UnsupportedRuleError(f"has no tiles for {rule}, which needs more than positions and ids")
+
+
+def _translate_lengths(rule: carrying.Lengths, found: _Values, T: int, S: int) -> Expression:
+    """Token indices below a length per batch row: 0 or 1 for every query and key."""
+    parts: list[Expression] = []
+    if rule.query is not None:
+        i = found.row(jnp.arange(T) < rule.query[:, None])
+        parts.append(lambda tokens, rows, columns: rows[i] > 0)
+    if rule.key_value is not None:
+        j = found.column(jnp.arange(S) < rule.key_value[:, None])
+        parts.append(lambda tokens, rows, columns: columns[j] > 0)
+    return lambda *at: parts[0](*at) & parts[-1](*at)
+
+
+def _translate_positions(
+    rule: carrying.Positioned, found: _Values, inner: Expression
+) -> Expression:
+    i = None if rule.q_positions is None else found.row(rule.q_positions)
+    j = None if rule.kv_positions is None else found.column(rule.kv_positions)
+
+    def expression(tokens: Tokens, rows: Any, columns: Any) -> Any:
+        if i is not None:
+            tokens = tokens._replace(q=rows[i])
+        if j is not None:
+            tokens = tokens._replace(k=columns[j])
+        return inner(tokens, rows, columns)
+
+    return expression
+
+
+def _check_function(rule: carrying.Custom) -> None:
+    """A user's function may go into the kernel if every operation it uses lowers there."""
+    tile, one = jax.ShapeDtypeStruct((64, 128), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda b, n, q, k: rule.allows(Tokens.at(b, n, q, k)))(
+        one, one, tile, tile
+    )
+    used = {equation.primitive.name for equation in _equations(jaxpr.jaxpr)}
+    if foreign := sorted(used - _LOWERS):
+        raise UnsupportedRuleError(f"cannot trace {rule} into a kernel: it uses {foreign}")
+
+
+def _equations(jaxpr: Any) -> Any:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)

@@ -1,0 +1,105 @@
+"""How a backend works, never what it computes: every default is a good choice.
+
+    Options ─┬─ deterministic
+             ├─ xla               XlaSteps         chunk sizes of the plain JAX backend
+             ├─ hopper_forward    ForwardTiling    tile sizes, stages and schedule of the forward
+             └─ hopper_backward   BackwardTiling   the same of the backward
+
+None takes the device's choice; on Hopper, that is a row of the measured table
+`backends/hopper/tilings/`, which `xsake bench --autotune` writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+# In which order work tiles are taken: as they lie in memory; the longest first, over all heads; the
+# longest first within the query heads of each kv head; or within groups of heads whose operands fit
+# in L2 together.
+Order = Literal["natural", "longest", "heads", "sections"]
+# Which CTA of a persistent grid takes which work tile: by a fixed pattern, or the next one from a
+# counter in global memory.
+Schedule = Literal["fixed", "counter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaSteps:
+    """How many blocks the `xla` backend works on at once, and how it sums dq."""
+
+    rows: int  # query rows of a chunk; in the backward by columns, keys
+    keys: int  # keys that each row visits in one step, at least one block
+    dq_by_rows: bool = False  # dq in a pass of its own: two more products, no scatter-add
+    side_by_side: int = 1  # independent chunks of the forward in one loop body
+    chains: int = 0  # single visits side by side instead of chunks (cpu_jax_0_10); 0: chunks
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "keys", "side_by_side"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"XlaSteps.{name} must be at least 1, got {getattr(self, name)}")
+        if self.chains < 0:
+            raise ValueError(f"XlaSteps.chains must not be negative, got {self.chains}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiling:
+    """What may change the speed of the Hopper forward, never its values beyond rounding."""
+
+    # Keys per product; divides the mask's kv block. None: the block, or 64 with a head of 256.
+    step: int | None = None
+    # K and V tiles in flight, each. None: 4 of 64 keys where they fit, else 2.
+    stages: int | None = None
+    persistent: bool = True  # one CTA per multiprocessor takes many work tiles, or one each
+    order: Order = "sections"
+    schedule: Schedule = "counter"
+    overlap: bool = True  # issue the scores of the next visit before the values of this one
+    # The two compute warpgroups alternate at the tensor cores; never with row blocks of 64.
+    alternate_products: bool = True
+    # Rescale acc only when the maximum grew by more than this power of two; 0: always.
+    lazy_rescale: float = 0.0
+    compute_registers: int = 232
+    memory_registers: int = 40
+    l2_bytes: int = 24 << 20  # K and V of the heads that run together should fit here
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiling:
+    """What may change the speed of the Hopper backward, never its values beyond rounding."""
+
+    # Five products, dq added in float32 in any order (head sizes up to 128); else seven.
+    fused: bool = True
+    # Queries per product of the kernel over kv blocks. None: 128 if fused at H = Hv = 64, else 64.
+    row_step: int | None = None
+    # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 where they fit, else 2.
+    row_stages: int | None = None
+    # Keys per product of the kernel over row blocks. None: the block, or 64 with a head of 256.
+    key_step: int | None = None
+    # K and V tiles in flight, each. None: 4 of 64 keys where they fit, else 2.
+    key_stages: int | None = None
+    persistent: bool = True  # as in ForwardTiling
+    order: Order = "sections"  # as in ForwardTiling, by query head
+    schedule: Schedule = "counter"
+    # Fused: dq is cast to q's dtype in a "pass" of XLA, or in the "kernel" by a fourth warpgroup.
+    cast: Literal["pass", "kernel"] = "pass"
+    cast_registers: int = 24
+    max_polls: int = 1 << 14  # how often the cast polls a counter before it leaves the row block
+    compute_registers: int = 240
+    memory_registers: int = 24
+    l2_bytes: int = 24 << 20  # what the heads that run together read should fit here
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a backend works, never what it computes.
+
+    Attributes:
+      deterministic: gradients bit-equal from run to run, where that costs speed.
+      xla: chunk sizes instead of the device's.
+      hopper_forward: a tiling instead of the measured table's.
+      hopper_backward: the same of the backward.
+    """
+
+    deterministic: bool = False
+    xla: XlaSteps | None = None
+    hopper_forward: ForwardTiling | None = None
+    hopper_backward: BackwardTiling | None = None

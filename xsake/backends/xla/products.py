@@ -1,0 +1,50 @@
+"""Products and logits of blocks, in the precision that each device is fast and right in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from xsake import _jax
+from xsake.backends.options import XlaSteps
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is fixed when the loop is compiled."""
+
+    scale: float
+    soft_cap: float | None
+    steps: XlaSteps
+
+
+def operand(x: Array) -> Array:
+    """x as products take it: CPUs have no fast half-precision product, so they get float32."""
+    return x.astype(jnp.float32) if _jax.platform() == "cpu" and x.dtype.itemsize < 4 else x
+
+
+def product(spec: str, a: Array, b: Array, dtype: Any) -> Array:
+    """A batched product of blocks, summed in `dtype`; a GPU does not round float32 to TF32."""
+    exact = lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else None
+    return jnp.einsum(spec, a, b.astype(a.dtype), preferred_element_type=dtype, precision=exact)
+
+
+def sum_last(x: Array) -> Array:
+    """Sums over the last axis, a short one."""
+    if _jax.platform() != "cpu":
+        return x.sum(-1)
+    return x @ jnp.ones(x.shape[-1], x.dtype)  # XLA's own reduction is far slower on CPUs
+
+
+def scaled(x: Array, scale: float, dtype: Any) -> tuple[Array, float]:
+    """(x, scale), or (scale · x, 1) where x is kept in `dtype` and nothing is lost by it."""
+    return (x * scale, 1.0) if x.dtype == dtype else (x, scale)
+
+
+def logits(settings: Settings, q: Array, k: Array, scale: float, dtype: Any) -> Array:
+    """scale · q kᵀ of blocks, soft-capped."""
+    s = product("...qh,...kh->...qk", q, k, dtype) * scale
+    return s if settings.soft_cap is None else settings.soft_cap * jnp.tanh(s / settings.soft_cap)
