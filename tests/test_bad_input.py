@@ -8,12 +8,21 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 import xsake
 from xsake import BlockMask, masks
 
 B, T, S, N, K, H = 2, 32, 48, 4, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def as_users_call_it():
+    """Without the type checks that only tests have: what is refused here, xsake itself refuses."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def zeros(*shape, dtype=jnp.float32):

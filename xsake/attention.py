@@ -109,7 +109,7 @@ def dot_product_attention(
     kv_positions: Int[Tensor, ...] | None = None,
     options: Options | None = None,
 ) -> Any:
-    """softmax(scale · q kᵀ + bias) v over the keys that each query may see, by live blocks only.
+    """softmax(scale · q kᵀ + bias) v over the keys that each query may see; dropped blocks cost nothing.
 
     `jax.nn.dot_product_attention`, argument for argument, and more. A query that sees no key gets
     zeros, logsumexp -inf and zero gradients.
@@ -134,7 +134,7 @@ def dot_product_attention(
       kv_segment_ids: int [B, S]; default q_segment_ids.
       q_positions: int [B, T], what causal and window rules compare; default arange.
       kv_positions: int [B, S].
-      options: how a backend works, never what it computes.
+      options: performance settings; they never change the result.
 
     Returns:
       [B, T, N, Hv] in query's dtype; with return_residual, that and the logsumexp.
@@ -180,7 +180,7 @@ def dot_product_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Which backend a call takes, and why not the others: None where one could run."""
+    """The backend that a call takes, and each backend's reason against it, None if it can run."""
 
     chosen: str
     reasons: dict[str, str | None]
@@ -203,7 +203,7 @@ def explain(
     return_residual: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Explanation:
-    """Says what `dot_product_attention` would run on, and every backend's reason.
+    """Returns the backend that `dot_product_attention` would take, and every backend's reason.
 
     Takes the same arguments; q, k, v and bias may be shapes.
 
@@ -212,12 +212,11 @@ def explain(
     >>> xsake.explain(q, q, q, is_causal=True).reasons["reference"] is None
     True
     """
-    question = _Question(implementation)
+    question = _Question(implementation or "")
 
     def ask(query: Any, key: Any, value: Any, bias: Any) -> Any:
-        named: Any = question  # the door answers it instead of computing
         return dot_product_attention(
-            query, key, value, bias, mask, implementation=named, **arguments
+            query, key, value, bias, mask, implementation=question, **arguments
         )
 
     jax.eval_shape(ask, query, key, value, bias)
@@ -227,16 +226,14 @@ def explain(
 # ------------------------------------------------------------------------------------------- choose
 
 
-class _Question:
-    """What `explain` passes as `implementation`: the door answers it instead of computing."""
+class _Question(str):
+    """An implementation's name, or "", that the door answers with an Explanation and no result."""
 
-    def __init__(self, implementation: str | None) -> None:
-        self.implementation = implementation
-        self.answer: Explanation
+    answer: Explanation
 
     def ask(self, call: Call) -> int:
         """Keeps the answer, and returns something that `jax.eval_shape` takes."""
-        self.answer = _choose(self.implementation, call)
+        self.answer = _choose(str(self) or None, call)
         return 0
 
 
@@ -256,7 +253,7 @@ def _choose(implementation: str | None, call: Call) -> Explanation:
 
 def _with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
     """Takes the sinks' share out of every query's output: out · exp(L) / (exp(L) + Σ exp(sink))."""
-    # 1 / (1 + eˣ), written so that its gradient keeps its digits where the sinks are weak
+    # 1 / (1 + eˣ) in a form whose gradient is accurate where the sinks are weak
     share = jnp.exp(-jax.nn.softplus(jax.nn.logsumexp(sinks, axis=-1) - logsumexp))
     return (out * share[..., None]).astype(out.dtype)
 
@@ -386,7 +383,7 @@ def _segments(sizes: Sizes, q_ids: Any, kv_ids: Any) -> Rule:
         raise ValueError("kv_segment_ids needs q_segment_ids beside it")
     if kv_ids is None and sizes.T != sizes.S:
         raise ValueError(
-            f"q_segment_ids alone serves T = S only, got T = {sizes.T} and S = {sizes.S}; "
+            f"q_segment_ids alone is enough only if T = S, got T = {sizes.T} and S = {sizes.S}; "
             "give kv_segment_ids too"
         )
     q_ids = _per_token("q_segment_ids", q_ids, sizes.B, sizes.T)
@@ -411,7 +408,7 @@ def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any])
     if isinstance(mask, BlockMask):
         if positions != (None, None):
             raise ValueError(
-                "positions beside a BlockMask come too late, its blocks are chosen; "
+                "positions cannot be applied to a BlockMask, whose blocks are already chosen; "
                 "give them to BlockMask.from_rule(rule, shape, q_positions=…, kv_positions=…)"
             )
         _check_block_mask(sizes, mask)
@@ -463,6 +460,6 @@ def _check_block_mask(sizes: Sizes, mask: BlockMask) -> None:
     ):
         if number > lists:
             raise ValueError(
-                f"the mask's rule tells {number} {name} apart, but its lists are for {lists}; "
+                f"the mask's rule distinguishes {number} {name}, but its lists are for {lists}; "
                 "build it with batch=… and heads=… of this call"
             )

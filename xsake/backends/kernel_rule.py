@@ -119,11 +119,13 @@ def _translate(rule: Rule, found: _Values, T: int, S: int) -> Expression:
         case carrying.Custom() if not rule.arrays:
             _check_function(rule)
             return lambda tokens, rows, columns: rule.allows(tokens)
-    raise UnsupportedRuleError(f"has no tiles for {rule}, which needs more than positions and ids")
+    raise UnsupportedRuleError(
+        f"cannot evaluate {rule} in a tile, which needs more than positions, ids and lengths"
+    )
 
 
 def _translate_lengths(rule: carrying.Lengths, found: _Values, T: int, S: int) -> Expression:
-    """Token indices below a length per batch row: 0 or 1 for every query and key."""
+    """Lengths per batch row become a flag, 0 or 1, for every query and key."""
     parts: list[Expression] = []
     if rule.query is not None:
         i = found.row(jnp.arange(T) < rule.query[:, None])

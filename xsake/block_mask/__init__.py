@@ -4,7 +4,7 @@
       0 1 2 3
     0 ◪ . . .     kv_start   [0, 1, 3, 5]     where a row's list begins in kv_index
     1 ■ ◪ . .     kv_count   [1, 2, 2, 3]     how many blocks the row visits
-    2 ■ . ◪ .     full_count [0, 1, 1, 2]     the first so many need no rule
+    2 ■ . ◪ .     full_count [0, 1, 1, 2]     how many of them, listed first, are full
     3 ■ ■ . ◪     kv_index   [0 | 0 1 | 0 2 | 0 1 3]
 
 ■ full: every token pair is allowed. ◪ partial: `rule` decides. A dot is never loaded.
@@ -13,20 +13,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int
 
 from xsake import masks
+from xsake.block_mask import draw
 from xsake.block_mask.lists import (
     Lists,
     block_map,
     cut_to_capacity,
-    entries_of,
     listed_blocks,
     lists_from_map,
     lists_of_blocks,
@@ -37,9 +40,14 @@ from xsake.block_mask.lists import (
 from xsake.masks.carrying import Picked, Swapped
 from xsake.masks.rule import Grid, Leaf, Rule, Tokens, carried, check_fits, partition_spec, reach
 
-__all__ = ["BlockMask"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+else:
+    Axes = Any  # matplotlib is optional
 
-BLOCK = 128
+__all__ = ["BLOCK", "BlockMask"]
+
+BLOCK = 128  # tokens of a block on each side, unless asked otherwise
 
 
 @jax.tree_util.register_dataclass
@@ -54,14 +62,14 @@ class BlockMask:
 
     kv_start: Leaf  # int32 [B|1, N|K|1, Tb]  where the row's list begins
     kv_count: Leaf  # int32 [B|1, N|K|1, Tb]  blocks to visit
-    full_count: Leaf  # int32 [B|1, N|K|1, Tb]  the first so many of them need no rule
+    full_count: Leaf  # int32 [B|1, N|K|1, Tb]  how many of them, listed first, are full
     kv_index: Leaf  # int32 [B|1, N|K|1, M]  block numbers, row after row; the tail is never read
-    overflow: Leaf  # bool []  a list was longer than M and was cut: results would be wrong
+    overflow: Leaf  # bool []  a list did not fit into M and was cut: results would be wrong
     rule: Any  # Rule | None: decides inside partial blocks; None allows all of them
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (T, S) in tokens
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (block_q, block_k)
 
-    # ------------------------------------------------------------------------------------- makers
+    # ------------------------------------------------------------------------------- constructors
 
     @staticmethod
     def from_rule(
@@ -72,20 +80,20 @@ class BlockMask:
         heads: int = 1,
         block: int | tuple[int, int] = BLOCK,
         capacity: int | None = None,
-        q_positions: Any = None,
-        kv_positions: Any = None,
+        q_positions: Int[ArrayLike, "*B T"] | None = None,
+        kv_positions: Int[ArrayLike, "*C S"] | None = None,
     ) -> BlockMask:
         """The blocks that a rule leaves alive.
 
         Args:
           rule: a `masks` rule.
           shape: (T, S) in tokens.
-          batch: batch rows that the rule may tell apart (default: as many as its arrays have); the
-            result has 1 where it does not.
-          heads: query heads likewise.
+          batch: batch rows, if the rule depends on them; default: what its arrays have. The result
+            has 1 if the rule does not depend on them.
+          heads: query heads, likewise.
           block: tokens per block, one number or (block_q, block_k).
-          capacity: blocks that one head can list. Default: all that the rule can allow whatever its
-            data. A smaller one saves memory; if it overflows, that raises (under jit: `overflow`).
+          capacity: blocks that one head can list. Default: an upper bound over all data that the
+            rule may carry. A smaller one saves memory; overflow raises (under jit: `overflow`).
           q_positions: int [B|1, T], what causal and window rules compare; default arange.
           kv_positions: int [B|1, S].
 
@@ -101,7 +109,7 @@ class BlockMask:
 
     @staticmethod
     def from_dense(
-        blocks: Any,
+        blocks: Bool[ArrayLike, ...],
         rule: Rule | None = None,
         *,
         shape: tuple[int, int] | None = None,
@@ -136,24 +144,26 @@ class BlockMask:
                 f"but blocks has {list(blocks.shape[2:])}"
             )
         ruled = _numbered(ruled, grid)
-        room = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
-        lists = lists_of_blocks(blocks, ruled, grid, room)
-        if capacity is None:  # there is room for all that the rule allows
+        size = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
+        lists = lists_of_blocks(blocks, ruled, grid, size)
+        if capacity is None:  # every block that the rule allows fits
             lists = lists._replace(overflow=jnp.zeros((), bool))
         return _made(lists, None if rule is None else ruled, grid)
 
     @staticmethod
     def from_kv_blocks(
-        kv_num_blocks: Any,
-        kv_indices: Any,
-        full_kv_num_blocks: Any = None,
-        full_kv_indices: Any = None,
+        kv_num_blocks: Int[ArrayLike, "B H Tb"],
+        kv_indices: Int[ArrayLike, "B H Tb Sb"],
+        full_kv_num_blocks: Int[ArrayLike, "B H Tb"] | None = None,
+        full_kv_indices: Int[ArrayLike, "B H Tb _"] | None = None,
         *,
         block: int | tuple[int, int] = BLOCK,
-        mask_mod: Any = None,
+        mask_mod: Rule | Callable[..., Any] | None = None,
         shape: tuple[int, int] | None = None,
     ) -> BlockMask:
-        """FlexAttention's arrays: counts [B, H, Tb], padded lists [B, H, Tb, Sb], full ones apart.
+        """From FlexAttention's arrays: counts [B, H, Tb] and padded lists [B, H, Tb, Sb].
+
+        Full blocks have arrays of their own.
 
         `mask_mod` is a rule or a function of (b, h, q, k). The S side has kv_indices.shape[-1]
         blocks, unless `shape` says otherwise.
@@ -189,7 +199,7 @@ class BlockMask:
         lists = lists_from_map(partial | full, full & ~partial, grid, capacity)
         return _made(lists, None if rule is None else _numbered(rule, grid), grid)
 
-    # -------------------------------------------------------------------------------- what it says
+    # ----------------------------------------------------------------------------------- contents
 
     @property
     def grid(self) -> Grid:
@@ -206,11 +216,11 @@ class BlockMask:
         return block_map(self.lists, *self.grid.counts)
 
     def to_dense(self, batch: int | None = None, heads: int | None = None) -> Array:
-        """Every token pair, bool [B|1, N|1, T, S]. T x S in memory: for tests and for looking.
+        """Every token pair, bool [B|1, N|1, T, S]. T x S in memory: for tests and inspection.
 
         Args:
-          batch: batch rows to tell apart; default what the lists have.
-          heads: query heads; a mask with fewer is shared by equal runs of them.
+          batch: batch rows of the result, if the rule depends on them; default the mask's own.
+          heads: query heads; a mask with fewer is repeated over consecutive groups of them.
         """
         own_batch, own_heads = self.kv_count.shape[:2]
         batch, heads = batch or own_batch, heads or own_heads
@@ -244,7 +254,7 @@ class BlockMask:
             allowed = jnp.broadcast_to(live, size).sum(dtype=jnp.float32)
         return self.kv_count.astype(jnp.float32).sum() / allowed
 
-    # -------------------------------------------------------------------------------- made from it
+    # ------------------------------------------------------------------------------- derived masks
 
     def transpose(self) -> BlockMask:
         """The same blocks listed by column: what the backward pass visits. Keeps M.
@@ -265,7 +275,7 @@ class BlockMask:
         for name, size, asked in zip(("batch rows", "heads"), (batch, own[1]), (0, 1), strict=True):
             if size == 1 and reach(rule, 2, 2, by_number=True)[asked] > 1:
                 raise ValueError(
-                    f"{rule} tells {name} apart, but this mask is shared by all {name}; "
+                    f"{rule} distinguishes {name}, but this mask is shared by all {name}; "
                     "build it with BlockMask.from_rule(rule, shape, batch=…, heads=…)"
                 )
         grid = dataclasses.replace(grid, batch=batch)
@@ -275,20 +285,24 @@ class BlockMask:
         return _of_lists(lists, both, self.shape, self.block)
 
     def __getitem__(self, at: tuple[int, int]) -> BlockMask:
-        """One batch row and head, `mask[b, n]`; a shared axis answers to any number."""
+        """One batch row and head, `mask[b, n]`; an axis of size 1 takes any index."""
         b, n = at
         own = self.kv_count.shape[:2]
         for name, i, size in (("batch row", b, own[0]), ("head", n, own[1])):
             if size > 1 and not -size <= i < size:
-                raise IndexError(f"{name} {i} of a mask with {size}")
-        place = tuple(0 if size == 1 else i % size for i, size in zip((b, n), own, strict=True))
+                raise IndexError(f"{name} {i} is outside a mask with {size}")
+        index = tuple(0 if size == 1 else i % size for i, size in zip((b, n), own, strict=True))
         rule = self.rule
         if rule is not None and reach(rule, max(b + 1, 2), max(n + 1, 2)) != (1, 1):
             rule = Picked(rule, jnp.asarray(b), jnp.asarray(n))
-        picked = (x[place][None, None] for x in self.lists[:4])
+        picked = (x[index][None, None] for x in self.lists[:4])
         return _of_lists(Lists._make([*picked, self.overflow]), rule, self.shape, self.block)
 
-    def partition_spec(self, batch: Any = None, heads: Any = None) -> BlockMask:
+    def partition_spec(
+        self,
+        batch: str | tuple[str, ...] | None = None,
+        heads: str | tuple[str, ...] | None = None,
+    ) -> BlockMask:
         """This mask with a PartitionSpec in place of every array: `in_specs` for `jax.shard_map`.
 
         Args:
@@ -303,40 +317,18 @@ class BlockMask:
         spec = PartitionSpec(b, n, None)
         return BlockMask(spec, spec, spec, spec, PartitionSpec(), rule, self.shape, self.block)
 
-    # -------------------------------------------------------------------------------- how it looks
+    # ------------------------------------------------------------------------------------ pictures
 
     def __repr__(self) -> str:
-        (T, S), (bq, bk) = self.shape, self.block
-        lead = " × ".join(map(str, self.kv_count.shape[:2]))
-        rule = "" if self.rule is None else f", {self.rule}"
-        return f"BlockMask({lead} × {T} × {S} tokens, blocks {bq} × {bk}{rule})"
+        return draw.title(self)
 
     def __str__(self) -> str:
         """Draws the first head: ■ full, ◪ partial, · empty; large masks are thinned to 32 rows."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self)):
-            return repr(self)
-        step = max(1, -(-max(self.grid.counts) // 32))
-        rows = [" ".join(marks) for marks in _drawn(self, step)]
-        thinned = "" if step == 1 else f", each mark {step} × {step} blocks"
-        head = f"{self!r}\ndensity {float(self.density()):.3f}{thinned}; ■ full ◪ partial · empty"
-        return "\n".join([head, *rows])
+        return draw.text(self)
 
-    def plot(self, b: int = 0, n: int = 0, axes: Any = None) -> Any:
+    def plot(self, b: int = 0, n: int = 0, axes: Axes | None = None) -> Axes:
         """Pictures one head on matplotlib axes, which it returns: dark full, light partial."""
-        import matplotlib.pyplot as plt
-
-        axes = plt.subplots()[1] if axes is None else axes
-        (T, S) = self.shape
-        axes.imshow(
-            np.asarray(self[b, n].blocks())[0, 0],
-            cmap="Greys",
-            vmin=0,
-            vmax=2,
-            extent=(0, S, T, 0),
-            interpolation="nearest",
-        )
-        axes.set(xlabel="key", ylabel="query", title=f"{self.rule or 'blocks'} · head {n}")
-        return axes
+        return draw.plot(self, b, n, axes)
 
 
 def _of_lists(
@@ -360,24 +352,6 @@ def _made(lists: Lists, rule: Rule | None, grid: Grid) -> BlockMask:
 # ------------------------------------------------------------------------------------------- checks
 
 
-def _drawn(mask: BlockMask, step: int) -> np.ndarray:
-    """Marks of the first head, each for step × step blocks; costs what the lists hold."""
-    rows, columns, full, live = (np.asarray(x)[0, 0] for x in entries_of(mask.lists))
-    size = [-(-n // step) for n in mask.grid.counts]
-
-    def blocks_per_mark(which: np.ndarray) -> np.ndarray:
-        place = rows[which] // step * size[1] + columns[which] // step
-        return np.bincount(place, minlength=size[0] * size[1]).reshape(size)
-
-    edges = (
-        np.minimum(step, n - step * np.arange(s))
-        for n, s in zip(mask.grid.counts, size, strict=True)
-    )
-    whole = np.multiply.outer(*edges)
-    marks = np.where(blocks_per_mark(live) > 0, "◪", "·")
-    return np.where(blocks_per_mark(live & full) == whole, "■", marks)
-
-
 def _a_rule(rule: Any) -> Rule:
     if not isinstance(rule, Rule):
         raise TypeError(
@@ -395,7 +369,7 @@ def _block(block: Any) -> tuple[int, int]:
 
 
 def _grid(shape: Any, block: Any, batch: int, heads: int, rule: Rule) -> Grid:
-    """The checked grid; an axis of size 1 grows to what the rule's own arrays speak of."""
+    """The checked grid; a batch or heads of 1 are widened to the sizes of the rule's arrays."""
     shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
     if len(shape) != 2 or any(not isinstance(x, (int, np.integer)) or x < 1 for x in shape):
         raise ValueError(f"shape must be (T, S), two positive lengths, got {shape!r}")
@@ -423,14 +397,14 @@ def _capacity(rule: Rule, grid: Grid) -> int:
 
 
 def _carried_sizes(rule: Rule) -> tuple[int, int]:
-    """(batch rows, heads) that a rule's own arrays speak of, 1 if none do."""
+    """(batch rows, heads) of the arrays that a rule carries, 1 if they have no such axis."""
     sizes = [dict(zip(axes, shape, strict=True)) for _, axes, shape in carried(rule)]
     batch, heads = (max((size.get(axis, 1) for size in sizes), default=1) for axis in "bn")
     return batch, heads
 
 
 def _numbered(rule: Rule, grid: Grid) -> Rule:
-    """The rule, checked, with global numbers of b and n as arrays where it looks at them."""
+    """The rule, checked, with arrays of global batch rows and heads if it depends on them."""
     check_fits(rule, grid.batch, grid.heads, *grid.shape)
     batch, heads = reach(rule, grid.batch, grid.heads, by_number=True)
     if batch == heads == 1:

@@ -1,4 +1,4 @@
-"""Lists of blocks: how kv_start, kv_count, full_count and kv_index are made and taken apart.
+"""Lists of blocks: how kv_start, kv_count, full_count and kv_index are built and read.
 
 Every function is pure, runs under jit and has static sizes; `capacity` is M, kv_index's length.
 """
@@ -27,14 +27,14 @@ class Lists(NamedTuple):
 
 
 def cut_to_capacity(lists: Lists) -> Lists:
-    """Keeps every list inside kv_index: an overflow may be wrong but never reads outside."""
-    room = jnp.maximum(lists.kv_index.shape[-1] - lists.kv_start, 0)
-    count = jnp.minimum(lists.kv_count, room)
+    """Cuts every list at the end of kv_index: after an overflow nothing is read outside it."""
+    space = jnp.maximum(lists.kv_index.shape[-1] - lists.kv_start, 0)
+    count = jnp.minimum(lists.kv_count, space)
     return lists._replace(kv_count=count, full_count=jnp.minimum(lists.full_count, count))
 
 
 def starts_of(count: Array) -> Array:
-    """Where each row begins when rows of these lengths lie one after the other."""
+    """Where each list begins when lists of these lengths are concatenated."""
     return jnp.cumsum(count, axis=-1, dtype=jnp.int32) - count
 
 
@@ -49,14 +49,14 @@ def lists_of_rule(rule: Rule, grid: Grid, capacity: int) -> Lists:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def lists_of_blocks(blocks: Array, rule: Rule, grid: Grid, capacity: int) -> Lists:
-    """The blocks marked True [B, N, nq, nk], less what the rule empties."""
+    """The blocks marked True [B, N, nq, nk], without those that the rule empties."""
     live, full = rule.classify(grid)
     return lists_from_map(blocks & live, blocks & full, grid, capacity)
 
 
 @functools.partial(jax.jit, static_argnums=(2,))
 def narrowed(lists: Lists, rule: Rule, grid: Grid) -> Lists:
-    """The same lists less what the rule empties, for all of the grid's batch rows. Keeps M."""
+    """The lists without the blocks that the rule empties, for the grid's batch; M stays."""
 
     def widened(x: Array) -> Array:
         return jnp.broadcast_to(x, (grid.batch, *x.shape[1:]))
@@ -71,11 +71,11 @@ def narrowed(lists: Lists, rule: Rule, grid: Grid) -> Lists:
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def transposed(lists: Lists, n_columns: int) -> Lists:
-    """The same blocks listed by column. Keeps M."""
+    """The transposed lists: the row blocks that visit each kv block. M stays."""
     capacity, n_rows = lists.kv_index.shape[-1], lists.kv_count.shape[-1]
     if n_rows < 1 << 15 and n_rows * n_columns <= 16 * capacity:
-        turned = functools.partial(transposed_by_counting, n_columns=n_columns)
-        return Lists._make([*jax.vmap(jax.vmap(turned))(*lists[:4]), lists.overflow])
+        one = functools.partial(transposed_by_counting, n_columns=n_columns)
+        return Lists._make([*jax.vmap(jax.vmap(one))(*lists[:4]), lists.overflow])
     rows, columns, full, live = entries_of(lists)
     packed = pack(columns, rows, full, live, n_columns, capacity)
     return packed._replace(overflow=lists.overflow)
@@ -84,14 +84,14 @@ def transposed(lists: Lists, n_columns: int) -> Lists:
 def transposed_by_counting(
     start: Array, count: Array, full: Array, index: Array, n_columns: int
 ) -> tuple[Array, Array, Array, Array]:
-    """One head's lists by column, places found by counting: nq x nk work, but no sort.
+    """One head's transposed lists, by a cumulative sum over an nq x nk array instead of a sort.
 
     Lists (start, count, full [nq], index [M]) of distinct blocks become those of nk columns.
     """
     rank = jnp.arange(n_columns, dtype=jnp.int32)
     column = index.at[start[:, None] + rank].get(mode="clip")
     column = jnp.where(rank < count[:, None], column, n_columns)  # dropped
-    # one number counts two things: full blocks in its lower half, partial ones in its upper
+    # one int32 counts full blocks in its lower 16 bits and partial ones in its upper 16
     unit = jnp.where(rank < full[:, None], 1, 1 << 16)
     row = jnp.broadcast_to(jnp.arange(column.shape[0], dtype=jnp.int32)[:, None], column.shape)
     units = jnp.zeros(column.shape, jnp.int32).at[row, column].set(unit, mode="drop")
@@ -100,8 +100,8 @@ def transposed_by_counting(
     by_column = starts_of(full_count + partial_count)
     before = seen - units
     rank = jnp.where(units == 1, before & 0xFFFF, full_count + (before >> 16))
-    place = jnp.where(units > 0, by_column + rank, index.shape[0])  # dropped
-    rows = jnp.zeros_like(index).at[place].set(row, mode="drop")
+    offset = jnp.where(units > 0, by_column + rank, index.shape[0])  # dropped
+    rows = jnp.zeros_like(index).at[offset].set(row, mode="drop")
     return by_column, full_count + partial_count, full_count, rows
 
 
@@ -118,7 +118,7 @@ def block_map(lists: Lists, nq: int, nk: int) -> Array:
 
 
 def lists_from_spans(spans: Spans, grid: Grid, capacity: int) -> Lists:
-    """Lists of a rule whose rows are runs of blocks: no nq x nk array, M work."""
+    """Lists of a rule whose live blocks are contiguous in every row: O(M), no nq x nk array."""
     nk = grid.counts[1]
     lo, hi, full_lo, full_hi = (jnp.clip(x, 0, nk).astype(jnp.int32) for x in spans)
     hi = jnp.maximum(hi, lo)
@@ -131,20 +131,19 @@ def lists_from_spans(spans: Spans, grid: Grid, capacity: int) -> Lists:
 
     rows = rows_of_entries(start, capacity)
     rank = jnp.arange(capacity, dtype=jnp.int32) - start[rows]
-    behind = (
-        rank - full[rows]
-    )  # counts partial blocks: first those left of the full run, then right
+    # the rank among the partial blocks: first those left of the full ones, then those right
+    behind = rank - full[rows]
     left = full_lo[rows] - lo[rows]
     partial = jnp.where(behind < left, lo[rows] + behind, full_hi[rows] + behind - left)
     index = jnp.where(behind < 0, full_lo[rows] + rank, partial)
-    index = jnp.clip(index, 0, nk - 1)  # the tail is never read, but stays a legal number
+    index = jnp.clip(index, 0, nk - 1)  # the tail is never read, but stays a valid block number
     overflow = start[-1] + count[-1] > capacity
     lead = (x[None, None] for x in (start, count, full, index))
     return Lists._make([*lead, overflow])
 
 
 def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists:
-    """Lists from every block's class, [B|1, N|1, nq, nk]: places are found by counting."""
+    """Lists from every block's class, [B|1, N|1, nq, nk]; a cumulative sum gives the offsets."""
     nq, nk = grid.counts
     lead = np.broadcast_shapes(live.shape, full.shape)[:2]
     live, full = (jnp.broadcast_to(x, (*lead, nq, nk)) for x in (live, full))
@@ -156,11 +155,11 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
     def one(live: Array, full: Array, start: Array, full_count: Array) -> Array:
         rank_full = jnp.cumsum(full, -1, dtype=jnp.int32) - 1
         rank_partial = jnp.cumsum(live & ~full, -1, dtype=jnp.int32) - 1 + full_count[:, None]
-        place = start[:, None] + jnp.where(full, rank_full, rank_partial)
-        place = jnp.where(live, place, capacity)  # dropped
+        offset = start[:, None] + jnp.where(full, rank_full, rank_partial)
+        offset = jnp.where(live, offset, capacity)  # dropped
         blocks = jnp.broadcast_to(jnp.arange(nk, dtype=jnp.int32), (nq, nk))
         return (
-            jnp.zeros(capacity, jnp.int32).at[place].set(blocks, mode="drop", unique_indices=False)
+            jnp.zeros(capacity, jnp.int32).at[offset].set(blocks, mode="drop", unique_indices=False)
         )
 
     index = jax.vmap(jax.vmap(one))(live, full, start, full_count)
@@ -169,13 +168,13 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
 
 
 def rows_of_entries(start: Array, entries: int) -> Array:
-    """The row that each of the first `entries` places of kv_index belongs to."""
-    places = jnp.arange(entries, dtype=jnp.int32)
-    return jnp.searchsorted(start, places, side="right").astype(jnp.int32) - 1
+    """The row block that each of the first `entries` elements of kv_index belongs to."""
+    element = jnp.arange(entries, dtype=jnp.int32)
+    return jnp.searchsorted(start, element, side="right").astype(jnp.int32) - 1
 
 
 def entries_of(lists: Lists) -> tuple[Array, Array, Array, Array]:
-    """(row, column, is_full, is_listed) of every place of kv_index, [B|1, N|K|1, M] each."""
+    """(row, column, is_full, is_listed) of every element of kv_index, [B|1, N|K|1, M] each."""
 
     def one(
         start: Array, count: Array, full: Array, index: Array
@@ -190,7 +189,7 @@ def entries_of(lists: Lists) -> tuple[Array, Array, Array, Array]:
 def pack(
     major: Array, minor: Array, full: Array, live: Array, n_major: int, capacity: int
 ) -> Lists:
-    """Lists from single entries, sorted by row, full blocks first, the order otherwise kept."""
+    """Lists from single entries: a stable sort by row, full blocks first."""
 
     def one(major: Array, minor: Array, full: Array, live: Array) -> tuple[Array, ...]:
         key = jnp.where(live, 2 * major + ~full, 2 * n_major)
@@ -204,7 +203,7 @@ def pack(
 
 
 def classes_at(rule: Rule, grid: Grid, rows: Array, columns: Array) -> tuple[Array, Array]:
-    """(live, full) of single blocks; without an nq x nk array where the rule has spans."""
+    """(live, full) of single blocks; no nq x nk array where the rule has spans."""
     spans = rule.spans(grid)
     if spans is not None:
         live_lo, live_hi, full_lo, full_hi = (x[rows] for x in spans)

@@ -1,6 +1,7 @@
-"""Token rules: who may see whom, as small objects that combine with & | ~ and can be traced.
+"""Token rules: which keys a query may see, as small objects that combine with & | ~.
 
-A rule answers for tokens, `rule(b, n, q, k)` -> bool, and for whole blocks, tokens unseen:
+A rule is evaluated for token pairs, `rule(b, n, q, k)` -> bool, and classifies whole blocks without
+evaluating their tokens:
 
             k block                     live  some token pair of the block may be allowed
     q  ┌──────┬──────┐                  full  every token pair of it is
@@ -11,8 +12,9 @@ A rule answers for tokens, `rule(b, n, q, k)` -> bool, and for whole blocks, tok
 `live` may be too generous and `full` too strict, never the other way round: that keeps & | ~ sound.
 and: (l & l', f & f'), or: (l | l', f | f'), not: (~f, ~l).
 
-q and k are *positions* (what causal and windows compare), b and n global numbers; arrays that a
-rule carries are read by *index*. The two differ only under `at_positions` and `numbered`.
+q and k are *positions*, which causal and window rules compare; b and n are the global batch row and
+head. Arrays that a rule carries are read by local *index*. Positions and indices differ only under
+`at_positions`, global and local b and n only under `numbered`.
 """
 
 from xsake.masks.carrying import (

@@ -1,4 +1,4 @@
-"""Rules that carry arrays: lengths, documents, token masks, functions, positions, numbers."""
+"""Rules that carry arrays: lengths, documents, token masks, functions, positions, global b, n."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int
 
 from xsake.masks.positional import first
 from xsake.masks.rule import (
@@ -44,8 +46,8 @@ class Prefix(Rule):
         return f"prefix([{self.lengths.shape[0]}])"
 
 
-def prefix(lengths: Any) -> Rule:
-    """Keys before a length are seen by all: k < length, one number or an int array [B].
+def prefix(lengths: int | Int[ArrayLike, B]) -> Rule:
+    """Every query sees the keys before a length: k < length, one number or an int array [B].
 
     A prefix language model is `prefix(lengths) | causal()`.
     """
@@ -86,7 +88,9 @@ class Lengths(Rule):
         return f"lengths({', '.join(given)})"
 
 
-def lengths(query: Any = None, key_value: Any = None) -> Rule:
+def lengths(
+    query: Int[ArrayLike, B] | None = None, key_value: Int[ArrayLike, B] | None = None
+) -> Rule:
     """Only the first query[b] queries and key_value[b] keys of a batch row count; int [B]."""
     if query is None and key_value is None:
         return EVERYTHING
@@ -128,11 +132,11 @@ class Documents(Rule):
 
 
 def read(values: Array, b: Any, at: Any) -> Array:
-    """values[b, at] for values [B|1, L]; past the end it repeats the last (cut off later)."""
+    """values[b, at] for values [B|1, L]; past the end the last one again, masked later."""
     return values[0 if values.shape[0] == 1 else b, jnp.minimum(at, values.shape[1] - 1)]
 
 
-def documents(q_ids: Any, kv_ids: Any = None) -> Rule:
+def documents(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*C S"] | None = None) -> Rule:
     """Tokens see each other only inside a document: equal, non-negative segment ids.
 
     Args:
@@ -169,7 +173,7 @@ class TokenArray(Rule):
         return f"array({list(self.mask.shape)})"
 
 
-def array(mask: Any) -> Rule:
+def array(mask: Bool[ArrayLike, ...]) -> Rule:
     """A bool array broadcastable to [B, N, T, S], True = attend; missing leading axes are added."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
@@ -204,8 +208,8 @@ class Custom(Rule):
     def check_can_be_split(self) -> None:
         if self.arrays and self.function.reads == "indices":
             raise ValueError(
-                f"{self} reads its arrays by local index, and how to divide them is not known; "
-                'lift it with reads="positions", which hands over global numbers of b and n'
+                f"{self} reads its arrays by local index, and their axes are not known, so they "
+                'cannot be sharded; lift it with reads="positions", which passes global b and n'
             )
 
     def __eq__(self, other: object) -> bool:
@@ -220,14 +224,14 @@ class Custom(Rule):
         return f"rule({getattr(self.function.fn, '__name__', 'fn')})"
 
 
-def rule(fn: Callable[..., Any], *arrays: Any, reads: str | None = None) -> Rule:
+def rule(fn: Callable[..., Any], *arrays: ArrayLike, reads: str | None = None) -> Rule:
     """Lifts a function of (b, n, q, k, *arrays) -> bool, written for broadcasting jax.numpy arrays.
 
     Args:
       fn: e.g. `lambda b, n, q, k: q - k < 100 * (n + 1)`; FlexAttention's mask_mod has this form.
       *arrays: what fn reads; they may be traced, and change without a recompile.
-      reads: "positions": b, n, q, k are global numbers and positions; "indices": they are places in
-        this call's arrays. Default: "indices" when arrays are given, else "positions".
+      reads: "positions": q and k are positions, b and n global; "indices": all four are local
+        indices into this call's arrays. Default: "indices" if arrays are given, else "positions".
     """
     if not callable(fn):
         raise TypeError(f"masks.rule takes a function of (b, n, q, k), got {type(fn).__name__}")
@@ -239,7 +243,7 @@ def rule(fn: Callable[..., Any], *arrays: Any, reads: str | None = None) -> Rule
 
 @carries_data
 class Positioned(Rule):
-    """Another rule, its positions looked up by index."""
+    """Another rule with positions from arrays."""
 
     a: Rule = leaf()
     q_positions: Leaf = leaf()  # [B|1, T]
@@ -262,11 +266,15 @@ class Positioned(Rule):
         return f"at_positions({self.a})"
 
 
-def at_positions(rule: Rule, q_positions: Any = None, kv_positions: Any = None) -> Rule:
+def at_positions(
+    rule: Rule,
+    q_positions: Int[ArrayLike, "*B T"] | None = None,
+    kv_positions: Int[ArrayLike, "*C S"] | None = None,
+) -> Rule:
     """The same rule over other positions: int [B|1, T] and [B|1, S] (or 1-D); None = arange.
 
-    Only what compares positions moves (causal, windows, …); segment ids and other arrays are read
-    by index as before.
+    Only rules that compare positions change (causal, windows, …); segment ids and other arrays are
+    read by index as before.
     """
     if q_positions is None and kv_positions is None:
         return rule
@@ -279,7 +287,7 @@ def at_positions(rule: Rule, q_positions: Any = None, kv_positions: Any = None) 
 
 @carries_data
 class Numbered(Rule):
-    """Another rule, b and n looked up by index."""
+    """Another rule with b and n from arrays."""
 
     a: Rule = leaf()
     batch: Leaf = leaf()  # [B]
@@ -309,11 +317,15 @@ class Numbered(Rule):
         return str(self.a)
 
 
-def numbered(rule: Rule, batch: Any = None, heads: Any = None) -> Rule:
-    """The same rule for rows and heads of a larger whole: their global numbers, int [B], [N].
+def numbered(
+    rule: Rule,
+    batch: Int[ArrayLike, B] | None = None,
+    heads: Int[ArrayLike, N] | None = None,
+) -> Rule:
+    """The same rule with global batch rows int [B] and heads int [N] instead of local indices.
 
-    Inside `shard_map` every device counts from 0; a rule that looks at b or n needs these numbers
-    as sharded arguments. `BlockMask.from_rule` adds them by itself.
+    Inside `shard_map` every device counts from 0; a rule that depends on b or n needs the global
+    ones as sharded arguments. `BlockMask.from_rule` adds them by itself.
     """
     given = (
         None if x is None else int_array(f"{name} numbers", x, 1)
@@ -324,7 +336,7 @@ def numbered(rule: Rule, batch: Any = None, heads: Any = None) -> Rule:
 
 @carries_data
 class Picked(Rule):
-    """One batch row and head of a rule, asked as (0, 0)."""
+    """A rule fixed at one batch row and head."""
 
     a: Rule = leaf()
     b: Leaf = leaf()
@@ -346,7 +358,7 @@ class Picked(Rule):
 
 @carries_data
 class Swapped(Rule):
-    """A rule asked with query and key exchanged: what a transposed BlockMask carries."""
+    """A rule with query and key exchanged: what a transposed BlockMask carries."""
 
     a: Rule = leaf()
 

@@ -1,8 +1,8 @@
-"""Rules of plain numbers that compare positions; each knows its blocks without the tokens."""
+"""Rules of plain numbers that compare positions; each classifies blocks in closed form."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, Literal
 
 import jax.numpy as jnp
 from jax import Array
@@ -77,16 +77,17 @@ def causal() -> Rule:
     return Window(None, 0)
 
 
-SAME = object()
+Side = int | None
+SAME: Final = "same"  # the right side is as wide as the left
 
 
 def window_sides(left: Any, right: Any) -> tuple[int | None, int | None]:
     """(left, right) from two numbers, one number for both, or a pair."""
     if isinstance(left, (tuple, list)):
-        if len(left) != 2 or right is not SAME:
+        if len(left) != 2 or right != SAME:
             raise ValueError(f"a window is (left, right), got {left!r}")
         left, right = left
-    right = left if right is SAME else right
+    right = left if right == SAME else right
     left = None if left is None else size_of("window left", left, 0)
     return left, None if right is None else size_of("window right", right, 0)
 
@@ -95,7 +96,7 @@ def _window_rule(left: int | None, right: int | None) -> Rule:
     return EVERYTHING if left is None and right is None else Window(left, right)
 
 
-def sliding_window(left: Any, right: Any = SAME) -> Rule:
+def sliding_window(left: Side | tuple[Side, Side], right: Side | Literal["same"] = SAME) -> Rule:
     """A query sees keys q - left … q + right, both ends included; None = no limit on that side.
 
     One number w means (w, w), as `local_window_size` of jax.nn; a pair (left, right) is taken too.
@@ -125,7 +126,7 @@ class Chunked(Rule):
         live_hi = -(-jnp.minimum((last + 1) * self.size, grid.shape[1]) // bk)
         full_lo = -(-(first * self.size) // bk)
         full_hi = jnp.where(first == last, (first + 1) * self.size // bk, full_lo)
-        # the last block may end at S inside the chunk: it is full, and cut short
+        # the last block may be cut at S inside the chunk: all tokens that it has are allowed
         ends = (first == last) & ((first + 1) * self.size >= grid.shape[1])
         full_hi = jnp.where(ends, grid.counts[1], full_hi)
         begins = first * self.size
@@ -167,7 +168,7 @@ class First(Rule):
 
 
 def first(n: int) -> Rule:
-    """Everybody sees the first n keys: k < n (what others call attention sinks in the cache)."""
+    """Every query sees the first n keys: k < n (StreamingLLM's attention sinks)."""
     return First(size_of("first n", n, 0))
 
 
@@ -195,7 +196,7 @@ def strided(stride: int) -> Rule:
     return Strided(size_of("stride", stride, 1))
 
 
-def dilated(window: Any, dilation: int) -> Rule:
+def dilated(window: Side | tuple[Side, Side], dilation: int) -> Rule:
     """A window with gaps: keys q + t·dilation for t from -left to right."""
     left, right = window_sides(window, SAME)
     step = size_of("dilation", dilation, 1)
@@ -221,7 +222,7 @@ class GlobalTokens(Rule):
 
 
 def global_tokens(n: int) -> Rule:
-    """The first n tokens see everything and are seen by everybody: q < n or k < n."""
+    """The first n tokens see all keys and are seen by all queries: q < n or k < n."""
     return GlobalTokens(size_of("global n", n, 0))
 
 
@@ -267,7 +268,7 @@ class Random(Rule):
 
 
 def random(density: float, seed: int = 0, block: int = 64) -> Rule:
-    """Keeps each block × block cell of tokens with probability `density`, anew for every head.
+    """Keeps each block × block cell of tokens with probability `density`, independently per head.
 
     A cell (n, q // block, k // block) is kept when its 32-bit hash is below density · 2**32, so the
     same seed gives the same mask on every machine.
@@ -277,11 +278,17 @@ def random(density: float, seed: int = 0, block: int = 64) -> Rule:
     return Random(float(density), size_of("seed", seed, 0), size_of("random block", block, 1))
 
 
-def longformer(window: Any, n_global: int) -> Rule:
+def longformer(window: Side | tuple[Side, Side], n_global: int) -> Rule:
     """sliding_window(window) | global_tokens(n_global)."""
     return sliding_window(window) | global_tokens(n_global)
 
 
-def bigbird(window: Any, n_global: int, density: float, seed: int = 0, block: int = 64) -> Rule:
+def bigbird(
+    window: Side | tuple[Side, Side],
+    n_global: int,
+    density: float,
+    seed: int = 0,
+    block: int = 64,
+) -> Rule:
     """longformer(window, n_global) | random(density, seed, block)."""
     return longformer(window, n_global) | random(density, seed, block)

@@ -1,4 +1,4 @@
-"""Rule, what it is asked (Tokens, Grid), what it answers (Spans), and how rules combine: & | ~."""
+"""The Rule base class, its inputs (Tokens, Grid) and outputs (Spans), and the operators & | ~."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-# An Array, or what JAX puts in its place while it rebuilds a pytree: no checker may insist.
+# An Array. Typed Any because JAX puts other objects there while it rebuilds a pytree.
 Leaf = Any
 T = TypeVar("T")
 
@@ -21,13 +21,13 @@ INT_MAX = np.iinfo(np.int32).max
 
 
 class Tokens(NamedTuple):
-    """Where a rule is asked: integer arrays that broadcast against each other."""
+    """Where a rule is evaluated: integer arrays that broadcast against each other."""
 
-    b: Any  # what the rule compares: global batch row, global query head, positions
+    b: Any  # compared by the rule: global batch row, global query head, positions
     n: Any
     q: Any
     k: Any
-    b_index: Any  # where the rule's own arrays are read
+    b_index: Any  # local indices into the arrays that the rule carries
     n_index: Any
     q_index: Any
     k_index: Any
@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Of every row of blocks, [nq] each: live are live_lo … live_hi-1, full full_lo … full_hi-1."""
+    """For every row block, [nq] each: half-open ranges of its live and of its full kv blocks."""
 
     live_lo: Array
     live_hi: Array
@@ -49,7 +49,7 @@ class Spans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The blocks that a rule is asked to classify: (T, S) tokens cut into (block_q, block_k)."""
+    """The blocks that a rule classifies: (T, S) tokens cut into (block_q, block_k)."""
 
     shape: tuple[int, int]
     block: tuple[int, int]
@@ -120,7 +120,7 @@ class Grid:
 
 
 class Rule:
-    """A token-level function of (b, n, q, k) -> bool; `xsake.masks` says what is promised."""
+    """A token-level function of (b, n, q, k) -> bool; see `xsake.masks` for the contract."""
 
     # What each axis of a carried array counts: "b", "n", "q" or "k"; any of them may be 1 (shared).
     axes: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -134,7 +134,7 @@ class Rule:
         return classify_by_tokens(self, grid)
 
     def spans(self, grid: Grid) -> Spans | None:
-        """The live and the full blocks of every row as one run each, where they are."""
+        """The live and the full blocks of every row block as ranges; None if not contiguous."""
         return None
 
     @property
@@ -148,11 +148,11 @@ class Rule:
         return bool(jax.tree.leaves(self))
 
     def upper_bound(self) -> Rule:
-        """A rule without data that allows all that this one may: it sizes lists under jit."""
+        """A rule without data that allows at least as much: lists under jit get its size."""
         return EVERYTHING if self.has_data else self
 
     def check_can_be_split(self) -> None:
-        """Raises where the rule's arrays cannot be divided over devices."""
+        """Raises where the rule's arrays cannot be sharded."""
 
     def __call__(self, b: Any, n: Any, q: Any, k: Any) -> Array:
         """Whether query q of head n in batch row b sees key k; indices are positions here."""
@@ -201,7 +201,7 @@ def value_range(values: Array, block: int) -> tuple[Array, Array]:
 
 
 def classify_by_tokens(rule: Rule, grid: Grid) -> tuple[Array, Array]:
-    """Asks for every token pair, one row of blocks at a time: T·S work, block_q·S memory."""
+    """Evaluates every token pair, one row block at a time: T·S work, block_q·S memory."""
     (T, S), (_, bk) = grid.shape, grid.block
 
     def row(i: Array) -> tuple[Array, Array]:
@@ -357,20 +357,20 @@ class Not(Rule):
         return ~full, ~live
 
     def upper_bound(self) -> Rule:
-        # an upper bound of `a` says nothing of what `a` leaves out
+        # an upper bound of `a` does not bound its complement
         return self if self.a.upper_bound() == self.a else EVERYTHING
 
     def __str__(self) -> str:
         return f"~{self.a}" if not isinstance(self.a, (And, Or)) else f"~({self.a})"
 
 
-# ------------------------------------------------------------------------------- asked from outside
+# ------------------------------------------------------------------------------------ inspection
 
 
 def reach(rule: Rule, batch: int, heads: int, *, by_number: bool = False) -> tuple[int, int]:
-    """(B or 1, N or 1): what the rule's answers depend on, read off the shape of an answer.
+    """(B or 1, N or 1): whether the result depends on batch row and head, from its shape.
 
-    With `by_number`, only the global numbers b and n count, not arrays read by index.
+    With `by_number`, only dependence on b and n themselves counts, not on arrays read by index.
     """
 
     def ask(b: Array, n: Array) -> Array:
@@ -414,7 +414,7 @@ def carried(rule: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]
 
 
 def check_fits(rule: Rule, B: int, N: int, T: int, S: int) -> None:
-    """Refuses arrays of other sizes than the call's: a read past their end would be silent."""
+    """Raises if an array's size is not the call's: reads past its end would go unnoticed."""
     full = {"b": B, "n": N, "q": T, "k": S}
     for name, axes, shape in carried(rule):
         if any(size not in (1, full[axis]) for axis, size in zip(axes, shape, strict=True)):

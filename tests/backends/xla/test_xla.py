@@ -215,7 +215,7 @@ def test_steps_of_a_device():
     assert not steps("gpu", deterministic=False).dq_by_rows
     assert width(steps("cpu", deterministic=False), mask) == 1
     assert width(steps("gpu", deterministic=False), mask) == 8
-    assert steps("gpu", deterministic=False).width(mask.transpose()) == 2
+    assert width(steps("gpu", deterministic=False), mask.transpose()) == 2
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def why_not(call: Call) -> str | None:
     if call.q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16; this is {call.q.dtype}"
     if call.bias is not None:
-        return "has no bias"
+        return "takes no bias"
     H, Hv = call.sizes.H, call.sizes.Hv
     if max(H, Hv) > limits.HEAD_SIZES[-1]:
         return f"takes heads of up to {limits.HEAD_SIZES[-1]}; these are {H} and {Hv}"

@@ -1,0 +1,75 @@
+"""How a BlockMask looks: one line, a drawing in characters, a plot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from xsake.block_mask.lists import entries_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from xsake.block_mask import BlockMask
+else:
+    Axes = BlockMask = Any  # matplotlib is optional, and BlockMask imports this module
+
+MAX_ROWS = 32  # of a drawing
+
+
+def title(mask: BlockMask) -> str:
+    """One line: sizes, blocks and rule."""
+    (T, S), (bq, bk) = mask.shape, mask.block
+    lead = " × ".join(map(str, mask.kv_count.shape[:2]))
+    rule = "" if mask.rule is None else f", {mask.rule}"
+    return f"BlockMask({lead} × {T} × {S} tokens, blocks {bq} × {bk}{rule})"
+
+
+def text(mask: BlockMask) -> str:
+    """The first head in characters; the title alone where the mask is traced."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(mask)):
+        return title(mask)
+    step = max(1, -(-max(mask.grid.counts) // MAX_ROWS))
+    rows = [" ".join(marks) for marks in _marks(mask, step)]
+    thinned = "" if step == 1 else f", each mark {step} × {step} blocks"
+    density = f"density {float(mask.density()):.3f}{thinned}; ■ full ◪ partial · empty"
+    return "\n".join([title(mask), density, *rows])
+
+
+def plot(mask: BlockMask, b: int = 0, n: int = 0, axes: Axes | None = None) -> Axes:
+    """One head on matplotlib axes: dark full, light partial."""
+    import matplotlib.pyplot as plt
+
+    if axes is None:
+        axes = plt.subplots()[1]
+    T, S = mask.shape
+    axes.imshow(
+        np.asarray(mask[b, n].blocks())[0, 0],
+        cmap="Greys",
+        vmin=0,
+        vmax=2,
+        extent=(0, S, T, 0),
+        interpolation="nearest",
+    )
+    axes.set(xlabel="key", ylabel="query", title=f"{mask.rule or 'blocks'} · head {n}")
+    return axes
+
+
+def _marks(mask: BlockMask, step: int) -> np.ndarray:
+    """Marks of the first head, each for step × step blocks; work in the number of listed blocks."""
+    rows, columns, full, live = (np.asarray(x)[0, 0] for x in entries_of(mask.lists))
+    size = [-(-n // step) for n in mask.grid.counts]
+
+    def blocks_per_mark(which: np.ndarray) -> np.ndarray:
+        index = rows[which] // step * size[1] + columns[which] // step
+        return np.bincount(index, minlength=size[0] * size[1]).reshape(size)
+
+    edges = (
+        np.minimum(step, n - step * np.arange(s))
+        for n, s in zip(mask.grid.counts, size, strict=True)
+    )
+    whole = np.multiply.outer(*edges)
+    marks = np.where(blocks_per_mark(live) > 0, "◪", "·")
+    return np.where(blocks_per_mark(live & full) == whole, "■", marks)
