@@ -109,7 +109,7 @@ def dot_product_attention(
     kv_positions: Int[Tensor, ...] | None = None,
     options: Options | None = None,
 ) -> Any:
-    """softmax(scale · q kᵀ + bias) v over the keys that each query may see; dropped blocks cost nothing.
+    """softmax(scale · q kᵀ + bias) v over the keys that each query may see, by live blocks.
 
     `jax.nn.dot_product_attention`, argument for argument, and more. A query that sees no key gets
     zeros, logsumexp -inf and zero gradients.
