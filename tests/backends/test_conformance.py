@@ -80,7 +80,7 @@ def taken_by(case: Case, backend: str) -> Case:
     """
     if backend == "hopper":
         dtype = case.dtype if case.dtype != "float32" else "bfloat16"
-        block = tuple(x if x in hopper.BLOCKS else 128 for x in case.block)
+        block = tuple(x if x in hopper.limits.BLOCKS else 128 for x in case.block)
         case = dataclasses.replace(case, dtype=dtype, block=block)
     reason = xsake.explain(**case.arguments()).reasons[backend]
     if reason is not None:

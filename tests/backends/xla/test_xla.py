@@ -15,9 +15,10 @@ from tests.draws import FAST_COMPILATION
 from tests.test_probes import assert_near, assert_same_bits, random_arrays, run
 from xsake import BlockMask, Options, _jax, masks
 from xsake.attention import BACKENDS
-from xsake.backends import Sizes, xla
+from xsake.backends import Call, Sizes
 from xsake.backends.options import XlaSteps
 from xsake.backends.xla import cpu_jax_0_10 as xla_chains
+from xsake.backends.xla import output
 from xsake.backends.xla.chunks import device_steps, width, work_order
 from xsake.bench.cases import Case
 
@@ -234,8 +235,8 @@ def test_an_older_jax_takes_chains_on_a_cpu(monkeypatch, platform, version, bloc
 
 @pytest.fixture
 def chains_only(monkeypatch):
-    """Chunks of the forward are not there to be taken."""
-    monkeypatch.setattr(xla, "_visit_rows", None)
+    """The forward by chunks is disabled."""
+    monkeypatch.setattr(output, "visit_chunks", None)
 
 
 @pytest.mark.usefixtures("chains_only")
