@@ -304,15 +304,15 @@ def test_few_rows_and_too_many_visits_do_not_go_in_chains(monkeypatch, limit, va
     assert not xla_chains.fits(mask, Sizes.of(q, q, q), 2)
 
 
-def test_chunks_side_by_side_are_chunks_one_after_the_other():
-    """Bit by bit, with rows left over."""
+def test_chunks_side_by_side_equal_chunks_in_sequence():
+    """Up to rounding: XLA contracts multiply and add differently in the two programs on x86."""
     T, side = 77, 10
     arrays = random_arrays(2, T, T, 3, 3, 8)
     blocks = np.random.default_rng(T).random((2, 3, side, side)) < 0.5
     mask = BlockMask.from_dense(jnp.asarray(blocks), masks.causal(), shape=(T, T), block=8)
     assert len(work_order(mask, Sizes.of(*arrays[:3]), 16, 3)) == 3
     steps = [XlaSteps(rows=16, keys=1, side_by_side=n) for n in (1, 3)]
-    assert_same_bits(*(run("xla", *arrays, mask=mask, options=Options(xla=x)) for x in steps))
+    assert_near(*(run("xla", *arrays, mask=mask, options=Options(xla=x)) for x in steps))
 
 
 def test_few_chunks_do_not_go_side_by_side():
