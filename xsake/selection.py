@@ -7,8 +7,8 @@
     0 F              F  forced: the first block, the diagonal, and `band` blocks before it
     1 F F            o  optional: causality allows it, the scores decide
     2 F o F
-    3 F o o F        A row block is a block of queries. For a part of a text, the R row blocks
-    4 F o o o F      begin with number `first`, and n is the number of kv blocks.
+    3 F o o F        A row block is a block of queries. For a chunk of a text, the R row blocks
+    4 F o o o F      begin with number `first`; n is the number of kv blocks.
 
 Everything here runs under jit.
 """

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Float, Int, PyTree
 
 from xsake import selection
 from xsake.block_mask import BlockMask
@@ -119,8 +119,8 @@ def _record(
 
 @functools.partial(jax.jit, static_argnames=("subject", "block", "sources"))
 def _dense_pass(
-    weights: Any,
-    tokens: Any,
+    weights: PyTree,
+    tokens: Int[Array, " T"],
     methods: Method,
     corrected: Array,
     *,
@@ -151,15 +151,17 @@ def _dense_pass(
 
 
 @functools.partial(jax.jit, static_argnames=("subject",))
-def _dense_hidden(weights: Any, tokens: Any, *, subject: Subject) -> Array:
+def _dense_hidden(
+    weights: PyTree, tokens: Int[Array, " T"], *, subject: Subject
+) -> Float[Array, "T width"]:
     return subject.hidden(weights, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("subject", "block", "sources"))
 def _sparse_pass(
-    weights: Any,
-    tokens: Any,
-    dense: Array,
+    weights: PyTree,
+    tokens: Int[Array, " T"],
+    dense: Float[Array, "T width"],
     method: Method,
     *,
     subject: Subject,

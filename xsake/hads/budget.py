@@ -130,7 +130,7 @@ def by_gains(
 
 
 def _largest(values: Float[np.ndarray, "*shape"], count: int) -> Bool[np.ndarray, "*shape"]:
-    """Marks the `count` largest, of equal ones the first: a prefix of every non-increasing row."""
+    """Marks the `count` largest, of equal ones the first: a prefix of every non-increasing list."""
     if count <= 0:
         return np.zeros(values.shape, bool)
     last = np.partition(values, values.size - count, axis=None)[values.size - count]
