@@ -1,15 +1,15 @@
-"""How much a row of blocks wants each block: scores of one input, which `selection` chooses by.
+"""How much does each row block want each kv block? Scores that `selection` chooses by.
 
     q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | past_query
-    k [S, K, H] ─┴─ estimate ─ scores [N, R, n]
+    k [S, K, H] ─┴─ estimate ─ scores [N, R, n],   R = ceil(T / block), n = ceil(S / block)
 
-`mean_query` has a kernel on Hopper GPUs:
+A score is the logarithm of an estimated attention mass. `mean_query` has kernels for Hopper GPUs:
 
     q [B, T, N, H] ─ hopper/means.py ─ mean queries [B, R, N, H] ─┐
     k [B, S, K, H] ───────────────────────────────────────────────┴─ hopper/scores.py ─ [B, N, R, n]
 
-All of it runs under jit with static sizes, n = S / block. For a part of a text, q holds R whole
-blocks from row block `first` on, and k the whole text.
+Everything here runs under jit. For a chunk of a text, q holds its R row blocks, the first of which
+has number `first`, and k holds the whole text.
 """
 
 from __future__ import annotations
@@ -17,25 +17,35 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from xsake import _jax
 from xsake.backends import unaliased
+from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
 
-STRIPS = 4  # of rows, in which sums over keys are computed
+STRIPS = 4  # strips of row blocks; a strip skips the kv blocks after its last row block
+
+Index = int | Int[Array, ""]  # of a row block; may be traced
 
 
 @functools.partial(jax.jit, static_argnames=("selector", "block"))
-def estimate(selector: str, q: Any, k: Any, block: int, first: Any = 0) -> Array:
-    """Scores of one sequence's blocks, float32 [N, R, n], from q [T, N, H] and k [S, K, H].
+def estimate(
+    selector: str,
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    block: int,
+    first: Index = 0,
+) -> Float[Array, "N R n"]:
+    """Scores of one sequence's blocks by a selector of `ESTIMATES`, float32; no gradient.
 
-    They are logarithms of estimated mass up to a constant for each row, and have no gradient. q may
-    be a part of the text: R whole blocks from row `first` on, may be traced. A batch is `jax.vmap`.
+    Scores are logarithms of estimated mass, up to a constant for each row block. Use `jax.vmap` for
+    a batch.
     """
     if selector not in ESTIMATES:
         raise ValueError(
@@ -49,36 +59,45 @@ def estimate(selector: str, q: Any, k: Any, block: int, first: Any = 0) -> Array
     return ESTIMATES[selector](*jax.lax.stop_gradient((q, k)), block, first)
 
 
-def pooled(q: Array, k: Array, block: int, first: Any = 0) -> Array:
+def pooled(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0
+) -> Float[Array, "N R n"]:
     """Mean query against mean key: q̄_i · k̄_j / √H.
 
-    [T, N, H] and [S, K, H] -> [N, R, n]. The mean of a short last block is over what it has.
+    The mean of a short last block is over the tokens that it has.
     """
     return _by_group(_means(q, block, block), _means(k, block, block)) / math.sqrt(q.shape[-1])
 
 
-def mean_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
+def mean_query(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0
+) -> Float[Array, "N R n"]:
     """Mean query against every key: score[i, j] = log Σ_{k of j} exp(q̄_i · k / √H).
 
-    Exact but for the mean over a block's queries. The cost is that of q·kᵀ ÷ block. By kernels
-    where `backends.scores.why_not` has no objection.
+    The mean over a block's queries is the only approximation. The cost is 1/block of that of q·kᵀ.
+    The kernels compute it where `why_not` returns None.
     """
     if why_not(q, k, block) is None:
         return mean_query_by_kernel(q, k, block)
     queries = _means(q, block, block) / math.sqrt(q.shape[-1])
-    rest = -k.shape[0] % block
-    keys = jnp.pad(k, ((0, rest), (0, 0), (0, 0)))
-    past = jnp.pad(jnp.zeros(k.shape[0]), (0, rest), constant_values=-jnp.inf) if rest else None
-    return _summed_by_block(queries.astype(k.dtype), keys, past, block)
+    padding = -k.shape[0] % block
+    keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
+    shift = None
+    if padding:
+        shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
+    return _summed_by_block(queries.astype(k.dtype), keys, shift, block)
 
 
-def past_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
-    """`mean_query` with the queries of the block before: nothing is decided by a later token.
+def past_query(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0
+) -> Float[Array, "N R n"]:
+    """`mean_query` with the queries of the row block before: no score depends on a later token.
 
         score[i, j] = mean_query[i - 1, j], j < i;  score[i, i] = mean_query[i - 1, i - 1]
 
-    The others look at all queries of a block, so that what its first query may see depends on its
-    last. The first row of a part of a text, without the queries before it, takes its own.
+    The other selectors look at all queries of a row block, so that what its first query may see
+    depends on its last. The first row block of a chunk uses its own queries, because those before
+    it are not given.
     """
     scores = mean_query(q, k, block, first)
     R, n = scores.shape[-2:]
@@ -90,64 +109,51 @@ def past_query(q: Array, k: Array, block: int, first: Any = 0) -> Array:
     return jnp.where(diagonal, own, before)
 
 
-def gaussian(q: Array, k: Array, block: int, first: Any = 0, part: int = 4) -> Array:
+def gaussian(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0, part: int = 4
+) -> Float[Array, "N R n"]:
     """Mean query against the mean and variance of every `part` keys, summed over the block.
 
         score[i, j] = log Σ_{parts b of j} size_b · exp(s q̄_i · k̄_b + s²/2 Σ_d q̄_id² var_bd)
 
-    with s = 1/√H: the exact sum over keys if those of a part were normal with independent
-    dimensions. Means alone miss blocks in which a few keys stand out, and those carry the mass.
-    The cost is that of q·kᵀ ÷ (block · part / 2).
+    with s = 1/√H. This is the exact sum over keys if the keys of a part are normally distributed
+    with independent dimensions. Means alone miss blocks in which a few keys stand out and carry the
+    mass. The cost is 2/(block · part) of that of q·kᵀ.
     """
     part = math.gcd(part, block)
     S, scale = k.shape[0], 1 / math.sqrt(q.shape[-1])
     means = _means(k, part, block)
-    spread = jnp.maximum(_means(k.astype(jnp.float32) ** 2, part, block) - means**2, 0)
+    variance = jnp.maximum(_means(k.astype(jnp.float32) ** 2, part, block) - means**2, 0)
     q = _means(q, block, block) * scale
-    # one product of twice the depth instead of two, in the type that tensor cores were given
+    # one product of depth 2H instead of two of depth H, in k's type, for tensor cores
     queries = jnp.concatenate([q, q**2], -1).astype(k.dtype)
-    keys = jnp.concatenate([means, spread / 2], -1).astype(k.dtype)
-    size = jnp.log(_sizes(S, part, block).astype(jnp.float32))
-    return _summed_by_block(queries, keys, size, block // part)
+    keys = jnp.concatenate([means, variance / 2], -1).astype(k.dtype)
+    log_size = jnp.log(_sizes(S, part, block).astype(jnp.float32))
+    return _summed_by_block(queries, keys, log_size, block // part)
 
 
-def _summed_by_block(q: Array, k: Array, shift: Array | None, per_block: int) -> Array:
-    """log Σ exp(q · k + shift) over the keys of each block, float32 [N, R, n]; logits as k's type.
-
-    q [R, N, H], k [n · per_block, K, H], shift [n · per_block]. Where q is of the whole text, rows
-    are taken in strips, and of what causality forbids little is computed: the rest is -inf.
-    """
-    R, n = q.shape[0], k.shape[0] // per_block
-
-    def strip(begin: int, end: int, blocks: int) -> Array:
-        """Rows begin … end - 1 against the first `blocks` blocks."""
-        seen = slice(blocks * per_block)
-        logits = _by_group(q[begin:end], k[seen], k.dtype).astype(jnp.float32)
-        logits = logits if shift is None else logits + shift[seen]
-        found = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], blocks, per_block), axis=-1)
-        return jnp.pad(found, ((0, 0), (0, 0), (0, n - blocks)), constant_values=-jnp.inf)
-
-    if n != R:
-        return strip(0, R, n)
-    edges = sorted({n * i // STRIPS for i in range(STRIPS + 1)})
-    return jnp.concatenate([strip(a, b, b) for a, b in itertools.pairwise(edges)], axis=1)
-
-
-def antidiagonal(q: Array, k: Array, block: int, first: Any = 0, stride: int = 16) -> Array:
-    """Strided sums: groups of `stride` tokens meet along their antidiagonal, as XAttention does.
+def antidiagonal(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    block: int,
+    first: Index = 0,
+    stride: int = 16,
+) -> Float[Array, "N R n"]:
+    """Strided sums along the antidiagonals of groups of `stride` tokens, as in XAttention.
 
         s[a, b] = Σ_r q[a·stride + stride-1-r] · k[b·stride + r] / (stride · √H)
         score[i, j] = log mean_{a of i} Σ_{b of j} softmax_b(s[a, b])
 
-    Every query and every key is in one product of a group pair, at 1/stride of the cost of q·kᵀ.
+    Every query and every key enters one product of each pair of groups. The cost is 1/stride of
+    that of q·kᵀ.
     """
     stride = math.gcd(stride, block)
     parts = block // stride
 
     def grouped(x: Array, step: int) -> Array:
-        """[T, N, H] -> [T / stride, N, stride · H], of whole blocks."""
-        room = -len(x) % block
-        x = jnp.pad(x, ((0, room), (0, 0), (0, 0))).reshape(-1, stride, *x.shape[1:])
+        """[T, N, H] -> [A, N, stride · H], padded to whole blocks."""
+        padding = -len(x) % block
+        x = jnp.pad(x, ((0, padding), (0, 0), (0, 0))).reshape(-1, stride, *x.shape[1:])
         return x[:, ::step].transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2], -1)
 
     logits = _by_group(grouped(q, -1), grouped(k, 1)) / (stride * math.sqrt(q.shape[-1]))
@@ -168,87 +174,118 @@ ESTIMATES = {
 }
 
 
-def _sizes(T: int, part: int, block: int) -> Array:
-    """Tokens in each part, up to the end of the last block: `part`, then less, then 0."""
+# ------------------------------------------------------------------------- what selectors share
+
+
+def _sizes(T: int, part: int, block: int) -> Int[Array, " parts"]:
+    """Tokens in each part, up to the end of the last block: `part`, then fewer, then 0."""
     padded = -(-T // block) * block
     return jnp.clip(T - jnp.arange(0, padded, part), 0, part)
 
 
-def _means(x: Array, part: int, block: int) -> Array:
-    """float32 [n · block / part, N, H]: the mean of every `part` tokens, 0 where there are none."""
+def _means(x: Float[Array, "T N H"], part: int, block: int) -> Float[Array, "parts N H"]:
+    """The float32 mean of every `part` tokens, 0 where there are none."""
     sizes = _sizes(x.shape[0], part, block)
     padded = jnp.pad(x, ((0, len(sizes) * part - x.shape[0]), (0, 0), (0, 0)))
     sums = padded.reshape(-1, part, *x.shape[1:]).astype(jnp.float32).sum(1)
     return sums / jnp.maximum(sizes, 1)[:, None, None]
 
 
-def _by_group(q: Array, k: Array, dtype: Any = jnp.float32) -> Array:
-    """q [A, N, H] · k [B, K, H] -> `dtype` [N, A, B], each query head with its own kv head."""
+def _by_group(
+    q: Float[Array, "A N H"], k: Float[Array, "C K H"], dtype: DTypeLike = jnp.float32
+) -> Float[Array, "N A C"]:
+    """q · k in `dtype`, each query head with its own kv head."""
     A, N, H = q.shape
-    B, K, _ = k.shape
+    C, K, _ = k.shape
     grouped = q.reshape(A, K, N // K, H)
     logits = jnp.einsum("akgh,bkh->kgab", grouped, k, preferred_element_type=dtype)
-    return logits.reshape(N, A, B)
+    return logits.reshape(N, A, C)
 
 
-# ------------------------------------------------------------------------------------------ kernel
+def _summed_by_block(
+    q: Float[Array, "R N H"],
+    k: Float[Array, "keys K H"],
+    shift: Float[Array, " keys"] | None,
+    per_block: int,
+) -> Float[Array, "N R n"]:
+    """log Σ exp(q · k + shift) over the `per_block` keys of each block; logits are of k's type.
 
-HEAD_SIZES = (64, 128, 256)
-BLOCKS = (64, 128)
-NEEDS_JAX = (0, 11)
+    If q is of the whole text, row blocks are computed in strips, which skip most of what causality
+    forbids; the scores of skipped blocks are -inf.
+    """
+    R, n = q.shape[0], k.shape[0] // per_block
+
+    def strip(begin: int, end: int, blocks: int) -> Array:
+        """Row blocks begin … end - 1 against the first `blocks` kv blocks."""
+        seen = slice(blocks * per_block)
+        logits = _by_group(q[begin:end], k[seen], k.dtype).astype(jnp.float32)
+        logits = logits if shift is None else logits + shift[seen]
+        sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], blocks, per_block), axis=-1)
+        return jnp.pad(sums, ((0, 0), (0, 0), (0, n - blocks)), constant_values=-jnp.inf)
+
+    if n != R:
+        return strip(0, R, n)
+    edges = sorted({n * i // STRIPS for i in range(STRIPS + 1)})
+    return jnp.concatenate([strip(a, b, b) for a, b in itertools.pairwise(edges)], axis=1)
 
 
-def why_not(q: Any, k: Any, block: int) -> str | None:
-    """The first thing that keeps the kernels from scoring q [..., T, N, H], k [..., S, K, H]."""
+# ------------------------------------------------------------------------------------------ kernels
+
+
+def why_not(
+    q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, block: int
+) -> str | None:
+    """The first reason why the kernels cannot score q [..., T, N, H] and k [..., S, K, H]."""
     if reason := _jax.why_no_hopper(NEEDS_JAX):
         return reason
     if k.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 and float16; this is {k.dtype}"
+        return f"supports bfloat16 and float16; this is {k.dtype}"
     if q.dtype != k.dtype:
-        return f"takes queries and keys of one type; these are {q.dtype} and {k.dtype}"
+        return f"supports queries and keys of one type; these are {q.dtype} and {k.dtype}"
     if k.shape[-1] not in HEAD_SIZES:
-        return f"takes heads of 64, 128 and 256; these are {k.shape[-1]}"
+        return f"supports heads of {_joined(HEAD_SIZES)}; these are {k.shape[-1]}"
     if block not in BLOCKS:
-        return f"takes blocks of 64 and 128; these are {block}"
+        return f"supports blocks of {_joined(BLOCKS)}; these are {block}"
     return None
 
 
-def mean_query_by_kernel(q: Array, k: Array, block: int) -> Array:
-    """log Σ exp(q̄_i · k / √H) over the keys of each block: float32 [N, R, n].
+def _joined(sizes: Sequence[int]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
 
-    Args:
-      q: [T, N, H], of which q̄ are the means of every `block`.
-      k: [S, K, H]. Where it has as many blocks as q, row i sees blocks 0 … i alone, the others are
-        -inf.
-      block: tokens of a block; the last one may have fewer.
 
-    `jax.vmap` over it is one launch for the whole batch. It has no derivative.
+def mean_query_by_kernel(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int
+) -> Float[Array, "N R n"]:
+    """`mean_query` by the kernels, float32; no derivative.
+
+    If q and k have equally many blocks, row block i sees kv blocks 0 … i only and other scores are
+    -inf. The last block may be short. `jax.vmap` of it is one launch for the whole batch.
     """
     return _batchable(block)(q[None], k[None])[0]
 
 
 @functools.lru_cache(maxsize=8)
 def _batchable(block: int) -> Callable[[Array, Array], Array]:
-    """The kernels, whose batching rule makes a mapped axis a part of B."""
+    """The kernels on [B, ...]; their batching rule folds a mapped axis into B."""
 
     @jax.custom_batching.custom_vmap
     def batched(q: Array, k: Array) -> Array:
         from xsake.backends.hopper import means as hopper_means
         from xsake.backends.hopper import scores as hopper_scores
 
-        q, k = unaliased(q, k)  # not tried without, as the attention kernels were
+        q, k = unaliased(q, k)  # as the attention kernels need; not tried without
         scale = math.log2(math.e) / math.sqrt(k.shape[-1])
         queries = hopper_means.means(q, block, scale=scale)
         causal = queries.shape[1] == -(-k.shape[1] // block)
         return hopper_scores.scores(queries, k, block, causal=causal)
 
     @batched.def_vmap
-    def wider(size: int, is_mapped: Any, q: Array, k: Array) -> tuple[Array, bool]:
-        folded = [
+    def folded(size: int, is_mapped: Sequence[bool], q: Array, k: Array) -> tuple[Array, bool]:
+        q, k = (
             (x if mapped else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[-3:])
             for x, mapped in zip((q, k), is_mapped, strict=True)
-        ]
-        found = batched(*folded)
-        return found.reshape(size, -1, *found.shape[1:]), True
+        )
+        scores = batched(q, k)
+        return scores.reshape(size, -1, *scores.shape[1:]), True
 
     return batched

@@ -1,121 +1,170 @@
-"""Which blocks a row visits: from scores to a choice, as many as the budget of each row says.
+"""From scores of blocks to a choice: which kv blocks does each row block visit?
 
-    scores [..., n, n] ─┐
-    counts [..., n] ────┴─ keep_top ─ bool [..., n, n] ─ to_mask ─ BlockMask
+    scores [..., R, n] ─┐
+    counts [..., R] ────┴─ keep_top ─ bool [..., R, n] ─ to_mask ─ BlockMask
 
-The first block and the diagonal are forced: every row keeps them. All of it runs under jit.
+      0 1 2 3 4
+    0 F              F  forced: the first block, the diagonal, and `band` blocks before it
+    1 F F            o  optional: causality allows it, the scores decide
+    2 F o F
+    3 F o o F        A row block is a block of queries. For a chunk of a text, the R row blocks
+    4 F o o o F      begin with number `first`; n is the number of kv blocks.
+
+Everything here runs under jit.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import ArrayLike, Bool, Float, Int
 
 from xsake import _jax, masks
 from xsake.block_mask import BlockMask
 
-COUNTED = 64  # blocks of a row, up to which a GPU finds the best without sorting
-LARGE = 3e38  # finite in float32: scores that are not stay below the forced blocks
+FORCED_BLOCKS = 2  # forced blocks of a row block without a band: the first and the diagonal
+MAX_COMPARED = 64  # on a GPU, up to this many kv blocks are ranked by comparing all pairs
+LARGE = 3e38  # scores are clamped to ±LARGE, so that they rank between -inf and forced blocks (inf)
+
+Index = int | Int[Array, ""]  # of a row block; may be traced
+Blocks = TypeVar("Blocks", int, np.ndarray, Array)
+
+
+def is_forced(row: Blocks, column: Blocks, band: int = 0) -> Blocks:
+    """Whether row block `row` always visits kv block `column`; ints or arrays that broadcast.
+
+    >>> [column for column in range(7) if is_forced(5, column, band=1)]
+    [0, 4, 5]
+    """
+    return (column <= row) & ((column == 0) | (column >= row - band))
 
 
 @functools.partial(jax.jit, static_argnames="band")
-def keep_top(scores: Any, counts: Any, band: int = 0, first: Any = 0) -> Array:
-    """Marks the counts[…, i] best allowed blocks of every row i, the forced ones first.
+def keep_top(
+    scores: Float[ArrayLike, "*batch R n"],
+    counts: Int[ArrayLike, "*#batch R"],
+    band: int = 0,
+    first: Index = 0,
+) -> Bool[Array, "*batch R n"]:
+    """Marks the counts[…, i] allowed blocks of row block i that score highest, forced ones first.
 
     Args:
-      scores: [..., R, n], rows first … first + R - 1; NaN is the lowest score.
-      counts: int [..., R]; fewer than the forced keeps the forced, more than a row may have all.
+      scores: of row blocks first … first + R - 1; NaN is the lowest score.
+      counts: raised to the number of forced blocks, lowered to that of allowed blocks.
       band: blocks before the diagonal that are forced too.
-      first: number of the first row.
+      first: number of the first row block.
 
     Returns:
-      bool [..., R, n]; of equal scores the earlier block is taken, so a row keeps exactly its
-      count.
+      The marks. Ties go to the earlier block, so that each row block keeps exactly its count.
 
     >>> keep_top(jnp.zeros((4, 4)), jnp.array([1, 2, 2, 3])).sum(-1)
     Array([1, 2, 2, 3], dtype=int32)
     """
-    counted = _jax.platform() == "gpu" and jnp.shape(scores)[-1] <= COUNTED
-    return (_kept_by_counting if counted else _kept_by_sorting)(scores, counts, band, first)
+    compare = _jax.platform() == "gpu" and jnp.shape(scores)[-1] <= MAX_COMPARED
+    return (_keep_by_rank if compare else _keep_by_sorting)(scores, counts, band, first)
 
 
-def _kept_by_counting(scores: Any, counts: Any, band: int, first: Any) -> Array:
-    """`keep_top` in few steps but n² for a row: on a GPU, the number of steps is what costs."""
-    always, may = _standing(scores, band, first)
-    return (always | (ranks(scores, band, first) < jnp.asarray(counts)[..., None])) & may
+def _keep_by_rank(
+    scores: Float[ArrayLike, "*batch R n"],
+    counts: Int[ArrayLike, "*#batch R"],
+    band: int,
+    first: Index,
+) -> Bool[Array, "*batch R n"]:
+    """`keep_top` in O(n²) but few operations: on a GPU the number of launches dominates."""
+    forced, allowed = _forced_and_allowed(scores, band, first)
+    return (forced | (ranks(scores, band, first) < jnp.asarray(counts)[..., None])) & allowed
 
 
-def _kept_by_sorting(scores: Any, counts: Any, band: int, first: Any) -> Array:
-    """`keep_top` for long rows, and where a device does one thing after another."""
+def _keep_by_sorting(
+    scores: Float[ArrayLike, "*batch R n"],
+    counts: Int[ArrayLike, "*#batch R"],
+    band: int,
+    first: Index,
+) -> Bool[Array, "*batch R n"]:
+    """`keep_top` for many kv blocks, and for CPUs."""
     s = _with_forced(scores, band, first)
     n = s.shape[-1]
-    always, may = _standing(s, band, first)
-    counts = jnp.clip(jnp.asarray(counts), *(x.sum(-1, dtype=jnp.int32) for x in (always, may)))
+    forced, allowed = _forced_and_allowed(s, band, first)
+    limits = (x.sum(-1, dtype=jnp.int32) for x in (forced, allowed))
+    counts = jnp.clip(jnp.asarray(counts), *limits)
     counts = jnp.broadcast_to(counts, s.shape[:-1])[..., None]
-    last = jnp.take_along_axis(jnp.sort(s, axis=-1), n - counts, axis=-1)  # the worst that is kept
-    above, level = s > last, s == last
-    room = counts - above.sum(-1, keepdims=True)
-    return (above | level & (jnp.cumsum(level, -1) <= room)) & may
+    lowest_kept = jnp.take_along_axis(jnp.sort(s, axis=-1), n - counts, axis=-1)
+    above, tied = s > lowest_kept, s == lowest_kept
+    ties_kept = counts - above.sum(-1, keepdims=True)
+    return (above | tied & (jnp.cumsum(tied, -1) <= ties_kept)) & allowed
 
 
-def ranks(scores: Any, band: int = 0, first: Any = 0) -> Array:
-    """The place of every block in its row's order, int32 [..., R, n]: forced first, then by score.
+def ranks(
+    scores: Float[ArrayLike, "*batch R n"], band: int = 0, first: Index = 0
+) -> Int[Array, "*batch R n"]:
+    """The rank of every kv block in its row block, int32: forced blocks first, then by score.
 
-    `ranks(scores) < counts` is `keep_top(scores, counts)`, for all counts at once. By counting, n²
-    for a row: no sort, and nothing but the result in memory.
+    `ranks(scores) < counts[..., None]` is `keep_top(scores, counts)`, for all counts at once.
+    Computed by comparing all pairs, O(n²) per row block; XLA fuses it and stores the result only.
     """
-    scores = _with_forced(scores, band, first)
-    above = scores[..., None, :] > scores[..., :, None]
-    n = scores.shape[-1]
-    level = (scores[..., None, :] == scores[..., :, None]) & np.tri(n, k=-1, dtype=bool)
-    return (above | level).sum(-1, dtype=jnp.int32)
+    s = _with_forced(scores, band, first)
+    above = s[..., None, :] > s[..., :, None]
+    n = s.shape[-1]
+    tied_earlier = (s[..., None, :] == s[..., :, None]) & np.tri(n, k=-1, dtype=bool)
+    return (above | tied_earlier).sum(-1, dtype=jnp.int32)
 
 
-def _standing(scores: Any, band: int, first: Any) -> tuple[Array, Array]:
-    """(forced, allowed) for scores [..., R, n]: rows of `rows.forced` and `rows.allowed`."""
-    R, n = scores.shape[-2:]
+def _forced_and_allowed(
+    scores: Float[ArrayLike, "*batch R n"], band: int, first: Index
+) -> tuple[Bool[Array, "R n"], Bool[Array, "R n"]]:
+    """Which blocks of these row blocks are forced, and which causality allows."""
+    R, n = jnp.shape(scores)[-2:]
     row, column = first + jnp.arange(R)[:, None], jnp.arange(n)
-    may = column <= row
-    return may & ((column == 0) | (column >= row - band)), may
+    return is_forced(row, column, band), column <= row
 
 
-def _with_forced(scores: Any, band: int, first: Any = 0) -> Array:
+def _with_forced(
+    scores: Float[ArrayLike, "*batch R n"], band: int, first: Index = 0
+) -> Float[Array, "*batch R n"]:
     """Scores that put forced blocks first (inf) and what causality forbids last (-inf)."""
     finite = jnp.nan_to_num(
         jnp.asarray(scores, jnp.float32), nan=-LARGE, posinf=LARGE, neginf=-LARGE
     )
-    always, may = _standing(scores, band, first)
-    return jnp.where(always, jnp.inf, jnp.where(may, finite, -jnp.inf))
+    forced, allowed = _forced_and_allowed(scores, band, first)
+    return jnp.where(forced, jnp.inf, jnp.where(allowed, finite, -jnp.inf))
 
 
-def counts_for_mass(scores: Any, share: float, cap: Any, band: int = 0, first: Any = 0) -> Array:
-    """Top-p: the fewest blocks whose estimated mass reaches `share`; the forced at least.
+def counts_for_mass(
+    scores: Float[ArrayLike, "*batch R n"],
+    share: float,
+    cap: Int[ArrayLike, "*#batch R"],
+    band: int = 0,
+    first: Index = 0,
+) -> Int[Array, "*batch R"]:
+    """Top-p: the fewest blocks whose estimated mass reaches `share`, at least the forced ones.
 
     Args:
-      scores: [..., R, n] logarithms of estimated mass.
-      share: of each row's estimated mass, 0 to 1.
-      cap: int [..., R], at most so many: the budget.
+      scores: logarithms of estimated mass.
+      share: of each row block's estimated mass, 0 to 1.
+      cap: at most this many blocks: the budget.
       band: as in `keep_top`.
       first: as in `keep_top`.
 
     Returns:
-      int32 [..., R] for `keep_top`.
+      int32 counts for `keep_top`.
     """
-    always, may = _standing(scores, band, first)
-    p = jax.nn.softmax(jnp.where(may, jnp.nan_to_num(scores, nan=-1e30), -jnp.inf), axis=-1)
+    forced, allowed = _forced_and_allowed(scores, band, first)
+    p = jax.nn.softmax(jnp.where(allowed, jnp.nan_to_num(scores, nan=-1e30), -jnp.inf), axis=-1)
     order = jnp.argsort(-_with_forced(scores, band, first), axis=-1, stable=True)
     needed = (jnp.cumsum(jnp.take_along_axis(p, order, axis=-1), -1) < share).sum(-1) + 1
-    return jnp.clip(needed, always.sum(-1), cap).astype(jnp.int32)
+    return jnp.clip(needed, forced.sum(-1), cap).astype(jnp.int32)
 
 
-def to_mask(blocks: Any, length: int, block: int) -> BlockMask:
-    """The marked blocks [N, n, n] or [B, N, n, n] as a BlockMask, causal inside them.
+def to_mask(
+    blocks: Bool[ArrayLike, "N n n"] | Bool[ArrayLike, "B N n n"], length: int, block: int
+) -> BlockMask:
+    """The marked blocks as a BlockMask of `length` × `length` tokens, causal inside blocks.
 
-    Its capacity is all that causality allows, so that no choice can overflow it.
+    Its capacity is the number of blocks that causality allows, so that no choice overflows it.
     """
     return BlockMask.from_dense(blocks, masks.causal(), shape=(length, length), block=block)

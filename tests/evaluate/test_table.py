@@ -109,10 +109,10 @@ def test_a_short_profile_serves_a_density_below_its_own_forced_blocks(subject, d
 def test_the_table_is_written_resumed_and_refused(subject, profile, documents, tmp_path):
     """Nothing is measured or compiled twice; another text asks for another file."""
     out, said = tmp_path / "table.json", []
-    found = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
+    found = table.run_table(subject, profile, documents[2:], [0.6], out, report=said.append)
     rows = {row["method"]: row for row in found["densities"]["0.6"]["rows"]}
     assert len(said) == 2 * len(rows)
-    assert "for want of a cost curve: past_query/kl, " in out.with_suffix(".md").read_text()
+    assert "no cost curve in the profile: past_query/kl, " in out.with_suffix(".md").read_text()
     compiled = [f._cache_size() for f in (table._dense_pass, table._sparse_pass)]
     more = table.run_table(subject, profile, documents[2:], [0.6, 0.7], out)
     assert set(more["densities"]) == {"0.6", "0.7"}
@@ -127,7 +127,7 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
     assert plain["kl"] == corrected["kl"]
     assert plain["logit_kl"] != corrected["logit_kl"]
     assert rows["oracle/kl"]["kl"] == min(row["kl"] for row in rows.values())
-    again = table.run_table(subject, profile, documents[2:], [0.6], out, tell=said.append)
+    again = table.run_table(subject, profile, documents[2:], [0.6], out, report=said.append)
     assert again == json.loads(out.read_text())
     assert len(said) == 2 * len(rows)
     assert "| mean_query/kl | run time | 0.6" in out.with_suffix(".md").read_text()

@@ -3,7 +3,7 @@ import pytest
 
 from tests.hads.draws import attention, dense
 from xsake import block_scores, selection
-from xsake.hads import baselines, rows
+from xsake.hads import baselines, row_blocks
 
 N_ROWS = 16
 
@@ -15,7 +15,7 @@ def test_fixed_patterns_have_the_density_asked_for(name, density):
     blocks = baselines.fixed(name, density, layers=2, heads=3, n=N_ROWS)
     assert blocks.shape == (2, 3, N_ROWS, N_ROWS)
     assert blocks.sum() == round(density * 2 * 3 * 136)
-    assert not blocks[..., ~rows.allowed(N_ROWS)].any()
+    assert not blocks[..., ~row_blocks.allowed(N_ROWS)].any()
     assert blocks[..., np.eye(N_ROWS, dtype=bool)].all()
     assert blocks[..., 0].all() == (name != "sliding_window")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xsake.hads import budget, rows
+from xsake.hads import budget, row_blocks
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 12))
 
@@ -16,7 +16,7 @@ def draw_mass(layers, heads, n, seed, sharp=2.0):
     logits = (
         rng.normal(size=(layers, heads, n, n)) * sharp * rng.uniform(0, 2, (layers, heads, 1, 1))
     )
-    mass = np.where(rows.allowed(n), np.exp(logits), 0)
+    mass = np.where(row_blocks.allowed(n), np.exp(logits), 0)
     return mass / mass.sum(-1, keepdims=True)
 
 
@@ -35,12 +35,12 @@ def every_policy(layers, heads, n, density, seed, band=0):
 def test_budgets_add_up_and_every_row_keeps_its_floor(size, share, seed, band):
     """The total is the request to the block; no row below its forced blocks or above all."""
     layers, heads, n = size
-    least = rows.floors(n, band).sum() / (n * (n + 1) / 2)
+    least = row_blocks.floors(n, band).sum() / (n * (n + 1) / 2)
     density = min(1.0, least + share * (1 - least) + 1e-9)
     for found in every_policy(layers, heads, n, density, seed, band):
         assert found.counts.sum() == round(density * layers * heads * n * (n + 1) / 2)
-        assert (found.counts >= rows.floors(n, band)).all()
-        assert (found.counts <= rows.ceilings(n)).all()
+        assert (found.counts >= row_blocks.floors(n, band)).all()
+        assert (found.counts <= row_blocks.ceilings(n)).all()
         assert found.counts.dtype == np.int32
         np.testing.assert_allclose(found.density, density, atol=0.51 / (heads * n * (n + 1) / 2))
 
@@ -52,7 +52,9 @@ def test_kl_is_optimal_for_its_surrogate(seed):
     cost = budget.surrogate(draw_mass(1, heads, n, seed))
     found = budget.by_cost(cost, density)
     total = found.counts.sum()
-    ranges = [range(a, b + 1) for a, b in zip(rows.floors(n), rows.ceilings(n), strict=True)]
+    ranges = [
+        range(a, b + 1) for a, b in zip(row_blocks.floors(n), row_blocks.ceilings(n), strict=True)
+    ]
     best = min(
         budget.cost_of(cost, np.array(counts).reshape(1, heads, n))
         for counts in itertools.product(*ranges * heads)
@@ -78,7 +80,7 @@ def test_the_surrogate_is_convex_after_the_forced_blocks():
 
 def lower_hull(cost, i):
     """The greatest convex function below the points (c, cost[c]) from the floor of row i on."""
-    first = rows.floors(5)[i] - 1
+    first = row_blocks.floors(5)[i] - 1
     hull = cost.copy()
     for c in range(first, i + 1):
         chords = [
@@ -95,7 +97,9 @@ def test_a_cost_that_is_not_convex_loses_one_row_at_most(seed):
     """All rows but the one that was cut sit on their hulls: the loss is that row's distance."""
     cost = -np.sort(-np.random.default_rng(seed).random((1, 2, 5, 5)), axis=-1)
     found = budget.by_cost(cost, 0.8)
-    ranges = [range(a, b + 1) for a, b in zip(rows.floors(5), rows.ceilings(5), strict=True)]
+    ranges = [
+        range(a, b + 1) for a, b in zip(row_blocks.floors(5), row_blocks.ceilings(5), strict=True)
+    ]
     best = min(
         budget.cost_of(cost, np.array(counts).reshape(1, 2, 5))
         for counts in itertools.product(*ranges * 2)
@@ -111,7 +115,7 @@ def test_a_cost_that_is_not_convex_loses_one_row_at_most(seed):
 
 def test_a_budget_below_the_forced_blocks_names_the_smallest():
     for n, least in ((64, "0.062"), (32, "0.120"), (16, "0.228")):  # DESIGN's 0.06, 0.12, 0.23
-        with pytest.raises(ValueError, match=rf"below {least}, which the first block and the diag"):
+        with pytest.raises(ValueError, match=rf"below {least}, the share of the blocks that"):
             budget.uniform(0.05, 2, 3, n)
     with pytest.raises(ValueError, match=r"density must be above 0 and at most 1, got 1\.2"):
         budget.uniform(1.2, 2, 3, 8)
@@ -119,18 +123,20 @@ def test_a_budget_below_the_forced_blocks_names_the_smallest():
 
 def test_the_smallest_named_budget_is_possible():
     for found in every_policy(2, 3, 64, 0.062, 0):
-        assert found.counts.sum() <= 1.02 * 6 * rows.floors(64).sum()
+        assert found.counts.sum() <= 1.02 * 6 * row_blocks.floors(64).sum()
 
 
 def test_degenerate_heads_are_handled_and_reported():
     n = 8
     mass = draw_mass(1, 4, n, 0)
-    mass[0, 1] = np.where(rows.allowed(n), 1, 0) / rows.ceilings(n)[:, None]  # all blocks equal
+    mass[0, 1] = (
+        np.where(row_blocks.allowed(n), 1, 0) / row_blocks.ceilings(n)[:, None]
+    )  # all blocks equal
     cost = budget.surrogate(mass)
     cost[0, 2] = 0  # dead: nothing it drops costs anything
     cost[0, 3] = np.nan
     found = budget.by_cost(cost, 0.6)
-    assert (found.counts[0, 2] == rows.floors(n)).all()
+    assert (found.counts[0, 2] == row_blocks.floors(n)).all()
     assert found.counts[0, 3].sum() == budget.uniform(0.6, 1, 1, n).counts.sum()
     assert any("layer 0, head 2 gains nothing" in note for note in found.notes)
     assert any("layer 0, head 3 has a cost that is not a number" in note for note in found.notes)

@@ -4,14 +4,14 @@ import numpy as np
 
 from tests.hads.draws import attention, dense
 from xsake import block_scores, dot_product_attention, selection
-from xsake.hads import corrected_attention, rows
+from xsake.hads import corrected_attention, row_blocks
 
 BLOCK, T, N_ROWS = 16, 100, 7
 
 
 def problem(count=3, sharp=2.0):
     q, k, v, _ = attention(T, sharp=sharp)
-    counts = np.minimum(count, rows.ceilings(N_ROWS))
+    counts = np.minimum(count, row_blocks.ceilings(N_ROWS))
     keep = selection.keep_top(block_scores.estimate("mean_query", q, k, BLOCK), counts)
     return q, k, v, keep, selection.to_mask(keep, T, BLOCK)
 

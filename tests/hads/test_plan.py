@@ -9,7 +9,7 @@ from tests.hads.draws import attention
 from tests.hads.test_budget import draw_mass
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
-from xsake.hads import Plan, Profile, budget, make, rows
+from xsake.hads import Plan, Profile, budget, make, row_blocks
 from xsake.hads.plan import stretched
 from xsake.hads.profile import Facts
 from xsake.hads.statistics import DENSITIES, SELECTORS, Statistics
@@ -60,9 +60,9 @@ def test_masks_from_plans_obey_causality_at_any_length(selector, length):
     assert tokens[:, np.arange(length), np.arange(length)].all()
     assert tokens[:, :, 0].all()
     assert not mask.overflow
-    n = rows.count_blocks(length, BLOCK)
+    n = row_blocks.count_blocks(length, BLOCK)
     at = plan.at(length)
-    least = rows.floors(n).sum() / (n * (n + 1) / 2)
+    least = row_blocks.floors(n).sum() / (n * (n + 1) / 2)
     assert abs(at.counts.sum() - max(0.7, least) * 8 * n * (n + 1) / 2) <= 0.5
 
 
@@ -85,7 +85,9 @@ def test_a_long_text_keeps_distances_near_and_the_first_block():
 def test_a_plan_is_a_mask_of_the_model_under_jit_and_a_traced_layer():
     """Other counts, the same compiled code."""
     plan = make(profile_of(), 0.5, "kl", "mean_query")
-    other = dataclasses.replace(plan, counts=np.minimum(plan.counts + 1, rows.ceilings(N_ROWS)))
+    other = dataclasses.replace(
+        plan, counts=np.minimum(plan.counts + 1, row_blocks.ceilings(N_ROWS))
+    )
     q, k, v, _ = attention(N_ROWS * BLOCK)
     traced = []
 
@@ -187,7 +189,7 @@ def test_top_p_visits_no_more_than_the_budget():
     q, k, _, _ = attention(N_ROWS * BLOCK)
     kept = np.asarray(plan.blocks(0, q[None], k[None])).sum(-1)[0]
     assert (kept <= plan.counts[0]).all()
-    assert (kept >= rows.floors(N_ROWS)).all()
+    assert (kept >= row_blocks.floors(N_ROWS)).all()
     assert kept.sum() < plan.counts[0].sum()
 
 
@@ -199,7 +201,7 @@ def test_top_p_of_a_static_plan_stops_at_that_share_of_the_calibrated_mass():
     share = (mass * kept).sum(-1)
     assert (share >= 0.8 - 1e-6).all()
     # and no block more: without the least of those that are not forced, the share is missed
-    loose = np.where(kept & ~rows.forced(N_ROWS), mass, np.inf).min(-1)
+    loose = np.where(kept & ~row_blocks.forced(N_ROWS), mass, np.inf).min(-1)
     more = np.isfinite(loose)
     assert more.any()
     assert (share - loose)[more].max() < 0.8

@@ -8,9 +8,9 @@ import pytest
 
 from tests.hads.draws import attention, blocks_of, dense, tokens_of
 from xsake import block_scores, selection
-from xsake.hads import Profile, budget, calibrate, measure, rows
+from xsake.hads import Profile, budget, calibrate, measure, row_blocks
 from xsake.hads.profile import hash_of
-from xsake.hads.statistics import retained_mass
+from xsake.hads.statistics import block_mass, retained_mass
 
 BLOCK = 16
 CURVES = ("static", "mean_query", "oracle")  # one choice everywhere, so that little is compiled
@@ -26,7 +26,7 @@ def some_order(n, seed):
 
 
 def measured(q, k, v, kernel):
-    n = rows.count_blocks(len(q), BLOCK)
+    n = row_blocks.count_blocks(len(q), BLOCK)
     before = some_order(n, 1), some_order(n, 2)
     return measure(q, k, v, kernel, block=BLOCK, curves=CURVES, before=before)
 
@@ -76,7 +76,7 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
     w = np.asarray(kernel, np.float64)
     norm = (np.einsum("nth,nhw->tw", out, w) ** 2).sum(-1).mean()
     for count in (2, 3, 5):
-        counts = np.minimum(np.maximum(count, rows.floors(n)), rows.ceilings(n))
+        counts = np.minimum(np.maximum(count, row_blocks.floors(n)), row_blocks.ceilings(n))
         for policy, scores in zip(("kl", "output"), orders, strict=True):
             keep = np.asarray(selection.keep_top(scores, counts))
             kept = np.einsum("ntj,ntj->nt", mass, np.repeat(keep, BLOCK, 1)[:, :T])
@@ -88,6 +88,13 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
                 want = row_means((np.einsum("nth,nhw->ntw", change, w) ** 2).sum(-1), T) / norm
             curve = np.asarray(got.cost[policy][selector])
             np.testing.assert_allclose(curve[:, 2:, count - 1], want[:, 2:], rtol=2e-3, atol=1e-5)
+
+
+def test_block_mass_streams_to_the_same_as_all_at_once():
+    q, k, v, _ = attention(100)
+    mass = blocks_of(dense(q, k, v)[0], 16)
+    want = np.stack([mass[:, i : i + 16].mean(1) for i in range(0, 100, 16)], 1)
+    np.testing.assert_allclose(block_mass(q, k, 16, queries_at_once=32), want, atol=1e-5)
 
 
 def test_memory_is_linear_in_length():

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from xsake import BlockMask, masks
-from xsake.hads import Plan, rows
+from xsake.hads import Plan, row_blocks
 from xsake.hads.plan import Terms
 from xsake.model import PRESETS
 from xsake.train.attention import Attention, shared_blocks, visited_density
 from xsake.train.config import Config, Data
 
 T, BLOCK, N = 90, 8, 3  # the last block is short
-n = rows.count_blocks(T, BLOCK)
+n = row_blocks.count_blocks(T, BLOCK)
 
 
 def packed(seed, batch=2):
@@ -53,7 +53,7 @@ def test_a_row_keeps_its_count_of_its_own_blocks_and_no_others(selector):
     """As many as the plan says or as there are: none is lost to another document's block."""
     ids, (q, k) = packed(1), inputs(1)
     plan = plan_of(selector)
-    shared = np.asarray(shared_blocks(jnp.asarray(ids), BLOCK)) & rows.allowed(n)
+    shared = np.asarray(shared_blocks(jnp.asarray(ids), BLOCK)) & row_blocks.allowed(n)
     kept = np.asarray(Attention(plan, ids).blocks(1, q, k))
     assert not (kept & ~shared[:, None]).any()
     own = shared.sum(-1)[:, None]

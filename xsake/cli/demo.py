@@ -94,7 +94,7 @@ def _profile(subject: Any, documents: list[Any]) -> Any:
             documents,
             block=BLOCK,
             curves=("static", "mean_query"),
-            tell=lambda done: progress.update(task, completed=done),
+            report=lambda done: progress.update(task, completed=done),
         )
 
 

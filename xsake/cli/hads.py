@@ -56,7 +56,7 @@ def calibrate(
             band=band,
             curves=selectors,
             seed=seed,
-            tell=lambda done: progress.update(task, completed=done),
+            report=lambda done: progress.update(task, completed=done),
         )
     profile.save(out)
     statistics, errors = profile.statistics, profile.errors
@@ -160,7 +160,7 @@ def evaluate(
             }
             facts = timing.provenance()
             told = tables.run_table(
-                subject, known, cut, densities, table, others=more, provenance=facts, tell=tell
+                subject, known, cut, densities, table, others=more, provenance=facts, report=tell
             )
     if made is not None and plan is not None:
         console.print(_quality_table(str(made.terms.density), found))

@@ -1,1 +1,1 @@
-"""How good is sparse attention? Measured on real activations and on the model's own predictions."""
+"""The quality of sparse attention, on a model's activations and on its predictions."""

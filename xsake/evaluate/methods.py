@@ -1,15 +1,15 @@
-"""Every method of the table at one density: fixed patterns, HADS in its forms, and the oracle.
+"""Every method of the table at one density: fixed patterns, HADS variants, and oracles.
 
-    kind      knows             methods
-    fixed     nothing           sliding_window, sink_window, longformer, bigbird, strided, random
-    seed      entropies         seed_entropy: random blocks, as many as the head's entropy says
+    kind      information used  methods
+    fixed     none              sliding_window, sink_window, longformer, bigbird, strided, random
+    seed      entropies         seed_entropy: random blocks, counts proportional to head entropy
     static    calibration       static/uniform (uniform top-k), /entropy, /kl, /output
-    run time  this input        vertical_slash, and SELECTOR/POLICY for four selectors
+    run time  this input        vertical_slash, and SELECTOR/POLICY for five selectors
     oracle    this input's p    oracle/kl, oracle/output
 
-A method is given blocks, or scores of the input and counts: the best of each row are kept. The
-budgets of an oracle are calibrated as everybody's; its order is this input's true mass for `kl`,
-its true sensitivity for `output`.
+`seed` is the earlier XSAKE's rule. A method either has given blocks, or keeps the counts[i] blocks
+of row block i that score highest on the input. Oracles use calibrated budgets as all methods do,
+and rank blocks by this input's true mass (for `kl`) or sensitivity (for `output`).
 """
 
 from __future__ import annotations
@@ -23,68 +23,73 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import ArrayLike, Bool, Float, Int
 
 from xsake import block_scores, selection
-from xsake.hads import Profile, baselines, budget, make, rows
+from xsake.hads import Profile, baselines, budget, make, row_blocks
 from xsake.hads.plan import Plan, gains
 from xsake.hads.statistics import measure
 
-# Where scores come from; the number of a source is an index into this.
+# Where scores come from; a method stores its source as an index into this.
 SOURCES = ("given", *block_scores.ESTIMATES, "vertical_slash", "mass", "sensitivity")
-ORACLES = {"kl": "mass", "output": "sensitivity"}  # what the oracle of a policy goes by
+ORACLES = {"kl": "mass", "output": "sensitivity"}  # the score of each policy's oracle
 
 
 class Activations(NamedTuple):
     """One sequence in one layer's attention."""
 
-    q: Any  # [T, N, H]
-    k: Any  # [T, K, H]
-    v: Any  # [T, K, Hv]
-    kernel: Any  # [N, Hv, width], the output projection
+    q: Float[Array, "T N H"]
+    k: Float[Array, "T K H"]
+    v: Float[Array, "T K Hv"]
+    kernel: Float[Array, "N Hv width"] | None  # the output projection; only "sensitivity" reads it
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """Blocks, given or by scores from `source`; methods differ in arrays alone."""
+    """Given blocks or a source of scores. Methods differ in arrays only, so they can be stacked."""
 
     counts: Any  # int32 [layers, N, n]
-    given: Any  # bool [layers, N, n, n], the blocks if source is 0
+    given: Any  # bool [layers, N, n, n]: the blocks if source is 0
     source: Any  # int32 []: index into SOURCES
     name: str = dataclasses.field(metadata={"static": True}, default="")
     kind: str = dataclasses.field(metadata={"static": True}, default="")
     corrected: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     def anonymous(self) -> Method:
-        """Without a name, so that compiled code serves all methods."""
+        """This method without its name, so that all methods share compiled code."""
         return dataclasses.replace(self, name="", kind="")
 
     def blocks(
-        self, layer: Any, seen: Activations, block: int, sources: tuple[str, ...] = SOURCES
-    ) -> Array:
-        """The blocks that one sequence visits, bool [N, n, n]; `sources` has this method's."""
+        self,
+        layer: int | Int[Array, ""],
+        seen: Activations,
+        block: int,
+        sources: tuple[str, ...] = SOURCES,
+    ) -> Bool[Array, "N n n"]:
+        """The blocks that one sequence visits; `sources` must contain this method's source."""
 
-        def looked(source: str, seen: Activations) -> Array:
+        def selected(source: str, seen: Activations) -> Array:
             return selection.keep_top(scores_of(source, seen, block), self.counts[layer])
 
         branches = [lambda seen: self.given[layer]]
-        branches += [functools.partial(looked, name) for name in sources[1:]]
-        return lax.switch(places_in(sources)[self.source], branches, seen)
+        branches += [functools.partial(selected, name) for name in sources[1:]]
+        return lax.switch(indices_in(sources)[self.source], branches, seen)
 
 
 def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
-    """What these methods need, "given" first, so that no more is compiled or looked at."""
+    """The sources that these methods use, "given" first; others need not be compiled."""
     needed = {SOURCES[int(method.source)] for method in methods}
     return SOURCES[0], *(name for name in SOURCES[1:] if name in needed)
 
 
-def places_in(sources: tuple[str, ...]) -> Array:
-    """Of every one of SOURCES its index in `sources`, 0 for those that are not there."""
+def indices_in(sources: tuple[str, ...]) -> Int[Array, " sources"]:
+    """Maps an index into SOURCES to the index into `sources`; 0 for those not in it."""
     return jnp.array([sources.index(name) if name in sources else 0 for name in SOURCES])
 
 
-def scores_of(source: str, seen: Activations, block: int) -> Array:
-    """Scores of a source that looks at the input, float32 [N, n, n]."""
+def scores_of(source: str, seen: Activations, block: int) -> Float[Array, "N n n"]:
+    """Scores of a source that looks at the input, float32."""
     if source == "vertical_slash":
         return baselines.vertical_slash(seen.q, seen.k, block)
     if source == "mass":
@@ -102,8 +107,8 @@ def at_density(
     Args:
       profile: of the model, at this length or another.
       density: of each method, over all layers and heads.
-      length: of the texts that it will be measured on.
-      others: more profiles, by what sets them apart: "from wikipedia", "from 2,048 tokens".
+      length: of the texts that the methods are measured on.
+      others: more profiles by their labels, such as "from wikipedia" or "from 2,048 tokens".
     """
     return list(_fixed(profile, density, length)) + [
         method
@@ -114,18 +119,18 @@ def at_density(
 
 def _fixed(profile: Profile, density: float, length: int) -> Iterator[Method]:
     layers, heads, _ = profile.size
-    n = rows.count_blocks(length, profile.facts.block)
+    n = row_blocks.count_blocks(length, profile.facts.block)
     for name in baselines.FIXED:
         kept = baselines.fixed(name, density, layers, heads, n)
         yield _given(name, "fixed", kept)
     counts = budget.entropy(profile.statistics.entropy, density, n).counts
-    draws = np.stack([baselines.order("random", n, heads, 100 + i) for i in range(layers)])
-    yield _given("seed_entropy", "seed", selection.keep_top(draws, counts))
+    scores = np.stack([baselines.order("random", n, heads, 100 + i) for i in range(layers)])
+    yield _given("seed_entropy", "seed", selection.keep_top(scores, counts))
     counts = budget.uniform(density, layers, heads, n).counts
-    yield _looking("vertical_slash", "run time", counts, "vertical_slash")
+    yield _scored("vertical_slash", "run time", counts, "vertical_slash")
 
 
-# SELECTOR, POLICY of HADS; of a profile from elsewhere only TRANSFERRED is measured.
+# (selector, policy) pairs of HADS; of labelled profiles only TRANSFERRED are measured.
 TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in ("kl", "output"))
 FORMS = (
     *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),
@@ -138,7 +143,7 @@ FORMS = (
 
 
 def left_out(profile: Profile, others: dict[str, Profile] | None = None) -> list[str]:
-    """Methods that `at_density` cannot have: the profile has no cost curve for their selector."""
+    """Methods that `at_density` skips: the profile has no cost curve for their selector."""
     return [
         _name(selector, policy, label)
         for label, each in {"": profile, **(others or {})}.items()
@@ -156,14 +161,14 @@ def _name(selector: str, policy: str, label: str) -> str:
 
 
 def _planned(profile: Profile, density: float, length: int, label: str) -> Iterator[Method]:
-    """The forms of HADS that a profile gives; of another's profile only those that matter."""
+    """HADS variants that a profile has cost curves for; with a label only those TRANSFERRED."""
     for selector, policy in TRANSFERRED if label else FORMS:
         if not _has(profile, selector, policy):
             continue
         name = _name(selector, policy, label)
         if selector == "oracle":
             counts = _oracle(profile, density, policy, length)
-            yield _looking(name, "oracle", counts, ORACLES[policy])
+            yield _scored(name, "oracle", counts, ORACLES[policy])
             continue
         plan = make(profile, density, policy, selector, length=length)
         if selector == "static":
@@ -171,37 +176,47 @@ def _planned(profile: Profile, density: float, length: int, label: str) -> Itera
                 name, "static", selection.keep_top(plan.scores, plan.counts, profile.facts.band)
             )
         else:
-            yield _looking(name, "run time", plan.counts, selector)
+            yield _scored(name, "run time", plan.counts, selector)
             if selector == "mean_query" and policy in ("kl", "output") and not label:
-                yield _looking(f"{name} + centroids", "run time", plan.counts, selector, True)
+                yield _scored(f"{name} + centroids", "run time", plan.counts, selector, True)
 
 
 def of_plan(plan: Plan, length: int) -> Method:
-    """The method that a plan is, for texts of `length` tokens."""
+    """Converts a plan to a method, for texts of `length` tokens."""
     terms, plan = plan.terms, plan.at(length)
     if terms.top_p is not None:
-        raise ValueError("plans with top_p visit what the input asks for; measure one without it")
+        raise ValueError(
+            "the density of a plan with top_p depends on the input; measure one without"
+        )
     name = f"{terms.selector}/{terms.policy}"
     if terms.selector == "static":
         return _given(name, "static", selection.keep_top(plan.scores, plan.counts, terms.band))
-    return _looking(name, "run time", plan.counts, terms.selector)
+    return _scored(name, "run time", plan.counts, terms.selector)
 
 
-def _oracle(profile: Profile, density: float, policy: str, length: int) -> np.ndarray:
-    """The budgets of `policy` by the cost curves of the oracle, [layers, N, n]."""
-    band, n = profile.facts.band, rows.count_blocks(length, profile.facts.block)
-    here = rows.density_at(density, n, profile.size[2], band)
+def _oracle(
+    profile: Profile, density: float, policy: str, length: int
+) -> Int[np.ndarray, "layers N n"]:
+    """The counts of `policy` by the cost curves of the oracle."""
+    band, n = profile.facts.band, row_blocks.count_blocks(length, profile.facts.block)
+    here = row_blocks.density_at(density, n, profile.size[2], band)
     counts = budget.by_gains(gains(profile, policy, "oracle"), here, band).counts
     terms = make(profile, density, "uniform", "static", length=length).terms
     return np.asarray(Plan(counts, None, terms).at(length).counts)
 
 
-def _given(name: str, kind: str, blocks: Any) -> Method:
+def _given(name: str, kind: str, blocks: Bool[ArrayLike, "layers N n n"]) -> Method:
     blocks = jnp.asarray(blocks)
     return Method(blocks.sum(-1, dtype=jnp.int32), blocks, jnp.int32(0), name, kind)
 
 
-def _looking(name: str, kind: str, counts: Any, source: str, corrected: bool = False) -> Method:
+def _scored(
+    name: str,
+    kind: str,
+    counts: Int[ArrayLike, "layers N n"],
+    source: str,
+    corrected: bool = False,
+) -> Method:
     counts = jnp.asarray(counts, jnp.int32)
     nothing = jnp.zeros((*counts.shape, counts.shape[-1]), bool)
     return Method(counts, nothing, jnp.int32(SOURCES.index(source)), name, kind, corrected)

@@ -1,4 +1,4 @@
-"""What a choice of blocks costs, measured two ways.
+"""What a selection of blocks costs, measured in two ways.
 
 On the dense model's activations, layer by layer, so that methods are compared on the same q, k, v:
 
@@ -6,7 +6,7 @@ On the dense model's activations, layer by layer, so that methods are compared o
     recall  mass kept, mean over queries
     error   ‖(sparse - dense output) W‖² ÷ ‖dense output W‖², summed over queries before dividing
 
-End to end, where every layer sees what the sparse layers below it made:
+End to end, where the input of every layer comes from the sparse layers below it:
 
     logit_kl        KL(dense ‖ sparse) of the next-token distributions, mean over tokens
     perplexity_gap  exp(mean loss sparse - mean loss dense) - 1
@@ -17,142 +17,193 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import ArrayLike, Bool, Float, Int
 
-from xsake.hads import rows
-from xsake.hads.statistics import ROWS_AT_ONCE, factors, softmax_rows
+from xsake.hads import chunks, row_blocks
+from xsake.hads.chunks import Chunk, Chunks
+from xsake.hads.statistics import AnyArray, factors
 
 
 class Quality(NamedTuple):
-    """Of M choices of blocks in one layer, on one sequence."""
+    """Metrics of M block selections in one layer, on one sequence."""
 
-    kl: Any  # [M, N]
-    recall: Any  # [M, N]
-    head_error: Any  # [M, N]: the head's squared error ÷ the layer's squared output
-    error: Any  # [M]: squared error of the layer, all heads together, ÷ its squared output
+    kl: Float[AnyArray, "*layers M N"]
+    recall: Float[AnyArray, "*layers M N"]
+    head_error: Float[AnyArray, "*layers M N"]  # head's squared error ÷ layer's squared output
+    error: Float[AnyArray, "*layers M"]  # squared error of all heads together ÷ squared output
+
+
+class _Sequence(NamedTuple):
+    """What all chunks of a comparison read."""
+
+    visited: Bool[Array, "M N row_blocks n"]  # padded to the row blocks of all chunks
+    corrected: Float[Array, " M"]  # 1 where centroids replace dropped blocks
+    values: Float[Array, "n block N Hv"]
+    mean_keys: Float[Array, "n K H"]
+    mean_values: Float[Array, "n N Hv"]
+    root: Float[Array, "N Hv Hv"]  # see `statistics.factors`
+    kernel: Float[Array, "N Hv width"]
 
 
 @functools.partial(jax.jit, static_argnames=("block",))
 def compare(
-    q: Any, k: Any, v: Any, kernel: Any, blocks: Any, *, block: int, corrected: Any = None
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K Hv"],
+    kernel: Float[Array, "N Hv width"],
+    blocks: Bool[Array, "M N n n"],
+    *,
+    block: int,
+    corrected: Bool[Array, " M"] | None = None,
 ) -> Quality:
-    """Quality of many choices at once: the dense rows are computed once for all of them.
+    """Quality of M block selections; dense attention is computed once for all of them.
 
     Args:
-      q: [T, N, H], as they enter attention.
-      k: [T, K, H].
-      v: [T, K, Hv].
-      kernel: [N, Hv, width], the output projection.
-      blocks: bool [M, N, n, n]; the diagonal must be kept, blocks after it are not visited.
+      q: as it enters attention.
+      k: likewise.
+      v: likewise.
+      kernel: the output projection W.
+      blocks: the selections; they keep the diagonal, and blocks after it are not visited.
       block: tokens per block.
-      corrected: bool [M]: centroids stand in for dropped blocks; kl and recall are without them.
+      corrected: selections whose dropped blocks are replaced by their centroids; kl and recall
+        are those without.
     """
-    T, N, H = q.shape
-    K, Hv = v.shape[1:]
-    n, M = rows.count_blocks(T, block), blocks.shape[0]
-    at_once = max(1, ROWS_AT_ONCE // block)
-    chunks = -(-n // at_once)
-    q = jnp.pad(q, ((0, chunks * at_once * block - T), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, n * block - T), (0, 0), (0, 0))) for x in (k, v))
-    values = jnp.repeat(v.astype(jnp.float32).reshape(n, block, K, Hv), N // K, axis=2)
-    mean_keys = k.astype(jnp.float32).reshape(n, block, K, H).mean(1)
-    mean_values = values.mean(1)
-    (root, _), kernel = factors(kernel), kernel.astype(jnp.float32)
-    blocks = jnp.pad(blocks & rows.allowed(n), ((0, 0), (0, 0), (0, chunks * at_once - n), (0, 0)))
-    corrected = jnp.zeros(M) if corrected is None else jnp.asarray(corrected, jnp.float32)
+    T, N, _ = q.shape
+    M = blocks.shape[0]
+    cut = chunks.cut(q, k, block)
+    sequence = _prepare(cut, v, kernel, blocks, corrected)
 
-    def rows_of(sums: Quality, chunk: Array) -> tuple[Quality, Array]:
-        begins = chunk * at_once
-        taken = lax.dynamic_slice_in_dim(q, begins * block, at_once * block)
-        p, logsumexp, position = softmax_rows(taken, k, begins * block, T)
-        real = (position < T).astype(jnp.float32)
-        p = p.reshape(N, -1, n, block)
-        mass, parts = p.sum(-1), jnp.einsum("nrjs,jsnh->nrjh", p, values)
-        dense = parts.sum(2)
-        visited = lax.dynamic_slice_in_dim(blocks, begins, at_once, 2)
-        # [M, N, R · block, n] as a row of blocks and its queries
-        visited = visited.astype(jnp.float32)
-        before = jnp.arange(n) < (begins + jnp.arange(at_once))[:, None]
-        stand_in = (1 - visited) * before * corrected[:, None, None, None]
-
-        def by_query(which: Array, what: Array) -> Array:
-            """Σ_j which[m, n, row, j] · what[n, query, j, ...]."""
-            what = what.reshape(N, at_once, block, *what.shape[2:])
-            # sums of shares must not be rounded to what tensor cores take
-            precision = "highest" if what.ndim == 4 else None
-            out = jnp.einsum("mnrj,nrqj...->mnrq...", which, what, precision=precision)
-            return out.reshape(M, N, at_once * block, *out.shape[4:])
-
-        grouped = taken.astype(jnp.float32).reshape(-1, K, N // K, H)
-        means = jnp.einsum("rkgh,jkh->kgrj", grouped, mean_keys).reshape(N, -1, n) / math.sqrt(H)
-        weight = block * jnp.exp(means - logsumexp[..., None])
-        kept = by_query(visited, mass)
-        total = kept + by_query(stand_in, weight)
-        out = by_query(visited, parts)
-        spread = weight[..., None] * jnp.moveaxis(mean_values, 1, 0)[:, None]
-        out = out + by_query(stand_in, spread)
-        change = (out / jnp.maximum(total, 1e-30)[..., None] - dense) * real[:, None]
-        felt = jnp.einsum("mnrh,nhw->mnrw", change, root)
-        layer = jnp.einsum("mnrh,nhw->mrw", change, kernel)
-        whole = jnp.einsum("nrh,nhw->rw", dense * real[:, None], kernel)
-        new = Quality(
-            kl=(jnp.maximum(-jnp.log(jnp.maximum(kept, 1e-30)), 0) * real).sum(-1),
-            recall=(kept * real).sum(-1),
-            head_error=(felt**2).sum((-2, -1)),
-            error=(layer**2).sum((-2, -1)),
-        )
-        return jax.tree.map(jnp.add, sums, new), (whole**2).sum()
+    def add_chunk(sums: Quality, number: Array) -> tuple[Quality, Array]:
+        new, squares = _compare_chunk(cut, sequence, number)
+        return jax.tree.map(jnp.add, sums, new), squares
 
     zero = jnp.zeros((M, N))
-    sums, squares = lax.scan(rows_of, Quality(zero, zero, zero, jnp.zeros(M)), jnp.arange(chunks))
+    start = Quality(zero, zero, zero, jnp.zeros(M))
+    sums, squares = lax.scan(add_chunk, start, jnp.arange(cut.chunks))
     norm = jnp.maximum(squares.sum(), 1e-30)
     return Quality(sums.kl / T, sums.recall / T, sums.head_error / norm, sums.error / norm)
 
 
-class Predictions(NamedTuple):
-    """End to end, of one sequence."""
+def _prepare(
+    cut: Chunks, v: Array, kernel: Array, blocks: Array, corrected: Array | None
+) -> _Sequence:
+    n, block = cut.n, cut.block
+    N, (K, Hv) = cut.q.shape[1], v.shape[1:]
+    v = chunks.pad_keys(v, block).astype(jnp.float32)
+    values = jnp.repeat(v.reshape(n, block, K, Hv), N // K, axis=2)
+    keys = cut.k.astype(jnp.float32).reshape(n, block, K, -1)
+    return _Sequence(
+        visited=cut.pad(blocks & row_blocks.allowed(n), 2),
+        corrected=jnp.zeros(len(blocks)) if corrected is None else corrected.astype(jnp.float32),
+        values=values,
+        mean_keys=keys.mean(1),
+        mean_values=values.mean(1),
+        root=factors(kernel)[0],
+        kernel=kernel.astype(jnp.float32),
+    )
 
-    logit_kl: Any  # []
-    loss: Any  # [], of the sparse model, nats per token
-    dense_loss: Any  # []
+
+def _compare_chunk(
+    cut: Chunks, sequence: _Sequence, number: Int[Array, ""]
+) -> tuple[Quality, Float[Array, ""]]:
+    """Sums over the queries of one chunk, and of the layer's squared dense output."""
+    chunk = cut.attend(number)
+    real = chunk.real.astype(jnp.float32)
+    mass = chunk.p.sum(-1)
+    parts = jnp.einsum("nrjs,jsnh->nrjh", chunk.p, sequence.values)
+    dense = parts.sum(2)
+    visited = cut.part(sequence.visited, chunk, 2).astype(jnp.float32)
+    before = jnp.arange(cut.n) < (chunk.first + jnp.arange(cut.per_chunk))[:, None]
+    replaced = (1 - visited) * before * sequence.corrected[:, None, None, None]
+    weight = _centroid_weights(chunk, sequence)
+    kept = _sum_blocks(visited, mass)
+    total = kept + _sum_blocks(replaced, weight)
+    out = _sum_blocks(visited, parts)
+    centroids = weight[..., None] * jnp.moveaxis(sequence.mean_values, 1, 0)[:, None]
+    out = out + _sum_blocks(replaced, centroids)
+    change = (out / jnp.maximum(total, 1e-30)[..., None] - dense) * real[:, None]
+    by_head = jnp.einsum("mnrh,nhw->mnrw", change, sequence.root)
+    by_layer = jnp.einsum("mnrh,nhw->mrw", change, sequence.kernel)
+    layer = jnp.einsum("nrh,nhw->rw", dense * real[:, None], sequence.kernel)
+    sums = Quality(
+        kl=(jnp.maximum(-jnp.log(jnp.maximum(kept, 1e-30)), 0) * real).sum(-1),
+        recall=(kept * real).sum(-1),
+        head_error=(by_head**2).sum((-2, -1)),
+        error=(by_layer**2).sum((-2, -1)),
+    )
+    return sums, (layer**2).sum()
+
+
+def _centroid_weights(chunk: Chunk, sequence: _Sequence) -> Float[Array, "N Q n"]:
+    """What each block's centroid adds to the softmax: block · exp(q · k̄ / √H - logsumexp)."""
+    Q, N, H = chunk.q.shape
+    n, K, _ = sequence.mean_keys.shape
+    grouped = chunk.q.astype(jnp.float32).reshape(Q, K, N // K, H)
+    logits = jnp.einsum("rkgh,jkh->kgrj", grouped, sequence.mean_keys).reshape(N, Q, n)
+    return chunk.p.shape[-1] * jnp.exp(logits / math.sqrt(H) - chunk.logsumexp[..., None])
+
+
+def _sum_blocks(
+    which: Float[Array, "M N R n"], what: Float[Array, "N Q n *rest"]
+) -> Float[Array, "M N Q *rest"]:
+    """Σ_j which[m, n, row block, j] · what[n, query, j, …].
+
+    Sums of mass are in full float32, not TF32.
+    """
+    M, N, R, _ = which.shape
+    what = what.reshape(N, R, -1, *what.shape[2:])
+    precision = "highest" if what.ndim == 4 else None
+    out = jnp.einsum("mnrj,nrqj...->mnrq...", which, what, precision=precision)
+    return out.reshape(M, N, -1, *out.shape[4:])
+
+
+class Predictions(NamedTuple):
+    """End to end, on one sequence."""
+
+    logit_kl: Float[Array, ""]
+    loss: Float[Array, ""]  # of the sparse model, nats per token
+    dense_loss: Float[Array, ""]
 
 
 def compare_predictions(
-    dense: Array,
-    sparse: Array,
-    tokens: Array,
+    dense: Float[Array, "T width"],
+    sparse: Float[Array, "T width"],
+    tokens: Int[Array, " T"],
     logits: Callable[[Array], Array],
     at_once: int = 512,
 ) -> Predictions:
-    """Next-token distributions of two passes over tokens [T], from their hidden states [T, width].
+    """Compares the next-token distributions of two passes, from their hidden states.
 
-    `logits` maps [R, width] to [R, vocab]; only `at_once` rows of them are alive at a time.
+    `logits` maps [R, width] to [R, vocab]; it is called with R = `at_once` tokens at a time.
     """
     T = tokens.shape[0]
     count = -(-(T - 1) // at_once)
-    room = count * at_once - (T - 1)
-    dense, sparse = (jnp.pad(x[:-1], ((0, room), (0, 0))) for x in (dense, sparse))
-    targets = jnp.pad(tokens[1:], (0, room))
+    padding = count * at_once - (T - 1)
+    dense, sparse = (jnp.pad(x[:-1], ((0, padding), (0, 0))) for x in (dense, sparse))
+    targets = jnp.pad(tokens[1:], (0, padding))
     real = (jnp.arange(count * at_once) < T - 1).astype(jnp.float32)
 
-    def some(part: Any) -> Predictions:
+    def sums(part: tuple[Array, Array, Array, Array]) -> Predictions:
         dense, sparse, targets, real = part
         p, r = (jax.nn.log_softmax(logits(x), axis=-1) for x in (dense, sparse))
-        said = [-jnp.take_along_axis(x, targets[:, None], 1)[:, 0] for x in (r, p)]
+        losses = [-jnp.take_along_axis(x, targets[:, None], 1)[:, 0] for x in (r, p)]
         divergence = (jnp.exp(p) * (p - r)).sum(-1)
-        return Predictions(*((x * real).sum() for x in (divergence, *said)))
+        return Predictions(*((x * real).sum() for x in (divergence, *losses)))
 
     parts = [x.reshape(count, at_once, *x.shape[1:]) for x in (dense, sparse, targets, real)]
-    return jax.tree.map(lambda x: x.sum() / (T - 1), lax.map(some, tuple(parts)))
+    return jax.tree.map(lambda x: x.sum() / (T - 1), lax.map(sums, tuple(parts)))
 
 
-def mean_and_error(values: Any) -> tuple[float, float | None]:
-    """Mean over documents and its standard error, which one document does not have."""
+def mean_and_error(
+    values: Float[ArrayLike, " documents"] | list[float],
+) -> tuple[float, float | None]:
+    """Mean over documents and its standard error, None for one document."""
     values = np.asarray(values, np.float64)
     if len(values) < 2:
         return float(values.mean()), None

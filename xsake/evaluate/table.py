@@ -3,7 +3,7 @@
     for every density:  methods ─┬─ on the dense pass's q, k, v:  kl, recall, error
                                  └─ end to end, one sparse pass:  logit_kl, perplexity_gap
 
-Rows are written to JSON after each density; a second run takes up where the first ended.
+The file is written after each density; rerun the same command to resume.
 """
 
 from __future__ import annotations
@@ -20,19 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int, PyTree
 
 from xsake import selection
+from xsake.block_mask import BlockMask
 from xsake.evaluate.methods import (
     Activations,
     Method,
     at_density,
+    indices_in,
     left_out,
-    places_in,
     scores_of,
     sources_of,
 )
-from xsake.evaluate.quality import Quality, compare, compare_predictions, mean_and_error
-from xsake.hads import Profile, rows
+from xsake.evaluate.quality import (
+    Predictions,
+    Quality,
+    compare,
+    compare_predictions,
+    mean_and_error,
+)
+from xsake.hads import Profile, row_blocks
 from xsake.hads.profile import hash_of
 from xsake.model.observer import Subject
 
@@ -43,16 +51,16 @@ SCHEMA = 1
 def measure_methods(
     subject: Subject,
     methods: Sequence[Method],
-    documents: Sequence[np.ndarray],
+    documents: Sequence[Int[np.ndarray, " T"]],
     block: int,
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row for each method: every column's mean over documents and its standard error.
+    """One record for each method: every column's mean over documents and its standard error.
 
     error is the root of the mean over layers of the squared relative error. Realised density is
     counted from the masks, over all documents.
     """
-    tell = tell or (lambda what: None)
+    report = report or (lambda what: None)
     bare = [method.anonymous() for method in methods]
     together = jax.tree.map(lambda *xs: jnp.stack(xs), *(_plain(x) for x in bare))
     corrected = jnp.array([method.corrected for method in methods])
@@ -67,24 +75,24 @@ def measure_methods(
         by_head.append(quality)
         dense = _dense_hidden(subject.weights, tokens, subject=subject)
         for m, method in enumerate(bare):
-            said = _sparse_pass(subject.weights, tokens, dense, method, **how)
+            predictions = _sparse_pass(subject.weights, tokens, dense, method, **how)
             figures = {
                 "kl": quality.kl[:, m].mean(),
                 "recall": quality.recall[:, m].mean(),
                 "error": np.sqrt(quality.error[:, m].mean()),
-                "logit_kl": said.logit_kl,
-                "perplexity_gap": np.expm1(float(said.loss) - float(said.dense_loss)),
-                "loss": said.loss,
-                "dense_loss": said.dense_loss,
+                "logit_kl": predictions.logit_kl,
+                "perplexity_gap": np.expm1(float(predictions.loss) - float(predictions.dense_loss)),
+                "loss": predictions.loss,
+                "dense_loss": predictions.dense_loss,
             }
             for name, value in figures.items():
                 found[m].setdefault(name, []).append(float(value))
-            tell(f"document {number + 1} of {len(documents)}: {methods[m].name}")
-    n = rows.count_blocks(len(documents[0]), block)
+            report(f"document {number + 1} of {len(documents)}: {methods[m].name}")
+    n = row_blocks.count_blocks(len(documents[0]), block)
     allowed = subject.layers * subject.heads * n * (n + 1) / 2 * len(documents)
     mean = jax.tree.map(lambda *xs: np.mean(xs, 0), *by_head)
     return [
-        _row(method, figures, kept[m] / allowed, Quality(*(x[:, m] for x in mean)))
+        _record(method, figures, kept[m] / allowed, Quality(*(x[:, m] for x in mean)))
         for m, (method, figures) in enumerate(zip(methods, found, strict=True))
     ]
 
@@ -93,26 +101,26 @@ def _plain(method: Method) -> Method:
     return Method(method.counts, method.given, method.source)
 
 
-def _row(
+def _record(
     method: Method, figures: dict[str, list[float]], density: float, mean: Quality
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {
+    record: dict[str, Any] = {
         "method": method.name,
         "kind": method.kind,
         "realised_density_ratio": float(density),
     }
     for name, values in figures.items():
-        row[name], row[f"{name}_standard_error"] = mean_and_error(values)
-        row[f"{name}_by_document"] = values
-    row["kl_by_layer_and_head"] = np.round(np.asarray(mean.kl, np.float64), 6).tolist()
-    row["error_by_layer"] = np.sqrt(np.asarray(mean.error, np.float64)).round(6).tolist()
-    return row
+        record[name], record[f"{name}_standard_error"] = mean_and_error(values)
+        record[f"{name}_by_document"] = values
+    record["kl_by_layer_and_head"] = np.round(np.asarray(mean.kl, np.float64), 6).tolist()
+    record["error_by_layer"] = np.sqrt(np.asarray(mean.error, np.float64)).round(6).tolist()
+    return record
 
 
 @functools.partial(jax.jit, static_argnames=("subject", "block", "sources"))
 def _dense_pass(
-    weights: Any,
-    tokens: Any,
+    weights: PyTree,
+    tokens: Int[Array, " T"],
     methods: Method,
     corrected: Array,
     *,
@@ -120,22 +128,22 @@ def _dense_pass(
     block: int,
     sources: tuple[str, ...],
 ) -> tuple[Quality, Array]:
-    """Quality of all methods, [layers, M, …], and the blocks that each keeps in all."""
+    """Quality of all methods, [layers, M, …], and the number of blocks that each keeps."""
     M, layers, N, _ = methods.counts.shape
 
     def fold(layer: Any, seen: Any, carry: Any) -> Any:
         given = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel)
-        ones = jnp.arange(M)
-        blocks = methods.given[ones, layer]
+        each = jnp.arange(M)
+        blocks = methods.given[each, layer]
         if sources[1:]:
-            looked = jnp.stack([scores_of(name, given, block) for name in sources[1:]])
-            place = jnp.maximum(places_in(sources)[methods.source] - 1, 0)
-            kept = selection.keep_top(looked[place], methods.counts[ones, layer])
+            scores = jnp.stack([scores_of(name, given, block) for name in sources[1:]])
+            index = jnp.maximum(indices_in(sources)[methods.source] - 1, 0)
+            kept = selection.keep_top(scores[index], methods.counts[each, layer])
             blocks = jnp.where((methods.source == 0)[:, None, None, None], blocks, kept)
         quality = compare(*given, blocks, block=block, corrected=corrected)
-        every, counts = carry
-        every = jax.tree.map(lambda all_, x: all_.at[layer].set(x), every, quality)
-        return every, counts + blocks.sum((1, 2, 3), dtype=jnp.int32)
+        by_layer, counts = carry
+        by_layer = jax.tree.map(lambda xs, x: xs.at[layer].set(x), by_layer, quality)
+        return by_layer, counts + blocks.sum((1, 2, 3), dtype=jnp.int32)
 
     zero = jnp.zeros((layers, M, N))
     start = Quality(zero, zero, zero, zero[..., 0]), jnp.zeros(M, jnp.int32)
@@ -143,22 +151,26 @@ def _dense_pass(
 
 
 @functools.partial(jax.jit, static_argnames=("subject",))
-def _dense_hidden(weights: Any, tokens: Any, *, subject: Subject) -> Array:
+def _dense_hidden(
+    weights: PyTree, tokens: Int[Array, " T"], *, subject: Subject
+) -> Float[Array, "T width"]:
     return subject.hidden(weights, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("subject", "block", "sources"))
 def _sparse_pass(
-    weights: Any,
-    tokens: Any,
-    dense: Array,
+    weights: PyTree,
+    tokens: Int[Array, " T"],
+    dense: Float[Array, "T width"],
     method: Method,
     *,
     subject: Subject,
     block: int,
     sources: tuple[str, ...],
-) -> Any:
-    def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> Any:
+) -> Predictions:
+    """Predictions of the model under one method's masks, compared with the dense ones."""
+
+    def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
         blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block, sources)
         return selection.to_mask(blocks, q.shape[1], block)
 
@@ -174,19 +186,53 @@ def _sparse_pass(
 def run_table(
     subject: Subject,
     profile: Profile,
-    documents: Sequence[np.ndarray],
+    documents: Sequence[Int[np.ndarray, " T"]],
     densities: Sequence[float],
     out: Path,
     *,
     others: dict[str, Profile] | None = None,
     provenance: dict[str, Any] | None = None,
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Measures every density that `out` does not hold yet, and writes JSON and Markdown.
+    """Measures every density that the JSON file `out` does not hold yet, and updates it.
 
-    `out` is the JSON file; the Markdown stands beside it with the suffix .md.
+    The same table is written as Markdown to a file of that name with the suffix .md.
     """
-    facts = {
+    table = _resumed(out, _facts(subject, profile, documents))
+    for density in densities:
+        if str(density) in table["densities"]:
+            continue
+        began = time.perf_counter()
+        methods = at_density(profile, density, len(documents[0]), others)
+        found = measure_methods(
+            subject,
+            methods,
+            documents,
+            profile.facts.block,
+            None if report is None else functools.partial(_report, report, density),
+        )
+        table["densities"][str(density)] = {
+            "seconds": time.perf_counter() - began,
+            "rows": found,
+            "left_out": left_out(profile, others),
+        }
+        table["provenance"] = provenance or {}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(to_json(table))
+        out.with_suffix(".md").write_text(to_markdown(table))
+    return table
+
+
+def _facts(
+    subject: Subject, profile: Profile, documents: Sequence[Int[np.ndarray, " T"]]
+) -> dict[str, Any]:
+    """What a table is measured on; raises if the profile is of another model."""
+    if profile.facts.model_hash != subject.hash:
+        raise ValueError(
+            f"the profile is of model {profile.facts.model_hash}, this is {subject.hash}; "
+            "calibrate this one with `xsake calibrate`"
+        )
+    return {
         "schema": SCHEMA,
         "model_hash": subject.hash,
         "profile_data_hash": profile.facts.data_hash,
@@ -204,43 +250,14 @@ def run_table(
             "logit_kl, perplexity_gap": "the sparse model end to end",
         },
     }
-    if profile.facts.model_hash != subject.hash:
-        raise ValueError(
-            f"the profile is of model {profile.facts.model_hash}, this is {subject.hash}; "
-            "calibrate this one with `xsake calibrate`"
-        )
-    table = _taken_up(out, facts)
-    for density in densities:
-        if str(density) in table["densities"]:
-            continue
-        began = time.perf_counter()
-        methods = at_density(profile, density, len(documents[0]), others)
-        found = measure_methods(
-            subject,
-            methods,
-            documents,
-            profile.facts.block,
-            None if tell is None else functools.partial(_tell, tell, density),
-        )
-        seconds = time.perf_counter() - began
-        table["densities"][str(density)] = {
-            "seconds": seconds,
-            "rows": found,
-            "left_out": left_out(profile, others),
-        }
-        table["provenance"] = provenance or {}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(to_json(table))
-        out.with_suffix(".md").write_text(to_markdown(table))
-    return table
 
 
-def _tell(tell: Callable[[str], None], density: float, what: str) -> None:
-    tell(f"density {density}, {what}")
+def _report(report: Callable[[str], None], density: float, what: str) -> None:
+    report(f"density {density}, {what}")
 
 
-def _taken_up(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """The table in `out` if it is of the same model, text and profile; else a new one."""
+def _resumed(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """The table in `out`, or a new one; raises if `out` has another model, text or profile."""
     if out.is_file():
         table = json.loads(out.read_text())
         same = ("schema", "model_hash", "profile_data_hash", "data_hash", "length", "block")
@@ -260,13 +277,15 @@ def to_json(table: dict[str, Any]) -> str:
 
 
 def to_markdown(table: dict[str, Any]) -> str:
-    """The rows as Markdown, one table for each density, ordered by KL."""
+    """The records as Markdown, one table for each density, ordered by KL."""
     size = f"{table['documents']} documents of {table['length']:,} tokens"
     how = (
-        "KL, recall and output error are taken on the dense model's activations, logit KL and "
+        "KL, recall and output error are measured on the dense model's activations, logit KL and "
         "perplexity on the sparse model end to end. ± is the standard error over documents."
     )
-    head = "method | knows | density | attention KL | mass recall | output error | logit KL"
+    head = (
+        "method | information used | density | attention KL | mass recall | output error | logit KL"
+    )
     lines = [f"# Methods at equal density: {size}, blocks of {table['block']}", "", how]
     for density, part in sorted(table["densities"].items(), key=lambda item: float(item[0])):
         lines += ["", f"## density {density}", "", f"| {head} | perplexity gap |", "|---" * 8 + "|"]
@@ -279,5 +298,6 @@ def to_markdown(table: dict[str, Any]) -> str:
                 cells.append(f"{scale * row[name]:.{digits}f}{shown}{unit}")
             lines.append("| " + " | ".join(cells) + " |")
         if part["left_out"]:
-            lines += ["", f"Left out, for want of a cost curve: {', '.join(part['left_out'])}."]
+            skipped = ", ".join(part["left_out"])
+            lines += ["", f"Skipped, no cost curve in the profile: {skipped}."]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""HADS: which blocks does each head deserve? profile → budget → select → plan.
+"""HADS: a block budget for every head of a model. profile → budget → selection → plan.
 
 calibration text ─ calibrate ─ Profile ─ make ─ Plan ─ mask(layer, q, k) ─ BlockMask
                                             ↑

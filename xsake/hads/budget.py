@@ -1,32 +1,32 @@
-"""How many blocks each row of each head may visit: four policies, one total, kept exactly.
+"""How many blocks each row block of each head keeps: four policies that meet one total exactly.
 
-    uniform   every head the same share of its blocks: the control
-    entropy   a head's share in proportion to its entropy: broad heads keep more
-    kl        the next block goes where it saves most KL(sparse ‖ dense)
-    output    the next block goes where it saves most error of the projected attention output
+    uniform   every head keeps the same share of its blocks: the control
+    entropy   a head's share is proportional to its entropy: broad heads keep more
+    kl        the next block goes where it reduces KL(sparse ‖ dense) most
+    output    the next block goes where it reduces the error of the projected output most
 
-Counts are int32 [layers, heads, n]. Blocks are counted in whole, forced ones included, and add up
-to round(density · blocks that causality allows).
+Counts are int32 [layers, heads, n], for n row blocks. Forced blocks count, partial blocks count as
+one; the total is round(density · blocks that causality allows).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
+from jaxtyping import ArrayLike, Bool, Float, Int
 from scipy.optimize import isotonic_regression  # type: ignore[import-untyped]
 
-from xsake.hads import rows
+from xsake.hads import row_blocks
 
 POLICIES = ("uniform", "entropy", "kl", "output")
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Counts, and what had to be decided about heads that say nothing."""
+    """Counts, and notes on heads without usable statistics."""
 
-    counts: np.ndarray  # int32 [layers, heads, n]
+    counts: Int[np.ndarray, "layers heads n"]  # int32
     requested: float
     notes: tuple[str, ...] = ()
 
@@ -38,22 +38,24 @@ class Budget:
 
 
 def uniform(density: float, layers: int, heads: int, n: int, band: int = 0) -> Budget:
-    """Every head the same: row i keeps about density · (i + 1) blocks, forced ones at least.
+    """Every head the same: row block i keeps about density · (i + 1) blocks, at least the forced.
 
-    What the floors of short rows take is taken from the long ones.
+    Forced blocks put early row blocks above their share; later ones get fewer to compensate.
     """
     return _shared(np.ones((layers, heads)), density, n, band, ())
 
 
-def entropy(values: Any, density: float, n: int, band: int = 0) -> Budget:
+def entropy(
+    values: Float[ArrayLike, "layers heads"], density: float, n: int, band: int = 0
+) -> Budget:
     """Splits the budget over heads in proportion to their entropy.
 
         share[l, h] = clip(c · entropy[l, h], floor, 1),   c such that the total is the budget
 
     Args:
-      values: [layers, heads], normalised token entropies. A head without one (NaN) gets the mean.
+      values: normalised token entropies. A head without one (NaN) gets the mean.
       density: of all layers and heads together.
-      n: rows of blocks.
+      n: row blocks.
       band: forced blocks before the diagonal.
     """
     values = np.asarray(values, np.float64)
@@ -67,36 +69,38 @@ def entropy(values: Any, density: float, n: int, band: int = 0) -> Budget:
     return _shared(np.maximum(values, 1e-6), density, n, band, notes)
 
 
-def by_cost(cost: Any, density: float, band: int = 0) -> Budget:
-    """Gives block after block to the row where the next one saves most; `kl` and `output` are this.
+def by_cost(cost: Float[ArrayLike, "layers heads n n"], density: float, band: int = 0) -> Budget:
+    """Greedy allocation for `kl` and `output`: the next block goes where it reduces cost most.
 
         minimise Σ cost[l, h, i, counts[l, h, i] - 1]   over counts with Σ counts = budget
 
-    exactly, where each row's cost is convex in its count. Where it is not, its greatest convex
-    minorant stands in: all rows but one are then where that touches the cost.
+    This is exact where each row block's cost is convex in its count. A cost that is not convex is
+    replaced by its lower convex envelope; all row blocks except at most one then end at a count
+    where envelope and cost agree.
 
     Args:
-      cost: [layers, heads, n, n]: cost[..., i, c - 1] is what row i costs with c blocks. Entries
-        past c = i + 1 are not read. A head with a NaN keeps the uniform share.
+      cost: cost[..., i, c - 1] is the cost of row block i with c blocks. Entries past c = i + 1 are
+        not read. A head with a NaN keeps the uniform share.
       density: of all layers and heads together.
       band: forced blocks before the diagonal.
     """
     return by_gains(falling_gains(cost, band), density, band)
 
 
-def falling_gains(cost: Any, band: int = 0) -> np.ndarray:
-    """What each block after the forced ones saves, never more than the one before it.
+def falling_gains(
+    cost: Float[ArrayLike, "layers heads n n"], band: int = 0
+) -> Float[np.ndarray, "layers heads n n-1"]:
+    """The gain of each block beyond the forced ones, made non-increasing.
 
-    [layers, heads, n, n] -> [layers, heads, n, n - 1]: entry c - 1 is the step from c to c + 1
-    blocks on the convex minorant of the row's cost; -inf where there is no such step, NaN all over
-    a head whose cost has one.
+    Entry c - 1 is the step from c to c + 1 blocks on the lower convex envelope of the row block's
+    cost; -inf where there is no such step. A head whose cost contains a NaN is all NaN.
     """
     cost = np.asarray(cost, np.float64)
     n = cost.shape[-1]
-    floor, most = rows.floors(n, band), rows.ceilings(n)
+    floor, most = row_blocks.floors(n, band), row_blocks.ceilings(n)
     may_grow = (np.arange(1, n) >= floor[:, None]) & (np.arange(1, n) < most[:, None])
-    lost = ~np.isfinite(np.where(rows.allowed(n), cost, 0)).all((2, 3))
-    gains = -np.diff(np.where(rows.allowed(n), np.nan_to_num(cost), 0), axis=-1)
+    lost = ~np.isfinite(np.where(row_blocks.allowed(n), cost, 0)).all((2, 3))
+    gains = -np.diff(np.where(row_blocks.allowed(n), np.nan_to_num(cost), 0), axis=-1)
     for i in range(n):
         part = gains[:, :, i, floor[i] - 1 : most[i] - 1]
         rising = (np.diff(part, axis=-1) > 0).any(-1)
@@ -107,106 +111,131 @@ def falling_gains(cost: Any, band: int = 0) -> np.ndarray:
     return gains
 
 
-def by_gains(gains: np.ndarray, density: float, band: int = 0) -> Budget:
-    """The budget of `by_cost` from the gains of its cost."""
+def by_gains(
+    gains: Float[np.ndarray, "layers heads n n-1"], density: float, band: int = 0
+) -> Budget:
+    """The budget of `by_cost` from `falling_gains(cost)`."""
     layers, heads, n, _ = gains.shape
-    total = rows.blocks_of_density(density, n, layers * heads, band)
-    counts = np.broadcast_to(rows.floors(n, band), (layers, heads, n)).astype(np.int32).copy()
+    total = row_blocks.blocks_of_density(density, n, layers * heads, band)
+    counts = np.broadcast_to(row_blocks.floors(n, band), (layers, heads, n)).astype(np.int32).copy()
     lost = np.isnan(gains).any((2, 3))
     if lost.any():
         counts[lost] = uniform(density, int(lost.sum()), 1, n, band).counts[:, 0]
     gains = np.where(lost[..., None, None], -np.inf, gains)
     notes = _named("has a cost that is not a number and keeps the uniform share", lost)
     dead = ~lost & (gains.max((2, 3), initial=-np.inf) <= 0)
-    notes += _named("gains nothing by any block and gets what the others leave", dead)
+    notes += _named("gains nothing by any block and gets leftover blocks only", dead)
     counts += _largest(gains, total - int(counts.sum())).sum(-1, dtype=np.int32)
     return Budget(counts, density, notes)
 
 
-def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Marks the `count` largest; of equal ones the first, so that of a falling row a prefix."""
+def _largest(values: Float[np.ndarray, "*shape"], count: int) -> Bool[np.ndarray, "*shape"]:
+    """Marks the `count` largest, of equal ones the first: a prefix of every non-increasing list."""
     if count <= 0:
         return np.zeros(values.shape, bool)
     last = np.partition(values, values.size - count, axis=None)[values.size - count]
-    taken = values > last
-    level = np.flatnonzero(values == last)
-    taken.reshape(-1)[level[: count - int(taken.sum())]] = True
-    return taken
+    marked = values > last
+    tied = np.flatnonzero(values == last)
+    marked.reshape(-1)[tied[: count - int(marked.sum())]] = True
+    return marked
 
 
-def surrogate(mass: Any, band: int = 0) -> np.ndarray:
-    """KL by count if every query of a row had the row's mean mass: -ln(mass of the c best blocks).
+def surrogate(
+    mass: Float[ArrayLike, "*batch n n"], band: int = 0
+) -> Float[np.ndarray, "*batch n n"]:
+    """KL by count if all queries of a row block had its mean mass.
 
-    [..., n, n] -> [..., n, n]. Never above the mean KL of the same blocks (-ln is convex), and
-    convex in c once the forced blocks are in.
+        cost[..., i, c - 1] = -ln(mass of the c best blocks of row block i)
+
+    It is at most the mean KL of the same blocks, because -ln is convex. It is convex in c for
+    counts that include the forced blocks.
     """
     kept = np.cumsum(_in_order(np.asarray(mass, np.float64), band), -1)
     return np.maximum(-np.log(np.clip(kept, 1e-30, None)), 0)
 
 
-def additive(sensitivity: Any, band: int = 0) -> np.ndarray:
-    """Output error by count if the errors of dropped blocks just added up: their sum."""
+def additive(
+    sensitivity: Float[ArrayLike, "*batch n n"], band: int = 0
+) -> Float[np.ndarray, "*batch n n"]:
+    """Output error by count if the errors of dropped blocks add up: their sum."""
     ordered = _in_order(np.asarray(sensitivity, np.float64), band)
     return ordered.sum(-1, keepdims=True) - np.cumsum(ordered, -1)
 
 
-def _in_order(values: np.ndarray, band: int) -> np.ndarray:
-    """Each row's values, the forced blocks' first, the others falling; 0 past what is allowed."""
+def _in_order(
+    values: Float[np.ndarray, "*batch n n"], band: int
+) -> Float[np.ndarray, "*batch n n"]:
+    """Each row block's values: forced blocks first, then descending; 0 for blocks not allowed."""
     n = values.shape[-1]
-    values = np.where(rows.allowed(n), values, 0)
-    key = np.where(rows.forced(n, band), np.inf, np.where(rows.allowed(n), values, -np.inf))
+    values = np.where(row_blocks.allowed(n), values, 0)
+    key = np.where(
+        row_blocks.forced(n, band), np.inf, np.where(row_blocks.allowed(n), values, -np.inf)
+    )
     return np.take_along_axis(values, np.argsort(-key, axis=-1, kind="stable"), -1)
 
 
-def cost_of(cost: Any, counts: Any) -> float:
+def cost_of(
+    cost: Float[ArrayLike, "layers heads n n"], counts: Int[ArrayLike, "layers heads n"]
+) -> float:
     """The sum that `by_cost` minimises."""
     chosen = np.take_along_axis(np.asarray(cost, np.float64), np.asarray(counts)[..., None] - 1, -1)
     return float(chosen.sum())
 
 
 def level(density: float, layers: int, heads: int, n: int, band: int = 0) -> Budget:
-    """The same number of blocks for every row that has so many: what a window is.
+    """A constant number of blocks per row block, as far as causality allows it: what a window is.
 
-    A level between two whole numbers is spread over the rows.
+    If the number is fractional, some row blocks get one block more than others.
     """
     target = np.ones((layers, heads, n))
     return filled(target, density, n, band, ())
 
 
-def _shared(weight: np.ndarray, density: float, n: int, band: int, notes: Any) -> Budget:
-    target = weight[..., None] * rows.ceilings(n)
+def _shared(
+    weight: Float[np.ndarray, "layers heads"],
+    density: float,
+    n: int,
+    band: int,
+    notes: tuple[str, ...],
+) -> Budget:
+    """Row block i of a head gets blocks in proportion to weight · (i + 1)."""
+    target = weight[..., None] * row_blocks.ceilings(n)
     return filled(target, density, n, band, notes)
 
 
 def filled(
-    target: np.ndarray, density: float, n: int, band: int = 0, notes: tuple[str, ...] = ()
+    target: Float[np.ndarray, "layers heads n"],
+    density: float,
+    n: int,
+    band: int = 0,
+    notes: tuple[str, ...] = (),
 ) -> Budget:
-    """Counts in proportion to target [layers, heads, n], clipped, rounded, with the exact total."""
+    """Counts in proportion to target, clipped, rounded, with the exact total."""
     layers, heads, _ = target.shape
-    total = rows.blocks_of_density(density, n, layers * heads, band)
-    low, high = rows.floors(n, band), rows.ceilings(n)
+    total = row_blocks.blocks_of_density(density, n, layers * heads, band)
+    low, high = row_blocks.floors(n, band), row_blocks.ceilings(n)
     small, large = 0.0, float(n / target.min())
     for _ in range(100):
         middle = (small + large) / 2
         too_much = np.clip(middle * target, low, high).sum() > total
         small, large = (small, middle) if too_much else (middle, large)
     exact = np.clip(small * target, low, high)
-    # every head is rounded along its rows, so that heads of one target get the same counts to a
-    # block; the few blocks that are then missing or over go to single rows
+    # Round the cumulative sums of each head, so that heads of equal targets differ by one block at
+    # most. Then add or remove single blocks until the total is exact.
     sums = np.rint(np.cumsum(exact, -1))
     counts = np.diff(sums, axis=-1, prepend=0).astype(np.int64)
     counts = np.clip(counts, low, high)
     missing = total - int(counts.sum())
     step = 1 if missing > 0 else -1
     while missing:
-        open_rows = counts < high if step > 0 else counts > low
-        nearest = np.where(open_rows, step * (exact - counts), -np.inf)
+        can_change = counts < high if step > 0 else counts > low
+        nearest = np.where(can_change, step * (exact - counts), -np.inf)
         best = np.argsort(-nearest, axis=None, kind="stable")[: abs(missing)]
-        best = best[open_rows.reshape(-1)[best]]
+        best = best[can_change.reshape(-1)[best]]
         counts.reshape(-1)[best] += step
         missing -= step * len(best)
     return Budget(counts.astype(np.int32), density, tuple(notes))
 
 
-def _named(what: str, which: np.ndarray) -> tuple[str, ...]:
+def _named(what: str, which: Bool[np.ndarray, "layers heads"]) -> tuple[str, ...]:
     return tuple(f"layer {l}, head {h} {what}" for l, h in zip(*np.nonzero(which), strict=True))

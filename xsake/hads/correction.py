@@ -4,34 +4,39 @@
     dropped blocks ─ mean key, mean value,           ├─ merged by logsumexp ─ out
                      logit + ln(tokens) ── out', L' ─┘
 
-The softmax then runs over the visited tokens and one stand-in for every dropped block before the
-diagonal. Costs T · n products more, n = T / block, and gradients flow through both parts.
+The softmax runs over the visited tokens and one centroid for every dropped block before the
+diagonal. This adds T · n products of q and k, n = T / block. Gradients flow through both parts.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float
 
 from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
 
 
 def corrected_attention(
-    query: Any, key: Any, value: Any, mask: BlockMask, *, implementation: str | None = None
-) -> Array:
-    """Block-sparse causal attention that still hears the blocks it drops, [B, T, N, Hv].
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K Hv"],
+    mask: BlockMask,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Block-sparse causal attention that approximates dropped blocks by their centroids.
 
     Args:
-      query: [B, T, N, H].
-      key: [B, T, K, H].
-      value: [B, T, K, Hv].
-      mask: causal, square blocks. A dropped block that a row sees in whole (it lies before the
-        diagonal) stands in as its centroid; others stay dropped.
+      query: as for `dot_product_attention`.
+      key: likewise.
+      value: likewise.
+      mask: causal, with square blocks. Dropped blocks before the diagonal are represented by their
+        centroids; blocks after it stay dropped.
       implementation: of `dot_product_attention`.
     """
     block = mask.block[1]
@@ -44,7 +49,7 @@ def corrected_attention(
     )
     dropped = dropped_blocks(mask)
     more, more_logsumexp = attend_centroids(query, key, value, dropped, block)
-    # the share of the stand-ins: 0 for a query that has none
+    # the centroids' share of the softmax: 0 for a query that has none
     some = more_logsumexp > -jnp.inf
     share = jax.nn.sigmoid(jnp.where(some, more_logsumexp, 0) - logsumexp)
     share = jnp.where(some, share, 0)[..., None]
@@ -52,25 +57,29 @@ def corrected_attention(
     return (wide + share * (more - wide)).astype(out.dtype)
 
 
-def dropped_blocks(mask: BlockMask) -> Array:
-    """Blocks before the diagonal that the mask does not visit, bool [B|1, N|K|1, n, n]."""
+def dropped_blocks(mask: BlockMask) -> Bool[Array, "#B heads n n"]:
+    """Blocks before the diagonal that the mask does not visit; heads is N, K or 1."""
     classes = mask.blocks()
     n = classes.shape[-1]
     return (classes == 0) & jnp.tri(n, k=-1, dtype=bool)
 
 
 def attend_centroids(
-    query: Array, key: Array, value: Array, dropped: Array, block: int
-) -> tuple[Array, Array]:
-    """(out [B, T, N, Hv], logsumexp [B, T, N]) over the centroids of dropped blocks, float32.
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K Hv"],
+    dropped: Bool[Array, "#B heads n n"],
+    block: int,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """(out, logsumexp) of attention over the centroids of dropped blocks, float32.
 
-    dropped is bool [B|1, N|K|1, n, n]; a row with none has out 0 and logsumexp -inf.
+    A query without dropped blocks has out 0 and logsumexp -inf.
     """
     B, T, N, H = query.shape
     K, Hv = value.shape[2:]
     n = dropped.shape[-1]
     padding = ((0, 0), (0, n * block - T), (0, 0), (0, 0))
-    # a block that a later row drops is whole: only the last one can be short, and no row follows it
+    # dropped blocks are whole: only the last can be short, and only its own queries see it
     keys, values = (
         jnp.pad(x.astype(jnp.float32), padding).reshape(B, n, block, K, -1).mean(2)
         for x in (key, value)

@@ -28,7 +28,7 @@ from jax import Array
 
 from xsake import block_scores, masks, selection
 from xsake.block_mask import BlockMask
-from xsake.hads import budget, rows
+from xsake.hads import budget, row_blocks
 from xsake.hads.profile import Profile, read
 from xsake.hads.statistics import SELECTORS
 
@@ -115,7 +115,7 @@ class Plan:
         """The blocks that `mask` lists, bool [1|B, N, n, n], or R rows of them."""
         terms = self.terms
         length = self._length(q, k, length, first)
-        if rows.count_blocks(length, terms.block) != self.counts.shape[-1]:
+        if row_blocks.count_blocks(length, terms.block) != self.counts.shape[-1]:
             return self.at(length).blocks(layer, q, k, length=length, first=first)
         if first is not None and q.shape[1] % terms.block:
             raise ValueError(
@@ -164,7 +164,7 @@ class Plan:
 
         Counts are worked out on the host: call it outside jit, or let the plan be a constant.
         """
-        n, old = rows.count_blocks(length, self.terms.block), self.counts.shape[-1]
+        n, old = row_blocks.count_blocks(length, self.terms.block), self.counts.shape[-1]
         if n == old:
             return self
         if isinstance(self.counts, jax.core.Tracer):
@@ -174,11 +174,13 @@ class Plan:
             )
         counts = np.asarray(self.counts, np.float64)
         if n > old:
-            share = (counts / rows.ceilings(old))[..., -max(1, old // 4) :].mean(-1, keepdims=True)
-            counts = np.concatenate([counts, share * rows.ceilings(n)[old:]], -1)
+            share = (counts / row_blocks.ceilings(old))[..., -max(1, old // 4) :].mean(
+                -1, keepdims=True
+            )
+            counts = np.concatenate([counts, share * row_blocks.ceilings(n)[old:]], -1)
         terms = self.terms
         # a text so short that its forced blocks exceed the density keeps just those
-        density = max(terms.density, rows.least_density(n, terms.band))
+        density = max(terms.density, row_blocks.least_density(n, terms.band))
         found = budget.filled(counts[..., :n], density, n, terms.band)
         scores = None if self.scores is None else stretched(np.asarray(self.scores), n)
         return dataclasses.replace(self, counts=found.counts, scores=scores)
@@ -307,7 +309,9 @@ def make(
     (layers, heads, n), facts = profile.size, profile.facts
     asked = density
     if length is not None:
-        density = rows.density_at(asked, rows.count_blocks(length, facts.block), n, facts.band)
+        density = row_blocks.density_at(
+            asked, row_blocks.count_blocks(length, facts.block), n, facts.band
+        )
     if policy == "uniform":
         found = budget.uniform(density, layers, heads, n, facts.band)
     elif policy == "entropy":

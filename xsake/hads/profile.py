@@ -1,11 +1,11 @@
-"""Profile: the statistics of a model's attention over calibration text, and how sure they are.
+"""Profile: the statistics of a model's attention over calibration text, with standard errors.
 
     documents ─ every layer's q, k, v ─ statistics.measure ─┬─ means over documents
                 (one dense pass each)                       ├─ standard errors
                                                             └─ mass of two halves
 
-The order of `static` is that of the documents before the one at hand, so that no document is
-measured with an order it took part in.
+`static` ranks the blocks of a document by the mean of the documents before it, so that no document
+is measured with a ranking that it contributed to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int, PyTree
 
-from xsake.hads import budget, rows
-from xsake.hads.statistics import CURVES, DENSITIES, Statistics, measure
+from xsake.hads import budget, row_blocks
+from xsake.hads.statistics import CURVES, DENSITIES, AnyArray, Statistics, measure
 
 SCHEMA = 1
 
@@ -45,25 +46,25 @@ class Facts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Profile:
-    """Means over documents, and how sure they are. Every array has a leading axis of layers."""
+    """Means over documents, with standard errors. Every array has a leading axis of layers."""
 
-    statistics: Any  # Statistics: mean over documents
-    errors: Any  # {name: standard error of the mean} of mass, entropy, block_entropy, retained
-    mass_halves: Any  # [2, layers, N, n, n]: mass of the even and of the odd documents
+    statistics: Statistics  # mean over documents
+    errors: Mapping[str, AnyArray]  # standard errors of mass, entropy, block_entropy, retained
+    mass_halves: Float[AnyArray, "2 layers N n n"]  # of the even and of the odd documents
     facts: Facts = dataclasses.field(metadata={"static": True})
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """(layers, heads, rows of blocks)."""
+        """(layers, heads, row blocks)."""
         layers, heads, n, _ = self.statistics.mass.shape
         return layers, heads, n
 
-    def scores(self, policy: str = "kl") -> Any:
-        """What the static order goes by: mass, or for `output` the sensitivity; [L, N, n, n]."""
+    def scores(self, policy: str = "kl") -> Float[AnyArray, "layers N n n"]:
+        """What `static` ranks by: the sensitivity for `output`, else the mass."""
         return self.statistics.sensitivity if policy == "output" else self.statistics.mass
 
-    def cost(self, policy: str, selector: str) -> np.ndarray:
-        """cost[l, h, i, c - 1] of `policy` with the blocks in the order of `selector`."""
+    def cost(self, policy: str, selector: str) -> Float[np.ndarray, "layers N n n"]:
+        """cost[l, h, i, c - 1] of `policy` for the c blocks that `selector` ranks highest."""
         curves = self.statistics.cost[policy]
         if selector not in curves:
             raise ValueError(
@@ -73,15 +74,15 @@ class Profile:
         return np.asarray(curves[selector])
 
     def agreement(self, density: float = 0.43) -> dict[str, float]:
-        """How far two halves of the documents agree.
+        """How well two halves of the documents agree.
 
-        mass_distance: ½ Σ_j |mass of one half - of the other|, mean over rows: 0 to 1.
+        mass_distance: ½ Σ_j |mass of one half - of the other|, mean over row blocks: 0 to 1.
         budget_correlation: rank correlation of the heads' budgets by `kl` from each half alone, at
-          `density` or, where forced blocks leave less to deal out, half of what they leave.
+          `density`, or midway between the smallest possible density and 1 if that is above it.
         """
         if self.facts.documents < 2:
             return {}
-        least = rows.least_density(self.size[2], self.facts.band)
+        least = row_blocks.least_density(self.size[2], self.facts.band)
         density = max(density, (1 + least) / 2) if density < least else density
         first, second = (np.asarray(x) for x in self.mass_halves)
         counts = [
@@ -102,10 +103,9 @@ class Profile:
 
         header = {"kind": "profile", "schema": SCHEMA, **dataclasses.asdict(self.facts)}
         arrays = {
-            "/".join(str(part.name if hasattr(part, "name") else part.key) for part in place): x
-            for place, x in jax.tree_util.tree_leaves_with_path(self)
+            jax.tree_util.keystr(path_in_tree, simple=True, separator="/"): np.ascontiguousarray(x)
+            for path_in_tree, x in jax.tree_util.tree_leaves_with_path(self)
         }
-        arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
         save_file(arrays, path, {"xsake": json.dumps(header)})
 
     @staticmethod
@@ -115,10 +115,10 @@ class Profile:
         tree: dict[str, Any] = {}
         for name, x in arrays.items():
             *folders, leaf = name.split("/")
-            place = tree
+            node = tree
             for folder in folders:
-                place = place.setdefault(folder, {})
-            place[leaf] = x
+                node = node.setdefault(folder, {})
+            node[leaf] = x
         facts = Facts(**header)
         statistics = Statistics(**tree["statistics"])
         return Profile(statistics, tree["errors"], tree["mass_halves"], facts)
@@ -152,8 +152,8 @@ Observe = Callable[[Any, Any, Callable[[Any, Any, Any], Any], Any], Any]
 
 def calibrate(
     observe: Observe,
-    weights: Any,
-    documents: Iterable[Any],
+    weights: PyTree,
+    documents: Iterable[Int[AnyArray, " T"]],
     *,
     layers: int,
     heads: int,
@@ -162,22 +162,22 @@ def calibrate(
     curves: tuple[str, ...] = CURVES,
     model_hash: str = "",
     seed: int | None = None,
-    tell: Callable[[int], None] | None = None,
+    report: Callable[[int], None] | None = None,
 ) -> Profile:
     """Profiles a model over documents of one length, one pass over each.
 
     Args:
-      observe: hands every layer's q, k, v and output projection to a fold, see `Observe`.
-      weights: its first argument, a pytree; kept out of the compiled code.
-      documents: int [T] each, all of one length.
+      observe: calls a fold with every layer's q, k, v and output projection, see `Observe`.
+      weights: the first argument of `observe`; an argument of the compiled code, not a constant.
+      documents: token ids, all of one length.
       layers: of the model.
       heads: query heads.
       block: tokens per block.
       band: forced blocks before the diagonal.
       curves: selectors to measure cost curves for.
-      model_hash: of the model, kept in the profile.
-      seed: what the documents were drawn with, kept in the profile.
-      tell: called with the number of documents done.
+      model_hash: of the model, stored in the profile.
+      seed: the documents were sampled with it; stored in the profile.
+      report: called with the number of documents done.
     """
     documents = [np.asarray(document) for document in documents]
     if not documents or any(x.shape != documents[0].shape or x.ndim != 1 for x in documents):
@@ -186,26 +186,33 @@ def calibrate(
             f"{sorted({len(x) for x in documents})}"
         )
     length = len(documents[0])
-    n = rows.count_blocks(length, block)
+    n = row_blocks.count_blocks(length, block)
     how = {"observe": observe, "block": block, "band": band, "curves": curves}
     state = Running.start(layers, heads, n, curves)
     for number, document in enumerate(documents):
         before = (state.mean.mass, state.mean.sensitivity)
         state = _accumulate(state, _one_document(weights, document, before, **how))
-        if tell is not None:
-            jax.block_until_ready(state.count)
-            tell(number + 1)
+        if report is not None:
+            jax.block_until_ready(state.documents)
+            report(number + 1)
     facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed)
     return _finished(state, facts)
 
 
 @functools.partial(jax.jit, static_argnames=("observe", "block", "band", "curves"))
 def _one_document(
-    weights: Any, tokens: Any, before: Any, *, observe: Observe, block: int, band: int, curves: Any
+    weights: PyTree,
+    tokens: Int[Array, " T"],
+    before: tuple[Float[Array, "layers N n n"], Float[Array, "layers N n n"]],
+    *,
+    observe: Observe,
+    block: int,
+    band: int,
+    curves: tuple[str, ...],
 ) -> Statistics:
-    """Statistics of one document [T], every array with a leading axis of layers."""
+    """Statistics of one document, every array with a leading axis of layers."""
 
-    def fold(layer: Any, seen: Any, carry: Statistics) -> Statistics:
+    def fold(layer: int | Array, seen: Any, carry: Statistics) -> Statistics:
         statistics = measure(
             seen.q[0],
             seen.k[0],
@@ -223,12 +230,12 @@ def _one_document(
 
 
 class Running(NamedTuple):
-    """Sums of documents so far, by Welford's rule."""
+    """Means and squared deviations of the documents so far, by Welford's algorithm."""
 
-    count: Any
-    mean: Any  # Statistics
-    squares: Any  # {name: Σ (x - mean)²}
-    halves: Any  # [2, layers, N, n, n]: sums of mass
+    documents: Int[Array, ""]
+    mean: Statistics
+    squares: dict[str, Array]  # {name: Σ (x - mean)²}
+    halves: Float[Array, "2 layers N n n"]  # sums of mass
 
     @staticmethod
     def start(layers: int, heads: int, n: int, curves: tuple[str, ...]) -> Running:
@@ -243,13 +250,13 @@ SPREAD = ("mass", "entropy", "block_entropy", "retained")
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _accumulate(state: Running, new: Statistics) -> Running:
-    count = state.count + 1
+    count = state.documents + 1
 
-    def moved(mean: Array, x: Array, count: Array) -> Array:
+    def moved(mean: AnyArray, x: AnyArray, count: Array) -> AnyArray:
         return mean + (x - mean) / jnp.maximum(count, 1)
 
     mean = jax.tree.map(lambda m, x: moved(m, x, count), state.mean, new)
-    # the first document had no order before it: the curves of `static` begin with the second
+    # `static` has no ranking for the first document: its curves are means from the second on
     cost = {
         policy: {
             name: jnp.where(count == 1, 0, moved(old, new.cost[policy][name], count - 1))
@@ -265,7 +272,7 @@ def _accumulate(state: Running, new: Statistics) -> Running:
         * (getattr(new, name) - getattr(mean, name))
         for name in SPREAD
     }
-    halves = state.halves.at[state.count % 2].add(new.mass)
+    halves = state.halves.at[state.documents % 2].add(new.mass)
     return Running(count, mean._replace(cost=cost), squares, halves)
 
 
@@ -277,7 +284,7 @@ def _finished(state: Running, facts: Facts) -> Profile:
     }
     each = np.array([(count + 1) // 2, max(1, count // 2)]).reshape(2, 1, 1, 1, 1)
     mean = jax.tree.map(np.asarray, state.mean)
-    if count == 1 and "static" in mean.cost["kl"]:  # no second document to measure the order on
+    if count == 1 and "static" in mean.cost["kl"]:  # no second document to measure the ranking on
         mean.cost["kl"]["static"] = budget.surrogate(mean.mass, facts.band).astype(np.float32)
         mean.cost["output"]["static"] = budget.additive(mean.sensitivity, facts.band).astype(
             np.float32
@@ -297,7 +304,7 @@ def _empty(layers: int, heads: int, n: int, curves: tuple[str, ...]) -> Statisti
     return Statistics(square(), square(), zeros(heads), zeros(heads), retained, cost, zeros())
 
 
-def hash_of(arrays: Iterable[Any]) -> str:
+def hash_of(arrays: Iterable[AnyArray]) -> str:
     """The first 16 hex digits of a SHA-256 over arrays, their shapes and types."""
     digest = hashlib.sha256()
     for x in arrays:

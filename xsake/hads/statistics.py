@@ -1,206 +1,262 @@
-"""What dense attention does with its blocks on one sequence, streamed over rows of blocks.
+"""What dense attention does with its blocks on one sequence, a chunk of row blocks at a time.
 
-    rows of q against all k ─ softmax p ─┬─ block mass [N, n, n], mean over the row's queries
-    (a few row blocks at a time,         ├─ token and block entropy [N]
-     so memory is linear in T)           ├─ output sensitivity [N, n, n]
-                                         └─ cost curves [N, n, n] by count, for each selector
+    queries of a chunk against all k ─ p ─┬─ mass [N, n, n], mean over the queries of a row block
+                                          ├─ token and block entropy [N]
+                                          ├─ output sensitivity [N, n, n]
+                                          └─ cost curves [N, n, n] by count, for each selector
 
-A cost curve is measured, not modelled: cost["kl"]["pooled"][h, i, c - 1] is the mean over queries
-of -ln(mass kept) if row i keeps its c best blocks in the order of the selector `pooled`;
-cost["output"] is the mean ‖(sparse - dense output) W‖² of the head, relative to that of the layer.
+A cost curve is measured, not modelled. cost["kl"]["pooled"][h, i, c - 1] is the mean over queries
+of -ln(mass kept) if row block i keeps the c blocks that the selector `pooled` ranks highest.
+cost["output"] is the head's mean ‖(sparse - dense output) W‖² ÷ the layer's mean ‖dense output W‖².
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 from xsake import block_scores, selection
-from xsake.hads import rows
+from xsake.hads import chunks, row_blocks
+from xsake.hads.chunks import Chunk, Chunks
 
-ROWS_AT_ONCE = 256  # queries whose p is in memory: 256 · S floats for each head
 DENSITIES = np.arange(1, 21) / 20  # of the retained-mass curves
-SELECTORS = ("static", *block_scores.ESTIMATES)  # ways to order the blocks of a row
-CURVES = (*SELECTORS, "oracle")  # orders that cost can be measured for
+SELECTORS = ("static", *block_scores.ESTIMATES)  # ways to rank the blocks of a row block
+CURVES = (*SELECTORS, "oracle")  # rankings that cost curves can be measured for
+POLICIES_WITH_COST = ("kl", "output")
+
+AnyArray = Array | np.ndarray
+Curves = Mapping[str, Mapping[str, Float[AnyArray, "*layers N n n"]]]  # {policy: {selector: array}}
 
 
 class Statistics(NamedTuple):
-    """One document's attention in one layer; n blocks of queries and of keys."""
+    """One document's attention in one layer (or in all, with a leading axis of layers)."""
 
-    mass: Any  # [N, n, n]: share of attention that row block i gives to block j
-    sensitivity: Any  # [N, n, n]: ‖(dense output - output without block j) W‖², see `measure`
-    entropy: Any  # [N]: of tokens, ÷ ln(keys seen), mean over queries
-    block_entropy: Any  # [N]: of blocks, ÷ ln(blocks seen)
-    retained: Any  # [N, 20]: mass kept by each row's best blocks at density 0.05, 0.10 … 1
-    cost: Any  # {"kl" | "output": {selector: [N, n, n]}}
-    norm: Any  # []: mean ‖attention output W‖² of the layer
+    mass: Float[AnyArray, "*layers N n n"]  # share of attention that row block i gives to block j
+    sensitivity: Float[AnyArray, "*layers N n n"]  # error by dropping block j, see `measure`
+    entropy: Float[AnyArray, "*layers N"]  # over tokens, ÷ ln(visible keys), mean over queries
+    block_entropy: Float[AnyArray, "*layers N"]  # over blocks, ÷ ln(visible blocks)
+    retained: Float[AnyArray, "*layers N 20"]  # mass kept by the best blocks at density 0.05 … 1
+    cost: Curves
+    norm: Float[AnyArray, "*layers"]  # mean ‖attention output W‖² of the layer
+
+
+class _Parts(NamedTuple):
+    """What each query of a chunk gets from each kv block; values are multiplied by `root`."""
+
+    mass: Float[Array, "N Q n"]
+    output: Float[Array, "N Q n Hv"]
+    total: Float[Array, "N Q Hv"]  # output summed over blocks
+
+
+class _ChunkStatistics(NamedTuple):
+    """`Statistics` of one chunk before they are joined: of its R row blocks or its Q queries."""
+
+    mass: Float[Array, "*chunks N R n"]
+    sensitivity: Float[Array, "*chunks N R n"]  # not yet divided by the layer's norm
+    entropy: Float[Array, "*chunks N Q"]
+    block_entropy: Float[Array, "*chunks N Q"]
+    cost: dict[str, dict[str, Float[Array, "*chunks N R n"]]]  # likewise
+    norm: Float[Array, "*chunks Q"]
 
 
 @functools.partial(jax.jit, static_argnames=("block", "band", "curves"))
 def measure(
-    q: Any,
-    k: Any,
-    v: Any,
-    kernel: Any,
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K Hv"],
+    kernel: Float[Array, "N Hv width"],
     *,
     block: int = 128,
     band: int = 0,
     curves: tuple[str, ...] = ("oracle",),
-    before: Any = None,
+    before: tuple[Float[Array, "N n n"], Float[Array, "N n n"]] | None = None,
 ) -> Statistics:
-    """Statistics of one sequence in one layer; causal, any length, streamed over row blocks.
+    """Statistics of one sequence in one layer; causal, any length, memory linear in it.
 
     Dropping block j and renormalising changes a query's output by (m_j out - u_j) / (1 - m_j), with
-    u_j = Σ_{k in j} p_k v_k; sensitivity[i, j] is the mean over the row of ‖(u_j - m_j out) W‖².
+    u_j = Σ_{k in j} p_k v_k. sensitivity[i, j] is the mean over row block i of ‖(u_j - m_j out) W‖²
+    ÷ the layer's mean ‖out W‖².
 
     Args:
-      q: [T, N, H], as they enter attention.
-      k: [T, K, H].
-      v: [T, K, Hv].
-      kernel: [N, Hv, width], the output projection.
+      q: as it enters attention.
+      k: likewise.
+      v: likewise.
+      kernel: the output projection W.
       block: tokens per block.
-      band: forced blocks before the diagonal, in the orders of `cost`.
-      curves: selectors to measure `cost` for; "oracle" is the order of this input's own mass (of
-        its own sensitivity for "output").
-      before: (mass, sensitivity), each [N, n, n]: the order of "static".
+      band: forced blocks before the diagonal, which all rankings of `cost` put first.
+      curves: selectors to measure `cost` for. "oracle" ranks by this input's own mass (for
+        "output" by its own sensitivity).
+      before: mean (mass, sensitivity) of other documents, by which "static" ranks.
     """
-    T, N, H = q.shape
-    K, Hv = v.shape[1:]
-    n = rows.count_blocks(T, block)
-    S = n * block
-    at_once = max(1, ROWS_AT_ONCE // block)
-    chunks = -(-n // at_once)
-    q = jnp.pad(q, ((0, chunks * at_once * block - T), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, S - T), (0, 0), (0, 0))) for x in (k, v))
-    # values as the residual stream feels them: ‖x W‖ = ‖x root‖, in Hv numbers instead of width
+    T = q.shape[0]
+    cut = chunks.cut(q, k, block)
     root, unit = factors(kernel)
-    felt = jnp.einsum("skh,kghw->kgsw", v.astype(jnp.float32), root.reshape(K, N // K, Hv, Hv))
-    felt = felt.reshape(N, n, block, Hv)
-    # from the tokens that are there: padding would enter the means of a short last block
-    orders = {
-        name: block_scores.estimate(name, q[:T], k[:T], block)
+    values = _projected_values(v, root, block)
+    rankings = _rankings(cut, q, k, band, curves, before)
+
+    def measure_chunk(number: Array) -> _ChunkStatistics:
+        chunk = cut.attend(number)
+        parts = _parts(chunk, values)
+        mass, sensitivity = chunk.mean(parts.mass), _sensitivity(chunk, parts)
+        ranks = {
+            policy: {name: cut.part(x, chunk, 1) for name, x in rankings[policy].items()}
+            for policy in POLICIES_WITH_COST
+        }
+        ranks["kl"]["oracle"] = selection.ranks(mass, band, chunk.first)
+        ranks["output"]["oracle"] = selection.ranks(sensitivity, band, chunk.first)
+        keys = jnp.maximum(chunk.positions + 1, 2).astype(jnp.float32)
+        blocks = jnp.maximum(chunk.positions // block + 1, 2).astype(jnp.float32)
+        return _ChunkStatistics(
+            mass=mass,
+            sensitivity=sensitivity,
+            entropy=entropy(chunk.p.reshape(*chunk.p.shape[:2], -1)) / jnp.log(keys),
+            block_entropy=entropy(parts.mass) / jnp.log(blocks),
+            cost={
+                "kl": {name: _kl_cost(chunk, parts, ranks["kl"][name]) for name in curves},
+                "output": {
+                    name: _output_cost(chunk, parts, ranks["output"][name]) for name in curves
+                },
+            },
+            norm=(jnp.einsum("nrh,nhw->rw", parts.total, unit) ** 2).sum(-1),
+        )
+
+    return _joined(lax.map(measure_chunk, jnp.arange(cut.chunks)), T, cut.n, block)
+
+
+def _projected_values(
+    v: Float[Array, "T K Hv"], root: Float[Array, "N Hv Hv"], block: int
+) -> Float[Array, "N n block Hv"]:
+    """v · root for each query head: norms are those after the projection, in Hv dimensions."""
+    K, Hv = v.shape[1:]
+    N = root.shape[0]
+    v = chunks.pad_keys(v, block).astype(jnp.float32)
+    projected = jnp.einsum("skh,kghw->kgsw", v, root.reshape(K, N // K, Hv, Hv))
+    return projected.reshape(N, -1, block, Hv)
+
+
+def _rankings(
+    cut: Chunks,
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    band: int,
+    curves: tuple[str, ...],
+    before: tuple[Array, Array] | None,
+) -> dict[str, dict[str, Int[Array, "N row_blocks n"]]]:
+    """{policy: {selector: ranks}} of the selectors that are known before attention is computed."""
+    # q and k without padding, which would enter the means of a short last block
+    scores = {
+        name: block_scores.estimate(name, q, k, cut.block)
         for name in curves
         if name in block_scores.ESTIMATES
     }
+
+    def ranked(x: Array) -> Array:
+        return cut.pad(selection.ranks(x, band), 1)
+
+    of_input = {name: ranked(x) for name, x in scores.items()}
+    rankings = {policy: dict(of_input) for policy in POLICIES_WITH_COST}
     if before is not None:
-        orders |= {"static": before[0], "static output": before[1]}
-    place = {name: selection.ranks(scores, band) for name, scores in orders.items()}
-    place = {name: _pad_rows(x, chunks * at_once) for name, x in place.items()}
+        for policy, x in zip(POLICIES_WITH_COST, before, strict=True):
+            rankings[policy]["static"] = ranked(x)
+    return rankings
 
-    def rows_of(chunk: Array) -> Any:
-        begins = chunk * at_once
-        taken = lax.dynamic_slice_in_dim(q, begins * block, at_once * block)
-        p, _, position = softmax_rows(taken, k, begins * block, T)
-        real = (position < T).reshape(at_once, block)
-        count = jnp.maximum(real.sum(-1), 1)
 
-        def mean(x: Array) -> Array:
-            """Over the queries of each row block: [N, R · block, ...] -> [N, R, ...]."""
-            x = x.reshape(N, at_once, block, *x.shape[2:])
-            weight = real.reshape(1, at_once, block, *[1] * (x.ndim - 3))
-            return (x * weight).sum(2) / count.reshape(1, at_once, *[1] * (x.ndim - 3))
+def _parts(chunk: Chunk, values: Float[Array, "N n block Hv"]) -> _Parts:
+    output = jnp.einsum("nrjs,njsh->nrjh", chunk.p, values)
+    return _Parts(chunk.p.sum(-1), output, output.sum(2))
 
-        blocks = p.reshape(N, -1, n, block)
-        mass = blocks.sum(-1)  # [N, R · block, n]
-        parts = jnp.einsum("nrjs,njsh->nrjh", blocks, felt)
-        out = parts.sum(2)
-        sensitivity = mean(((parts - mass[..., None] * out[:, :, None]) ** 2).sum(-1))
-        mean_mass = mean(mass)
-        keys = jnp.maximum(position + 1, 2).astype(jnp.float32)
-        seen = jnp.maximum(position // block + 1, 2).astype(jnp.float32)
-        found: dict[str, Any] = {
-            "mass": mean_mass,
-            "sensitivity": sensitivity,
-            "entropy": entropy_of(p) / jnp.log(keys),
-            "block_entropy": entropy_of(mass) / jnp.log(seen),
-            "cost": {"kl": {}, "output": {}},
-        }
-        own = {
-            "kl": selection.ranks(mean_mass, band, begins),
-            "output": selection.ranks(sensitivity, band, begins),
-        }
-        for name in curves:
-            for kind in ("kl", "output"):
-                if name == "oracle":
-                    order = own[kind]
-                else:
-                    named = "static output" if (name, kind) == ("static", "output") else name
-                    order = lax.dynamic_slice_in_dim(place[named], begins, at_once, 1)
-                taken_by = order[:, :, None, :] <= jnp.arange(n)[:, None]  # [N, R, count, block j]
-                taken_by = taken_by.astype(jnp.float32)
-                # a sum of shares must not be rounded to what tensor cores take
-                kept = jnp.einsum(
-                    "nrqj,nrcj->nrqc",
-                    mass.reshape(N, at_once, block, n),
-                    taken_by,
-                    precision="highest",
-                )
-                kept = jnp.maximum(kept.reshape(N, -1, n), 1e-30)
-                if kind == "kl":
-                    found["cost"]["kl"][name] = mean(jnp.maximum(-jnp.log(kept), 0))
-                    continue
-                sums = jnp.einsum(
-                    "nrqjh,nrcj->nrqch", parts.reshape(N, at_once, block, n, Hv), taken_by
-                ).reshape(N, -1, n, Hv)
-                error = sums / kept[..., None] - out[:, :, None]
-                found["cost"]["output"][name] = mean((error**2).sum(-1))
-        found["norm"] = (jnp.einsum("nrh,nhw->rw", out, unit) ** 2).sum(-1)
-        return found
 
-    found = lax.map(rows_of, jnp.arange(chunks))
-    by_row = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)  # [N, chunks, R, ...]
+def _sensitivity(chunk: Chunk, parts: _Parts) -> Float[Array, "N R n"]:
+    change = parts.output - parts.mass[..., None] * parts.total[:, :, None]
+    return chunk.mean((change**2).sum(-1))
 
-    def rejoined(x: Array) -> Array:
-        return x.reshape(N, -1, *x.shape[3:])[:, :n]
 
-    norm = found["norm"].reshape(-1)[:T].mean()
-    entropies = {
-        # the first query (block) sees one key (block): its entropy is 0 of 0
-        name: by_row[name].reshape(N, -1)[:, least:T].mean(-1) if least < T else jnp.zeros(N)
-        for name, least in (("entropy", 1), ("block_entropy", block))
-    }
-    mass = rejoined(by_row["mass"])
-    cost = jax.tree.map(rejoined, by_row["cost"])
+def _kept(
+    parts: _Parts, ranks: Int[Array, "N R n"]
+) -> tuple[Float[Array, "N R n n"], Float[Array, "N Q n"]]:
+    """Which blocks the c highest ranked are, [N, R, c - 1, j], and the mass that each query keeps.
+
+    The einsum is in full float32, not TF32: it sums shares that are close to 1.
+    """
+    N, R, n = ranks.shape
+    chosen = (ranks[:, :, None, :] <= jnp.arange(n)[:, None]).astype(jnp.float32)
+    kept = jnp.einsum(
+        "nrqj,nrcj->nrqc", parts.mass.reshape(N, R, -1, n), chosen, precision="highest"
+    )
+    return chosen, jnp.maximum(kept.reshape(N, -1, n), 1e-30)
+
+
+def _kl_cost(chunk: Chunk, parts: _Parts, ranks: Int[Array, "N R n"]) -> Float[Array, "N R n"]:
+    """Mean -ln(mass kept) of each row block, for every count of blocks kept."""
+    _, kept = _kept(parts, ranks)
+    return chunk.mean(jnp.maximum(-jnp.log(kept), 0))
+
+
+def _output_cost(chunk: Chunk, parts: _Parts, ranks: Int[Array, "N R n"]) -> Float[Array, "N R n"]:
+    """Mean ‖(sparse - dense output) W‖² of each row block, for every count of blocks kept."""
+    N, R, n = ranks.shape
+    chosen, kept = _kept(parts, ranks)
+    Hv = parts.output.shape[-1]
+    sums = jnp.einsum("nrqjh,nrcj->nrqch", parts.output.reshape(N, R, -1, n, Hv), chosen)
+    error = sums.reshape(N, -1, n, Hv) / kept[..., None] - parts.total[:, :, None]
+    return chunk.mean((error**2).sum(-1))
+
+
+def _joined(found: _ChunkStatistics, T: int, n: int, block: int) -> Statistics:
+    """The chunks' statistics [chunks, N, R or Q, …] in order, without padding and normalised."""
+
+    def by_head(x: Array, end: int) -> Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :end]
+
+    def mean_entropy(x: Array, first: int) -> Array:
+        """Without the first query (block), which sees one key (block): 0 ÷ ln 1."""
+        N = x.shape[1]
+        return by_head(x, T)[:, first:].mean(-1) if first < T else jnp.zeros(N)
+
+    norm = found.norm.reshape(-1)[:T].mean()
+    mass = by_head(found.mass, n)
+    cost = jax.tree.map(lambda x: by_head(x, n), found.cost)
     cost["output"] = {name: x / jnp.maximum(norm, 1e-30) for name, x in cost["output"].items()}
     return Statistics(
         mass=mass,
-        sensitivity=rejoined(by_row["sensitivity"]) / jnp.maximum(norm, 1e-30),
+        sensitivity=by_head(found.sensitivity, n) / jnp.maximum(norm, 1e-30),
+        entropy=mean_entropy(found.entropy, 1),
+        block_entropy=mean_entropy(found.block_entropy, block),
         retained=retained_mass(mass),
         cost=cost,
         norm=norm,
-        **entropies,
     )
 
 
-def softmax_rows(q: Any, k: Any, begins: Any, T: int) -> tuple[Array, Array, Array]:
-    """Attention of some queries to all keys, causal, in float32.
+def block_mass(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    block: int,
+    queries_at_once: int = chunks.QUERIES_AT_ONCE,
+) -> Float[Array, "N n n"]:
+    """The mass of `measure` alone: mean attention of every row block to every kv block."""
+    cut = chunks.cut(q, k, block, queries_at_once)
 
-    q [R, N, H] holds positions begins … begins + R - 1; k [S, K, H]; keys from T on are padding.
+    def mass(number: Array) -> Array:
+        chunk = cut.attend(number)
+        return chunk.mean(chunk.p.sum(-1))
 
-    Returns:
-      p [N, R, S], its logsumexp [N, R], and the queries' positions [R].
-    """
-    R, N, H = q.shape
-    S, K, _ = k.shape
-    position = begins + jnp.arange(R)
-    grouped = q.reshape(R, K, N // K, H)
-    logits = jnp.einsum("rkgh,skh->kgrs", grouped, k, preferred_element_type=jnp.float32)
-    logits = logits.reshape(N, R, S) / math.sqrt(H)
-    key = jnp.arange(S)
-    sees = (key <= position[:, None]) & (key < T)
-    logits = jnp.where(sees, logits, -jnp.inf)
-    logsumexp = jax.nn.logsumexp(logits, axis=-1)
-    return jnp.exp(logits - logsumexp[..., None]), logsumexp, position
+    found = lax.map(mass, jnp.arange(cut.chunks))
+    return jnp.moveaxis(found, 0, 1).reshape(q.shape[1], -1, cut.n)[:, : cut.n]
 
 
-def factors(kernel: Any) -> tuple[Array, Array]:
-    """W = root · unit for each head: kernel [N, H, width] -> root [N, H, H], unit [N, H, width].
+def factors(
+    kernel: Float[Array, "N Hv width"],
+) -> tuple[Float[Array, "N Hv Hv"], Float[Array, "N Hv width"]]:
+    """W = root · unit for each head.
 
     The rows of unit are orthonormal (or 0, where W has no such direction): ‖x W‖ = ‖x root‖.
     """
@@ -213,19 +269,17 @@ def factors(kernel: Any) -> tuple[Array, Array]:
     return root, unit * live[..., None]
 
 
-def retained_mass(mass: Array, densities: Any = DENSITIES) -> Array:
-    """Mean mass that rows keep in their best ceil(d · (i + 1)) blocks: [..., n, n] -> [..., D]."""
+def retained_mass(
+    mass: Float[Array, "*batch n n"], densities: Float[np.ndarray, " D"] = DENSITIES
+) -> Float[Array, "*batch D"]:
+    """Mean mass that row blocks keep in their best ceil(d · (i + 1)) blocks, for each density d."""
     n = mass.shape[-1]
     best = jnp.cumsum(-jnp.sort(-mass, axis=-1), axis=-1)
-    counts = np.ceil(np.asarray(densities) * rows.ceilings(n)[:, None] - 1e-9).astype(np.int32)
-    places = jnp.broadcast_to(counts - 1, (*mass.shape[:-1], len(densities)))
-    return jnp.take_along_axis(best, places, -1).mean(-2)
+    counts = np.ceil(densities * row_blocks.ceilings(n)[:, None] - 1e-9).astype(np.int32)
+    indices = jnp.broadcast_to(counts - 1, (*mass.shape[:-1], len(densities)))
+    return jnp.take_along_axis(best, indices, -1).mean(-2)
 
 
-def entropy_of(p: Array) -> Array:
+def entropy(p: Float[Array, "*batch outcomes"]) -> Float[Array, "*batch"]:
     """-Σ p ln p over the last axis, 0 ln 0 = 0."""
     return -(p * jnp.log(jnp.maximum(p, 1e-37))).sum(-1)
-
-
-def _pad_rows(x: Array, count: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, count - x.shape[1]), (0, 0)))

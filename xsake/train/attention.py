@@ -15,7 +15,7 @@ from jax import Array
 
 from xsake import selection
 from xsake.block_mask import BLOCK, BlockMask
-from xsake.hads import Plan, rows
+from xsake.hads import Plan, row_blocks
 from xsake.train.config import Config
 
 
@@ -46,7 +46,7 @@ class Attention:
         scores = self.plan.scored(layer, q, k)
         shared = self.shared[:, None]
         # what is forced takes no place of a row's own blocks where it is another document's
-        counts = counts + (rows.forced(n, terms.band) & ~shared).sum(-1, dtype=jnp.int32)
+        counts = counts + (row_blocks.forced(n, terms.band) & ~shared).sum(-1, dtype=jnp.int32)
         kept = selection.keep_top(jnp.where(shared, scores, -jnp.inf), counts, terms.band)
         return kept & shared
 
@@ -82,5 +82,5 @@ def visited_density(config: Config, plan: Plan | None, segment_ids: np.ndarray) 
     own = np.asarray(shared_blocks(jnp.asarray(ids), block))
     n = own.shape[-1]
     own = np.tril(own).sum(-1)[:, None, None]
-    counts = rows.ceilings(n) if plan is None else np.asarray(plan.counts)
+    counts = row_blocks.ceilings(n) if plan is None else np.asarray(plan.counts)
     return float(np.minimum(counts, own).mean() / ((n + 1) / 2))

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xsake.hads import budget, rows
+from xsake.hads import budget, row_blocks
 from xsake.hads.statistics import SELECTORS
 from xsake.model import PRESETS as MODELS
 from xsake.model import Config as Model
@@ -303,9 +303,9 @@ def _check(config: Config) -> None:
         if choice not in choices:
             raise ValueError(f"{name} {choice!r} is not one of {list(choices)}")
     if hads.density is not None:
-        blocks = rows.count_blocks(data.length, hads.block)
+        blocks = row_blocks.count_blocks(data.length, hads.block)
         heads = config.model.layers * config.model.heads
-        rows.blocks_of_density(hads.density, blocks, heads, hads.band)
+        row_blocks.blocks_of_density(hads.density, blocks, heads, hads.band)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from tests.conditions import needs_interpreter, needs_newer_jax, on_a_card
 from xsake import _jax, block_scores, dot_product_attention
 from xsake import block_scores as scores
-from xsake.hads import Plan, rows
+from xsake.hads import Plan, row_blocks
 from xsake.hads.plan import Terms
 
 
@@ -115,7 +115,7 @@ def test_segments_cover_what_is_seen_once_and_evenly(sizes, tiling):
 
     B, R, S, N, K, H, block = sizes
     tiling = hopper_scores.ScoresTiling(**tiling)
-    causal = rows.count_blocks(S, block) == R
+    causal = row_blocks.count_blocks(S, block) == R
     queries, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((B, R, N, H), (B, S, K, H)))
     shape = hopper_scores._Shape.of(queries, k, block, causal, tiling)
     table = hopper_scores.segments(shape, tiling)
@@ -187,7 +187,7 @@ def kernel_taken(monkeypatch):
 
 
 def plan_for(heads, n):
-    counts = np.broadcast_to(np.minimum(2, rows.ceilings(n)), (1, heads, n)).astype(np.int32)
+    counts = np.broadcast_to(np.minimum(2, row_blocks.ceilings(n)), (1, heads, n)).astype(np.int32)
     return Plan(counts, None, Terms(0.5, "kl", "mean_query", 64, n * 64))
 
 
@@ -201,7 +201,7 @@ def test_a_plan_has_one_kernel_for_the_batch_and_the_scores_of_plain_jax(kernel_
     want = jax.vmap(lambda q, k: block_scores.mean_query(q, k, 64))(
         *(x.astype(jnp.float32) for x in (q, k))
     )
-    may = rows.allowed(3)
+    may = row_blocks.allowed(3)
     # q̄ is rounded to 8 bits before the product: 2^-9 of the largest logit is the difference
     np.testing.assert_allclose(got[..., may], np.asarray(want)[..., may], atol=2e-2)
 

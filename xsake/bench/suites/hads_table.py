@@ -121,7 +121,7 @@ def table(
 
     name = out / f"table-{length}-{block}.json"
     tables.run_table(
-        subject, known, held_out, densities, name, others=others, provenance=facts, tell=tell
+        subject, known, held_out, densities, name, others=others, provenance=facts, report=tell
     )
 
 
@@ -158,7 +158,7 @@ def _timed_profile(
     """A profile, and the seconds it took with compiling; the first document has most of that."""
     marks = [time.perf_counter()]
     found = subject.profile(
-        documents, block=block, curves=curves, tell=lambda _: marks.append(time.perf_counter())
+        documents, block=block, curves=curves, report=lambda _: marks.append(time.perf_counter())
     )
     return found, {
         "documents": len(documents),

@@ -31,7 +31,7 @@ def problem(variant: str, length: int, tokens: int, block: int) -> tuple[Any, An
     import numpy as np
 
     from xsake.data.stream import Batch
-    from xsake.hads import Plan, budget, rows
+    from xsake.hads import Plan, budget, row_blocks
     from xsake.hads.plan import Terms
     from xsake.model import PRESETS, attend
     from xsake.train import planning, step
@@ -53,7 +53,7 @@ def problem(variant: str, length: int, tokens: int, block: int) -> tuple[Any, An
     plan = None
     if variant.startswith("hads"):
         density = float(variant.split()[1])
-        n = rows.count_blocks(length, block)
+        n = row_blocks.count_blocks(length, block)
         counts = budget.uniform(density, model.layers, model.heads, n).counts
         plan = Plan(counts, None, Terms(density, "uniform", "mean_query", block, length))
     text = np.random.default_rng(0).integers(0, 50_257, (count, length + 1)).astype(np.int32)

@@ -1,0 +1,95 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.hads.draws import attention, blocks_of, dense
+from xsake import block_scores, selection
+from xsake.hads import row_blocks
+
+
+@pytest.mark.parametrize("selector", block_scores.ESTIMATES)
+@pytest.mark.parametrize("T", [128, 117])
+def test_estimates_order_blocks_by_their_mass(selector, T):
+    """The better half of each row block's blocks by the estimate keeps nearly the best mass."""
+    q, k, v, _ = attention(T)
+    n = row_blocks.count_blocks(T, 16)
+    counts = np.maximum(row_blocks.floors(n), -(-row_blocks.ceilings(n) // 2))
+    mass = blocks_of(dense(q, k, v)[0], 16)
+    mass = np.stack([mass[:, i : i + 16].mean(1) for i in range(0, T, 16)], 1)
+
+    def kept(scores):
+        return (mass * np.asarray(selection.keep_top(scores, counts))).sum(-1)[:, 3:].mean()
+
+    scores = block_scores.estimate(selector, q, k, 16)
+    assert scores.shape == (4, n, n)
+    assert np.isfinite(np.asarray(scores)[:, row_blocks.allowed(n)]).all()
+    chance = np.mean([kept(jax.random.uniform(jax.random.key(i), (4, n, n))) for i in range(5)])
+    best = kept(jnp.asarray(mass))
+    assert kept(scores) > chance + 0.5 * (best - chance)
+
+
+@pytest.mark.parametrize(
+    "scores", [block_scores.mean_query, functools.partial(block_scores.gaussian, part=1)]
+)
+def test_the_mean_query_meets_every_key(scores):
+    q, k, v, _ = attention(64)
+    got = np.asarray(scores(q, k, 16))
+    mean = np.asarray(q, np.float64).reshape(4, 16, 4, 8).mean(1)
+    keys = np.repeat(np.asarray(k, np.float64), 2, axis=1)
+    logits = np.einsum("inh,snh->nis", mean, keys) / np.sqrt(8)
+    want = np.log(np.exp(logits).reshape(4, 4, 4, 16).sum(-1))
+    may = row_blocks.allowed(4)
+    np.testing.assert_allclose(got[:, may], want[:, may], rtol=1e-4, atol=1e-4)
+
+
+def test_past_query_does_not_depend_on_later_tokens():
+    """With other tokens from block 5 on, row blocks up to the fifth keep their selection.
+
+    Under `mean_query` that of the fifth changes: it depends on all queries of the row block.
+    """
+    (q, k, _, _), (other_q, other_k, _, _) = attention(128), attention(128, seed=1)
+    counts = np.maximum(row_blocks.floors(8), row_blocks.ceilings(8) // 2)
+    late = (np.arange(128) >= 80)[:, None, None]
+
+    def same_rows(selector):
+        first, second = (
+            selection.keep_top(block_scores.estimate(selector, q, k, 16), counts)
+            for q, k in ((q, k), (jnp.where(late, other_q, q), jnp.where(late, other_k, k)))
+        )
+        return np.asarray(first == second).all((0, 2))
+
+    assert same_rows("past_query")[:6].all()
+    assert not same_rows("past_query")[6:].all()
+    assert not same_rows("mean_query")[5]
+
+
+def test_past_query_is_the_mean_query_of_the_row_block_before():
+    q, k, _, _ = attention(117)
+    scores, past = (
+        np.asarray(block_scores.estimate(name, q, k, 16)) for name in ("mean_query", "past_query")
+    )
+    for i in range(1, 8):
+        np.testing.assert_array_equal(past[:, i, :i], scores[:, i - 1, :i])
+        np.testing.assert_array_equal(past[:, i, i], scores[:, i - 1, i - 1])
+
+
+def test_the_second_moment_of_keys_finds_a_block_that_the_mean_misses():
+    """Two blocks with one mean; in one of them two keys stand out and carry the attention."""
+    q = jnp.ones((48, 1, 8)) * 3
+    k = np.zeros((48, 1, 8), np.float32)
+    k[20, 0], k[24, 0] = 4, -4  # block 1: mean 0, spread
+    scores = np.asarray(block_scores.gaussian(q, jnp.asarray(k), 16))
+    assert scores[0, 2, 1] > scores[0, 2, 0] + 1
+    flat = np.asarray(block_scores.pooled(q, jnp.asarray(k), 16))
+    np.testing.assert_allclose(flat[0, 2, 1], flat[0, 2, 0], atol=1e-6)
+
+
+def test_selectors_that_do_not_look_at_the_input_are_named():
+    q, k, _, _ = attention(32)
+    with pytest.raises(ValueError, match="'static' does not look at q and k"):
+        block_scores.estimate("static", q, k, 16)
+    with pytest.raises(ValueError, match="K dividing N"):
+        block_scores.estimate("pooled", q[:, :3], k, 16)

@@ -1,0 +1,81 @@
+"""Row blocks of a causal head: how many kv blocks each may visit, and must.
+
+A head of n row blocks (blocks of queries) allows n (n + 1) / 2 blocks. Density is blocks visited ÷
+those. Row block i keeps between floors(n)[i] blocks, the forced ones (`selection.is_forced`), and
+ceilings(n)[i], all that causality allows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from xsake.selection import is_forced
+
+
+def count_blocks(length: int, block: int) -> int:
+    """Blocks that hold `length` tokens; the last may be short."""
+    return -(-length // block)
+
+
+def allowed(n: int) -> Bool[np.ndarray, "n n"]:
+    """Which kv blocks each row block may visit: row block i those from 0 to i."""
+    return np.tri(n, dtype=bool)
+
+
+def forced(n: int, band: int = 0) -> Bool[np.ndarray, "n n"]:
+    """Which kv blocks each row block always visits."""
+    row, column = np.ogrid[:n, :n]
+    return is_forced(row, column, band)
+
+
+def floors(n: int, band: int = 0) -> Int[np.ndarray, " n"]:
+    """int32: how many blocks each row block is forced to keep.
+
+    >>> floors(5)
+    array([1, 2, 2, 2, 2], dtype=int32)
+    """
+    return forced(n, band).sum(1, dtype=np.int32)
+
+
+def ceilings(n: int) -> Int[np.ndarray, " n"]:
+    """int32: how many blocks causality allows each row block."""
+    return np.arange(1, n + 1, dtype=np.int32)
+
+
+def least_density(n: int, band: int = 0) -> float:
+    """The density of the forced blocks alone."""
+    return float(floors(n, band).sum() / (n * (n + 1) / 2))
+
+
+def density_at(density: float, n: int, other: int, band: int = 0) -> float:
+    """The density at `other` row blocks that keeps the same share of the blocks not forced as at n.
+
+    Forced blocks are a larger part of a short text. A density that is possible for a long text may
+    be impossible for a short one.
+
+    >>> round(density_at(0.10, 128, 32), 3)
+    0.182
+    """
+    blocks_of_density(density, n, 1, band)  # raises if n row blocks cannot have this density
+    if n == other:
+        return density
+    own, others = (least_density(x, band) for x in (n, other))
+    free = (density - own) / (1 - own) if own < 1 else 1.0
+    return others + max(free, 0.0) * (1 - others)
+
+
+def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
+    """How many blocks `heads` heads of n row blocks keep together; raises below the forced ones."""
+    most = heads * n * (n + 1) // 2
+    least = heads * int(floors(n, band).sum())
+    requested = round(density * most)
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be above 0 and at most 1, got {density}")
+    if requested < least:
+        smallest = np.ceil(1000 * least / most) / 1000
+        raise ValueError(
+            f"density {density} is below {smallest:.3f}, the share of the blocks that are always "
+            f"kept (first and diagonal) of {n} row blocks; use at least that, or smaller blocks"
+        )
+    return requested
