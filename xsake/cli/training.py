@@ -50,7 +50,7 @@ def tokenize(
             known,
             out,
             sources=names,
-            tell=lambda documents, count: status.update(
+            report=lambda documents, count: status.update(
                 f"{documents:,} documents, {count:,} tokens"
             ),
         )
