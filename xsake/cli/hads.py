@@ -1,9 +1,10 @@
-"""xsake calibrate, plan, evaluate: which blocks each head deserves, and what that costs."""
+"""xsake calibrate, plan, evaluate: profile attention, plan block budgets per head, measure them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from rich import box
@@ -12,6 +13,9 @@ from rich.table import Column, Table
 
 from xsake.bench import timing
 from xsake.cli.terminal import Out, console
+
+if TYPE_CHECKING:
+    from xsake.model.observer import Subject
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -29,20 +33,20 @@ def calibrate(
     dtype: Dtype = "float32",
     implementation: str | None = None,
 ) -> None:
-    """Profiles a model's attention over text: what each head does with its blocks.
+    """Profiles a model's attention over text: statistics of every head over blocks of keys.
 
     Args:
       model: a folder of safetensors or a .gguf file.
       text: .txt, .jsonl with a "text" field, either in .xz, or .npy of int [documents, tokens].
       out: the profile, a safetensors file.
       length: tokens of each document.
-      documents: how many are cut from the text.
+      documents: number of documents, cut from the text at random.
       block: tokens per block, 64 or 128 for the Hopper kernels.
       band: blocks before the diagonal that are always kept.
-      selectors: orders of blocks to measure costs for; a plan needs that of its selector.
-      seed: of the places where documents are cut.
-      dtype: that the model computes in; statistics are float32.
-      implementation: of attention; default the fastest that can run.
+      selectors: selectors to measure cost curves for; must include the one of the plan.
+      seed: the random seed for cutting documents.
+      dtype: the model's compute dtype; statistics are float32.
+      implementation: the attention backend; default the fastest that can run.
     """
     from xsake.data import documents as texts
 
@@ -60,7 +64,9 @@ def calibrate(
         )
     profile.save(out)
     statistics, errors = profile.statistics, profile.errors
-    table = Table("layer", "token entropy", "±", "block entropy", "mass kept at 0.20", "at 0.45")
+    table = Table(
+        "layer", "token entropy", "±", "block entropy", "mass retained at density 0.20", "at 0.45"
+    )
     for layer in range(subject.layers):
         figures = (
             statistics.entropy[layer].mean(),
@@ -72,7 +78,9 @@ def calibrate(
         table.add_row(str(layer), *(f"{x:.3f}" for x in figures))
     console.print(table)
     for name, value in profile.agreement().items():
-        console.print(f"two halves of the documents, {name.replace('_', ' ')}: {value:.3f}")
+        console.print(
+            f"agreement of two halves of the documents, {name.replace('_', ' ')}: {value:.3f}"
+        )
     console.print(f"written: {out}")
 
 
@@ -84,15 +92,15 @@ def plan(
     selector: str = "mean_query",
     top_p: float | None = None,
 ) -> None:
-    """Makes a plan: a budget for every row of every head, and a way to choose blocks.
+    """Writes a plan: a block budget for every head and row block, and a selector.
 
     Args:
       profile: what `xsake calibrate` wrote.
-      density: blocks visited ÷ blocks that causality allows, over all layers and heads.
+      density: blocks visited ÷ causal blocks, over all layers and heads.
       out: the plan, a safetensors file.
       policy: uniform, entropy, kl or output.
       selector: static, pooled, antidiagonal, gaussian, mean_query or past_query.
-      top_p: stop a row at this share of its estimated mass.
+      top_p: stop adding blocks to a row block at this share of its estimated attention mass.
     """
     from xsake import hads
 
@@ -120,17 +128,17 @@ def evaluate(
 
     Args:
       model: a folder of safetensors or a .gguf file.
-      text: other text than that of the calibration.
-      plan: what `xsake plan` wrote; it is written again with the figures it was measured at.
+      text: evaluation text, which must differ from the calibration text.
+      plan: what `xsake plan` wrote; the measured quality is added to this file.
       profile: instead of a plan: compare all methods, with this profile.
-      table: the JSON file of that comparison; the Markdown stands beside it.
-      densities: of the comparison; those that the file holds are not measured again.
+      table: the JSON file of that comparison; a .md file is written next to it.
+      densities: densities to compare at; those in the file already are skipped.
       others: more profiles for the comparison, as LABEL=FILE.
-      length: tokens of each document; default what was calibrated.
-      documents: how many are cut from the text.
-      seed: of the places where documents are cut.
-      dtype: that the model computes in.
-      implementation: of attention; default the fastest that can run.
+      length: tokens of each document; default the calibrated length.
+      documents: number of documents, cut from the text at random.
+      seed: the random seed for cutting documents.
+      dtype: the model's compute dtype.
+      implementation: the attention backend; default the fastest that can run.
     """
     from xsake import hads
     from xsake.data import documents as texts
@@ -176,14 +184,14 @@ def evaluate(
 
 def _subject(
     model: Path, dtype: str, implementation: str | None, text: list[Path]
-) -> tuple[Any, Any]:
-    """The model, and its tokenizer's encode unless the documents are ready."""
+) -> tuple[Subject, Callable[[str], Sequence[int]] | None]:
+    """The model, and its tokenizer's encode, or None if the documents are tokenized already."""
     from xsake.model import huggingface
     from xsake.model.observer import Subject
 
-    ready = text[0].suffix == ".npy"
+    is_tokenized = text[0].suffix == ".npy"
     loaded = huggingface.load(
-        model, dtype=dtype, tokenizer=not ready, implementation=implementation
+        model, dtype=dtype, tokenizer=not is_tokenized, implementation=implementation
     )
     return Subject(loaded.model), None if loaded.tokenizer is None else loaded.tokenizer.encode
 
