@@ -103,8 +103,15 @@ def hopper(records: list[Record]) -> str:
                 both(case, "over_density_times_dense", ".2f"),
             ]
         )
-    more = ("FlashAttention-4", "speedup") if fourth else ()
-    head = ("B·N·T·H", "XSAKE TFLOP/s", "peer", "speedup", *more, "time ÷ (density × own dense)")
+    more = ("FlashAttention-4", "speedup over FlashAttention-4") if fourth else ()
+    head = (
+        "B·N·T·H",
+        "XSAKE TFLOP/s",
+        "peer",
+        "speedup over peer",
+        *more,
+        "time ÷ (density × own dense)",
+    )
     return _markdown(head, lines)
 
 

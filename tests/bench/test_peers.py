@@ -316,7 +316,7 @@ def test_the_table_has_flash_attention_4_if_the_file_has_it():
     fourth = {"flash_attention_4_teraflops": 640.0, "times_faster_than_flash_attention_4": 0.9375}
     directions = ("forward", "backward")
     table = tables.hopper([record(direction, **fourth) for direction in directions]).splitlines()
-    assert "| speedup | FlashAttention-4 | speedup |" in table[0]
+    assert "| speedup over peer | FlashAttention-4 | speedup over FlashAttention-4 |" in table[0]
     assert (
         table[2] == "| a | 600 / 600 | cuDNN 500 / 500 | 1.20 / 1.20 | 640 / 640 | 0.94 / 0.94 |  |"
     )
