@@ -2,7 +2,7 @@
 
 FOLDER/model.safetensors, config.json, tokenizer.json   for `xsake.model.huggingface.load`
        README.md                                        description of the model and the texts
-       training.json, events.jsonl                      configuration and event log of its training run
+       training.json, events.jsonl                      training configuration, event log
        persuasion.txt.xz                                calibration text
        moby-dick.txt.xz                                 evaluation text
 """
