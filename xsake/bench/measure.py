@@ -1,4 +1,4 @@
-"""Measures one case on one backend: compiled, checked, timed, and beside its peers.
+"""Measures one case on one backend: compiled, checked, timed, and compared with peers.
 
 TFLOP/s count visited token pairs only: 2·(H + Hv) per pair forward, 2.5 times that backward; a
 plain causal rule counts half of all pairs. Times are of whole calls of `dot_product_attention`.

@@ -63,7 +63,7 @@ def time_calls(
             began = time.perf_counter()
             jax.block_until_ready(fn(*args))
             seconds[name].append(time.perf_counter() - began)
-    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+    return {name: Timing(tuple(times)) for name, times in seconds.items()}
 
 
 def time_queued(
@@ -82,14 +82,14 @@ def time_queued(
     began = time.perf_counter()
     wait([fn(*args) for _ in range(3)])
     calls = max(3, int(seconds * 3 / (time.perf_counter() - began)))
-    taken = []
+    times = []
     for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(calls):
             result = fn(*args)
         wait(result)
-        taken.append((time.perf_counter() - began) / calls)
-    return Timing(tuple(taken))
+        times.append((time.perf_counter() - began) / calls)
+    return Timing(tuple(times))
 
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # a compiled function, its arguments
@@ -134,7 +134,7 @@ def time_interleaved(calls: Calls, rounds: int = 3) -> dict[str, Timing]:
             name = names[(i + number) % len(names)]
             fn, args = calls[name]
             seconds[name].append(time_queued(fn, *args).median_seconds)
-    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+    return {name: Timing(tuple(times)) for name, times in seconds.items()}
 
 
 def time_directions(calls: Calls) -> dict[str, float]:

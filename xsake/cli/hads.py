@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import tyro
 from rich import box
 from rich.progress import Progress, TimeElapsedColumn
@@ -15,6 +17,7 @@ from xsake.bench import timing
 from xsake.cli.terminal import Out, console
 
 if TYPE_CHECKING:
+    from xsake.hads import Plan, Profile
     from xsake.model.observer import Subject
 
 Dtype = Literal["float32", "bfloat16"]
@@ -51,11 +54,11 @@ def calibrate(
     from xsake.data import documents as texts
 
     subject, encode = _subject(model, dtype, implementation, text)
-    cut = texts.load_documents(text, encode, length, documents, seed)
+    tokens = texts.load_documents(text, encode, length, documents, seed)
     with Progress(console=console) as progress:
         task = progress.add_task(f"{documents} × {length:,} tokens", total=documents)
         profile = subject.profile(
-            cut,
+            tokens,
             block=block,
             band=band,
             curves=selectors,
@@ -68,14 +71,14 @@ def calibrate(
         "layer", "token entropy", "±", "block entropy", "mass retained at density 0.20", "at 0.45"
     )
     for layer in range(subject.layers):
-        figures = (
+        values = (
             statistics.entropy[layer].mean(),
             errors["entropy"][layer].mean(),
             statistics.block_entropy[layer].mean(),
             statistics.retained[layer, :, 3].mean(),
             statistics.retained[layer, :, 8].mean(),
         )
-        table.add_row(str(layer), *(f"{x:.3f}" for x in figures))
+        table.add_row(str(layer), *(f"{x:.3f}" for x in values))
     console.print(table)
     for name, value in profile.agreement().items():
         console.print(
@@ -142,44 +145,66 @@ def evaluate(
     """
     from xsake import hads
     from xsake.data import documents as texts
-    from xsake.evaluate import methods
-    from xsake.evaluate import table as tables
 
     if (plan is None) == (profile is None) or (profile is None) != (table is None):
         raise ValueError("give either --plan, or --profile and --table")
     subject, encode = _subject(model, dtype, implementation, text)
-    made = None if plan is None else hads.Plan.load(plan, subject.hash)
-    known = None if profile is None else hads.Profile.load(profile)
-    length = length or (made.terms.length if made else known.facts.length if known else 0)
-    cut = texts.load_documents(text, encode, length, documents, seed)
+    if plan is not None:
+        loaded = hads.Plan.load(plan, subject.hash)
+        length = length or loaded.terms.length
+        tokens = texts.load_documents(text, encode, length, documents, seed)
+        _evaluate_plan(subject, loaded, tokens).save(plan)
+        console.print(f"written: {plan}")
+    elif profile is not None and table is not None:
+        known = hads.Profile.load(profile)
+        length = length or known.facts.length
+        tokens = texts.load_documents(text, encode, length, documents, seed)
+        labelled = (other.split("=", 1) for other in others)
+        more = {label: hads.Profile.load(path) for label, path in labelled}
+        _compare_methods(subject, known, more, tokens, densities, table)
+        console.print(f"written: {table} and its .md")
+
+
+def _evaluate_plan(subject: Subject, plan: Plan, tokens: list[np.ndarray]) -> Plan:
+    """Prints the plan's quality, and returns the plan with it."""
+    from xsake.evaluate import methods
+    from xsake.evaluate import table as tables
+
+    length = len(tokens[0])
+    with _progress() as report:
+        method = methods.of_plan(plan, length)
+        found = tables.measure_methods(subject, [method], tokens, plan.terms.block, report)
+    console.print(_quality_table(str(plan.terms.density), found))
+    quality = {name: found[0][name] for name in ("realised_density_ratio", *tables.COLUMNS)}
+    return plan.validated(quality | {"length": length, "documents": len(tokens)})
+
+
+def _compare_methods(
+    subject: Subject,
+    profile: Profile,
+    others: dict[str, Profile],
+    tokens: list[np.ndarray],
+    densities: tuple[float, ...],
+    out: Path,
+) -> None:
+    """Measures all methods at these densities, writes `out` and its .md, and prints the tables."""
+    from xsake.evaluate import table as tables
+
+    facts = timing.provenance()
+    with _progress() as report:
+        found = tables.run_table(
+            subject, profile, tokens, densities, out, others=others, provenance=facts, tell=report
+        )
+    for density, part in found["densities"].items():
+        console.print(_quality_table(density, part["rows"]))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows the elapsed time and the text that the function it yields is called with."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as shown:
         task = shown.add_task("", total=None)
-
-        def tell(what: str) -> None:
-            shown.update(task, description=what)
-
-        if made is not None and plan is not None:
-            method = methods.of_plan(made, length)
-            found = tables.measure_methods(subject, [method], cut, made.terms.block, tell)
-        elif known is not None and table is not None:
-            more = {
-                label: hads.Profile.load(path)
-                for label, path in (other.split("=", 1) for other in others)
-            }
-            facts = timing.provenance()
-            told = tables.run_table(
-                subject, known, cut, densities, table, others=more, provenance=facts, tell=tell
-            )
-    if made is not None and plan is not None:
-        console.print(_quality_table(str(made.terms.density), found))
-        names = ("realised_density_ratio", *tables.COLUMNS)
-        figures = {name: found[0][name] for name in names}
-        made.validated(figures | {"length": length, "documents": documents}).save(plan)
-        console.print(f"written: {plan}")
-    else:
-        for density, part in told["densities"].items():
-            console.print(_quality_table(density, part["rows"]))
-        console.print(f"written: {table} and its .md")
+        yield lambda what: shown.update(task, description=what)
 
 
 def _subject(

@@ -7,8 +7,8 @@ A suite of `xsake bench --suite NAME` is a module with a function
 and an entry in `run.SUITES`. Its records are dictionaries with units in the names; a part measures
 the records of one case, so that an interrupted run can resume with the next case.
 
-    cpu                    time against density, memory, mask construction; beside jax.nn
-    hopper                 speed beside peers, uneven heads, transposed lists
+    cpu                    time against density, memory, mask construction; jax.nn as the peer
+    hopper                 speed compared with peers, uneven heads, transposed lists
     hopper_features        one case per feature, the xla backend on a GPU, memory
     model                  loading, prefill and decode of a checkpoint
 

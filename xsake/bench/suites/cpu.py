@@ -1,4 +1,4 @@
-"""The suite `cpu`: time against density beside jax.nn, temporary memory, mask construction."""
+"""The suite `cpu`: time against density, temporary memory, mask construction; against jax.nn."""
 
 from __future__ import annotations
 

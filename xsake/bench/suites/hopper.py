@@ -1,4 +1,4 @@
-"""The suite `hopper`: speed beside peers, the cost of uneven heads and of transposed lists."""
+"""The suite `hopper`: speed compared with peers, cost of uneven heads and transposed lists."""
 
 from __future__ import annotations
 
