@@ -1,20 +1,20 @@
-# XSAKE on plain venv + pip. `make help` lists the targets; each may be run again at no cost.
+# XSAKE on plain venv + pip. `make help` lists the targets.
 #
-# Every Python has its own environment, .venv/3.11.7, .venv/3.12.1, …, undisturbed by the others.
+# Every Python version has its own environment: .venv/3.11.7, .venv/3.12.1, …
 
 # The interpreter, 3.11 to 3.13: make test PYTHON=python3.12
 PYTHON ?= python3
-# Extras beside cli and dev, with commas: make setup EXTRAS=cuda
+# Extras in addition to cli and dev, separated by commas: make setup EXTRAS=cuda
 EXTRAS ?=
-# Processes that pytest uses (0: only its own), and how tests are dealt to them: worksteal, loadfile
+# pytest-xdist: number of worker processes (0: none), and its --dist mode
 WORKERS ?= 2
 DIST ?= worksteal
-# More words for pytest: make pytest PYTEST_ARGS="tests/test_readme.py -x"
+# Extra arguments for pytest: make pytest PYTEST_ARGS="tests/test_readme.py -x"
 PYTEST_ARGS ?=
 # How many random cases `make fuzz` runs, and the seed of the first
 N ?= 1000
 SEED ?= 0
-# More words for the resolver: make lock LOCK_ARGS=--upgrade
+# Extra arguments for uv pip compile: make lock LOCK_ARGS=--upgrade
 LOCK_ARGS ?=
 
 comma := ,
@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 
 $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
-	    echo "PYTHON=$(PYTHON) is $(or $(VERSION),no interpreter that runs); XSAKE needs Python" \
+	    echo "PYTHON=$(PYTHON) is $(or $(VERSION),not a working interpreter); XSAKE needs Python" \
 	        "3.11, 3.12 or 3.13: set PYTHON to the path of one" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
@@ -52,17 +52,17 @@ demo: setup  ## calibrate the shipped model, compare HADS with fixed patterns, t
 
 test: setup lint pytest  ## everything that must pass: lint, tests, doctests, README's code
 
-lint: setup  ## ruff, mypy, and who may import whom
+lint: setup  ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# NumPy's products take all cores for each of the workers, and wait for one another's threads.
+# NumPy's BLAS would start a thread per core in every worker, more threads than cores.
 pytest: setup  ## the tests without lint
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist $(DIST) $(PYTEST_ARGS)
 
-format: setup  ## rewrite the sources as lint wants them
+format: setup  ## format the sources and fix what ruff can
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 
@@ -72,7 +72,7 @@ bench: setup  ## time the CPU suite and write its JSON
 fuzz: setup  ## N random cases against the oracle, from SEED
 	$(BIN)/python -m tests.fuzz --n $(N) --seed $(SEED)
 
-# The index is pip's own and stays out of the file.
+# Uses the package index that pip is configured with, but does not write it to constraints.txt.
 lock: $(VENV)/pyvenv.cfg  ## resolve constraints.txt again, for every Python and machine
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check uv
 	@index=$$($(BIN)/python -m pip config get global.index-url 2>/dev/null) || index=; \

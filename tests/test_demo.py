@@ -1,4 +1,4 @@
-"""xsake demo: all of it on short texts (XSAKE_SLOW=1), and its training run without steps."""
+"""xsake demo: the whole demo on short texts (XSAKE_SLOW=1), and its training run with a stub."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from xsake.observe import registry
 from xsake.train import loop
 
 
-def test_the_training_run_takes_the_place_of_an_earlier_one(tmp_path, monkeypatch):
+def test_the_training_run_replaces_an_earlier_one(tmp_path, monkeypatch):
     asked = []
 
-    def instead(config, *sinks):
+    def train_stub(config, *sinks):
         config.write(config.place / "config.json")
         asked.append(config)
         return loop.Outcome(0, "finished", config.place)
 
-    monkeypatch.setattr(loop, "train", instead)
-    for steps in (60, 90):  # other settings, which a run that exists would refuse
+    monkeypatch.setattr(loop, "train", train_stub)
+    for steps in (60, 90):  # an existing run would reject changed settings
         assert demo._train(tmp_path, steps) == tmp_path / "demo"
     first, second = asked
     assert first.hash != second.hash
@@ -34,14 +34,14 @@ def test_the_training_run_takes_the_place_of_an_earlier_one(tmp_path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.skipif("XSAKE_SLOW" not in os.environ, reason="a minute; XSAKE_SLOW=1 runs it")
-def test_the_demo_leaves_a_plan_and_a_run_and_may_be_repeated(tmp_path, monkeypatch, capsys):
+def test_the_demo_writes_a_plan_and_a_run_and_can_be_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "LENGTH", 256)
     monkeypatch.setattr(demo, "BLOCK", 16)
     monkeypatch.setattr(demo.console, "width", 120)
-    (tmp_path / "demo-plan").mkdir()  # as if an earlier demo had been stopped
+    (tmp_path / "demo-plan").mkdir()  # left by an interrupted demo
     demo.demo(tmp_path, calibration=2, documents=1, steps=3)
-    said = capsys.readouterr().out
-    rows = [line.split() for line in said.splitlines() if " 0.430 " in line]
+    output = capsys.readouterr().out
+    rows = [line.split() for line in output.splitlines() if " 0.430 " in line]
     names = {" ".join(row[: row.index("0.430")]) for row in rows}
     assert {"sliding_window", "bigbird", "random", "HADS mean_query/output"} <= names
     plan = hads.Plan.load(tmp_path / "demo-plan" / "plan.safetensors")

@@ -1,6 +1,6 @@
 """Every ```python block of README.md and docs/*.md runs, in order, in one namespace per page.
 
-A block that is not meant to run is fenced as ```text, ```console, …: nothing else is left out.
+Blocks that are not meant to run are fenced as ```text, ```console, …; all others run.
 """
 
 import re
@@ -20,11 +20,11 @@ FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})\s*(?P<language>[^\s`{]
 def python_blocks(text: str) -> list[tuple[int, str]]:
     """The python blocks of a Markdown text, each with the line number of its first line.
 
-    A fence closes with at least as many of its own marks and no word behind them. The indentation
-    of the opening fence (a block inside a list) is taken off every line.
+    A closing fence has at least as many marks and no info string. The indentation of the opening
+    fence (a block inside a list) is removed from every line.
     """
     blocks = []
-    opened = None  # the fence that is open, as its match and line number
+    opened = None  # the open fence: (match, line number)
     lines: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         fence = FENCE.fullmatch(line)
@@ -65,15 +65,15 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     run(blocks, str(page.relative_to(ROOT)), module)
 
 
-def test_the_drawn_mask_is_what_the_example_prints(capsys):
-    """README's first ```text block is the output of its first python block, letter for letter."""
+def test_the_mask_in_the_readme_is_what_the_example_prints(capsys):
+    """README's first ```text block equals the output of its first python block."""
     text = README.read_text(encoding="utf-8")
     drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
     run(python_blocks(text)[:1], "README.md", types.ModuleType("page"))
     assert capsys.readouterr().out == drawn[1]
 
 
-def test_only_python_fences_are_taken_and_lines_are_counted():
+def test_only_python_fences_are_found_with_their_line_numbers():
     text = (
         "# Title\n\n```python\nx = 1\n```\n\n```text\nnot python (\n```\n"
         "- a list\n  ```py\n  if x:\n      x += 1\n  ```\n"
@@ -94,6 +94,6 @@ def test_blocks_share_one_namespace_and_errors_name_the_line():
     assert (str(last.path), last.lineno + 1) == ("P.md", 7)
 
 
-def test_a_fence_that_is_never_closed_is_an_error():
+def test_an_unclosed_fence_raises():
     with pytest.raises(ValueError, match="the fence of line 2 is never closed"):
         python_blocks("text\n```python\nx = 1\n")

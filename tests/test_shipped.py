@@ -1,4 +1,4 @@
-"""What comes with the package is whole, small, and what its card says."""
+"""The bundled model and texts are complete, small and match their README."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loaded():
     return huggingface.load(shipped.FOLDER)
 
 
-def test_the_model_is_small_and_has_heads_enough(loaded):
+def test_the_model_is_small_and_has_at_least_32_heads(loaded):
     config = loaded.config
     assert (shipped.FOLDER / "model.safetensors").stat().st_size <= 12_000_000
     assert config.context >= 2048
@@ -33,24 +33,24 @@ def test_the_model_is_small_and_has_heads_enough(loaded):
 
 
 @pytest.mark.parametrize("path", [shipped.CALIBRATION_TEXT, shipped.HELD_OUT_TEXT])
-def test_a_text_is_one_document_and_survives_the_tokenizer(loaded, path):
+def test_a_text_is_one_document_and_round_trips_through_the_tokenizer(loaded, path):
     (document,) = text.documents([path])
     assert len(document) > 100_000
     assert loaded.tokenizer.decode(loaded.tokenizer.encode(document[:5000])) == document[:5000]
 
 
-def test_it_predicts_a_novel_that_it_never_saw(loaded):
-    """Better by a nat than by knowing how often every token occurs in this very text."""
+def test_the_model_predicts_a_held_out_novel(loaded):
+    """The loss is at least 1 nat below the unigram entropy of the text."""
     (book,) = text.documents([shipped.HELD_OUT_TEXT])
     share = np.bincount(loaded.tokenizer.encode(book)) / len(loaded.tokenizer.encode(book))
     entropy = -(share * np.log(np.maximum(share, 1e-30))).sum()
     tokens = load_documents([shipped.HELD_OUT_TEXT], loaded.tokenizer.encode, 512, 1)[0]
-    said = jax.nn.log_softmax(loaded.model(tokens[None])[0, :-1])
-    assert -said[jnp.arange(511), tokens[1:]].mean() < entropy - 1
+    log_p = jax.nn.log_softmax(loaded.model(tokens[None])[0, :-1])
+    assert -log_p[jnp.arange(511), tokens[1:]].mean() < entropy - 1
 
 
-def test_a_text_begins_with_bos_and_some_head_rests_on_it(loaded):
-    """Over 512 tokens; attending to all keys alike gives the first one 0.01 at most."""
+def test_a_text_starts_with_bos_and_some_head_is_a_sink_on_it(loaded):
+    """Over 512 tokens; uniform attention would give the first key 0.01 at most."""
     tokens = load_documents([shipped.HELD_OUT_TEXT], loaded.tokenizer.encode, 512, 1)[0]
     assert tokens[0] == loaded.config.bos
     assert loaded.config.bos not in tokens[1:]
@@ -63,7 +63,7 @@ def test_a_text_begins_with_bos_and_some_head_rests_on_it(loaded):
     assert loaded.model.observe(tokens[None], fold, jnp.zeros(())) > 0.3
 
 
-def test_its_run_is_the_preset_and_finished():
+def test_the_training_run_has_the_preset_settings_and_finished():
     config, preset = Config.read(shipped.FOLDER / "training.json"), PRESETS["shipped"]
     for name in ("model", "seed", "optimizer", "schedule", "compute"):
         assert getattr(config, name) == getattr(preset, name), name

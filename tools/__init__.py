@@ -1,1 +1,1 @@
-"""Programs that write tables and figures into docs/ from benchmarks/results/."""
+"""Programs for the repository itself: tables in docs/ from benchmarks/results/."""

@@ -1,12 +1,12 @@
-"""Tables in README and docs, written from result files: `python -m tools.tables FILE…`.
+"""Writes the tables of README and docs from result files: `python -m tools.tables PAGE.md…`.
 
-A page marks where a table goes, and which file it is made from:
+Run it from the repository root. A page marks where a table goes, its kind and its result file:
 
     <!-- table hopper hopper-2026-11-17.json -->
     …
     <!-- end -->
 
-Figures stand in such tables and nowhere else; tests/test_docs.py holds every page to it.
+Measured numbers may appear in such tables only; tests/test_docs.py enforces it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from typing import Any
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
-Rows = list[dict[str, Any]]
+Record = dict[str, Any]  # one measurement of a result file
 
 
-def filled(text: str, results: Path = RESULTS) -> str:
-    """The page with every table written anew from its file."""
+def fill(text: str, results: Path = RESULTS) -> str:
+    """The page with every table regenerated from its file."""
 
     def write(match: re.Match[str]) -> str:
         head, kind, name, _, end = match.groups()
         if kind not in TABLES:
             raise ValueError(f"table {kind!r} is not one of {list(TABLES)}")
         report = json.loads((results / name).read_text())
-        made = TABLES[kind](report.get("results", report))
-        return f"{head}\n{made}\n\n{_source(report, name)}\n\n{end}"
+        table = TABLES[kind](report.get("results", report))
+        return f"{head}\n{table}\n\n{_source(report, name)}\n\n{end}"
 
     return _TABLE.sub(write, text)
 
 
-def outside(text: str) -> str:
-    """The page without its tables: prose, in which no figure may stand."""
+def without_tables(text: str) -> str:
+    """The page without its tables."""
     return _TABLE.sub("", text)
 
 
-def _source(report: dict[str, Any], name: str) -> str:
+def _source(report: Record, name: str) -> str:
+    """The line below a table: file, machine, versions, commit, date and command."""
     report = report.get("provenance", report)
     machine, versions = report["machine"], report["versions"]
     device = machine["device"]
@@ -62,31 +63,31 @@ def _markdown(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _pairs(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
-    """Rows by case, then by direction."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["case"], {})[row.get("direction", "")] = row
+def _by_case(records: list[Record]) -> dict[str, dict[str, Record]]:
+    """Records by case, then by direction."""
+    found: dict[str, dict[str, Record]] = {}
+    for record in records:
+        found.setdefault(record["case"], {})[record.get("direction", "")] = record
     return found
 
 
-def hopper(rows: Rows) -> str:
-    """Cells: TFLOP/s forward / backward, the peers' in the same run, time ÷ (density × dense).
+def hopper(records: list[Record]) -> str:
+    """Columns: TFLOP/s forward / backward, the peers' in the same run, time ÷ (density × dense).
 
-    FlashAttention-4 has its columns where the file holds it, beside cuDNN or FlexAttention.
+    FlashAttention-4 has its own columns if it is in the file.
     """
 
-    def both(case: dict[str, dict[str, Any]], key: str, shape: str) -> str:
+    def both(case: dict[str, Record], key: str, shape: str) -> str:
         values = [case[d][key] for d in ("forward", "backward") if key in case[d]]
         return " / ".join(format(x, shape) for x in values)
 
-    def beside(case: dict[str, dict[str, Any]], peer: str, label: str = "") -> list[str]:
+    def compared(case: dict[str, Record], peer: str, label: str = "") -> list[str]:
         speeds = both(case, f"{peer}_teraflops", ".0f")
         return [label + speeds, both(case, f"times_faster_than_{peer}", ".2f")]
 
-    fourth = any("flash_attention_4_teraflops" in row for row in rows)
+    fourth = any("flash_attention_4_teraflops" in record for record in records)
     lines = []
-    for name, case in _pairs(rows).items():
+    for name, case in _by_case(records).items():
         if "forward" not in case or "backward" not in case or "teraflops" not in case["forward"]:
             continue
         peer = next(
@@ -97,67 +98,74 @@ def hopper(rows: Rows) -> str:
             [
                 name,
                 both(case, "teraflops", ".0f"),
-                *beside(case, peer, label),
-                *(beside(case, "flash_attention_4") if fourth else ()),
+                *compared(case, peer, label),
+                *(compared(case, "flash_attention_4") if fourth else ()),
                 both(case, "over_density_times_dense", ".2f"),
             ]
         )
-    more = ("FlashAttention-4", "× FlashAttention-4") if fourth else ()
-    head = ("B·N·T·H", "XSAKE TFLOP/s", "peer", "× peer", *more, "÷ (density × own dense)")
+    more = ("FlashAttention-4", "speedup over FlashAttention-4") if fourth else ()
+    head = (
+        "B·N·T·H",
+        "XSAKE TFLOP/s",
+        "peer",
+        "speedup over peer",
+        *more,
+        "time ÷ (density × own dense)",
+    )
     return _markdown(head, lines)
 
 
-def hopper_costs(rows: Rows) -> str:
-    """Of the same file: what uneven heads and new lists cost."""
+def hopper_costs(records: list[Record]) -> str:
+    """The suite `hopper`: the cost of uneven heads and of transposing the block lists."""
     lines: list[list[str]] = []
-    for name, case in _pairs(rows).items():
-        row = case.get("forward", case.get("", {}))
-        if "over_uniform_heads" in row:
+    for name, case in _by_case(records).items():
+        record = case.get("forward", case.get("", {}))
+        if "over_uniform_heads" in record:
             ratios = " / ".join(f"{case[d]['over_uniform_heads']:.3f}" for d in case)
-            lines.append([name, "time of a visited block ÷ that of even heads", ratios])
-        if "share_of_backward" in row:
-            lines.append([name, "share of the backward", f"{row['share_of_backward']:.3f}"])
-            count = row["compilations_for_two_masks"]
+            lines.append([name, "time per visited block ÷ that of uniform heads", ratios])
+        if "share_of_backward" in record:
+            lines.append([name, "share of the backward", f"{record['share_of_backward']:.3f}"])
+            count = record["compilations_for_two_masks"]
             lines.append([name, "compilations for two masks", str(count)])
-    return _markdown(("B·N·T·H", "what", "forward / backward"), lines)
+    return _markdown(("B·N·T·H", "quantity", "forward / backward"), lines)
 
 
-def features(rows: Rows) -> str:
-    """The suite hopper-features: every feature once, checked and timed."""
+def features(records: list[Record]) -> str:
+    """The suite `hopper-features`: one case per feature, checked and timed."""
     lines = []
-    for name, case in _pairs(rows).items():
+    for name, case in _by_case(records).items():
         if "median_seconds" not in case.get("forward", {}):
             continue
         cells = [name]
         for direction in ("forward", "backward"):
-            row = case[direction]
-            beside = row.get("jax_nn_teraflops")
-            dense = "" if beside is None else f" (jax.nn {beside:.1f})"
-            cells += [f"{1e3 * row['median_seconds']:.2f}", f"{row['teraflops']:.1f}{dense}"]
-        lines.append([*cells, f"{max(row['error'] for row in case.values()):.1e}"])
-    head = ("what", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "error")
+            record = case[direction]
+            theirs = record.get("jax_nn_teraflops")
+            dense = "" if theirs is None else f" (jax.nn {theirs:.1f})"
+            cells += [f"{1e3 * record['median_seconds']:.2f}", f"{record['teraflops']:.1f}{dense}"]
+        lines.append([*cells, f"{max(record['error'] for record in case.values()):.1e}"])
+    head = ("case", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "error")
     return _markdown(head, lines)
 
 
-def memory(rows: Rows) -> str:
-    """Of the same file: bytes beyond inputs and outputs."""
+def memory(records: list[Record]) -> str:
+    """The suite `hopper-features`: temporary memory."""
     lines = [
         [
-            row["case"].removeprefix("memory "),
-            row["direction"],
-            f"{row['temporary_bytes'] / 2**20:,.1f}",
-            f"{row['temporary_bytes_per_token']:,.0f}",
-            f"{row['list_bytes'] / 2**20:.1f}",
+            record["case"].removeprefix("memory "),
+            record["direction"],
+            f"{record['temporary_bytes'] / 2**20:,.1f}",
+            f"{record['temporary_bytes_per_token']:,.0f}",
+            f"{record['list_bytes'] / 2**20:.1f}",
         ]
-        for row in rows
-        if "temporary_bytes" in row
+        for record in records
+        if "temporary_bytes" in record
     ]
-    head = ("B·N·T·H", "direction", "MiB beyond inputs and outputs", "bytes a token", "lists MiB")
+    head = ("B·N·T·H", "direction", "MiB beyond inputs and outputs", "bytes per token", "lists MiB")
     return _markdown(head, lines)
 
 
-def counters(rows: Rows) -> str:
-    """`benchmarks/counters.py`: one column a kernel."""
+def counters(records: list[Record]) -> str:
+    """suites.counters: one column per kernel."""
     names = {
         "seconds": ("µs, one launch alone", 1e6, ".0f"),
         "tensor_active_percent": ("tensor cores active, %", 1, ".0f"),
@@ -165,213 +173,229 @@ def counters(rows: Rows) -> str:
         "issue_active_percent": ("instruction issue active, %", 1, ".0f"),
         "l2_hit_percent": ("L2 hits, %", 1, ".0f"),
         "dram_percent": ("memory bandwidth, %", 1, ".1f"),
-        "registers_per_thread": ("registers a thread", 1, ".0f"),
+        "registers_per_thread": ("registers per thread", 1, ".0f"),
         "local_loads": ("loads of spilled registers", 1, ".0f"),
     }
     lines = [
-        [label, *(format(scale * row[key], shape) for row in rows)]
+        [label, *(format(scale * record[key], shape) for record in records)]
         for key, (label, scale, shape) in names.items()
     ]
-    clocks = [f"{row['cycles'] / row['seconds'] / 1e9:.2f}" for row in rows]
+    clocks = [f"{record['cycles'] / record['seconds'] / 1e9:.2f}" for record in records]
     waits = [
-        ", ".join(f"{name} {x:.1f}" for name, x in list(row["stalled_warps_per_issue"].items())[:4])
-        for row in rows
+        ", ".join(
+            f"{name} {x:.1f}" for name, x in list(record["stalled_warps_per_issue"].items())[:4]
+        )
+        for record in records
     ]
-    lines += [["clock, GHz", *clocks], ["warps that wait, for each issue", *waits]]
+    lines += [["clock, GHz", *clocks], ["stalled warps per issue", *waits]]
     short = {"xsake_forward": "forward", "xsake_backward": "backward"}
     head = [
-        next(x for name, x in short.items() if row["kernel"].startswith(name)) + f", {row['case']}"
-        for row in rows
+        next(x for name, x in short.items() if record["kernel"].startswith(name))
+        + f", {record['case']}"
+        for record in records
     ]
     return _markdown(("", *head), lines)
 
 
-def cpu(rows: Rows) -> str:
+def cpu(records: list[Record]) -> str:
     """Milliseconds by density, forward and forward+backward."""
     lines = []
-    for name, case in _pairs(rows).items():
+    for name, case in _by_case(records).items():
         if "forward" not in case:
             continue
         cells = [name.removeprefix("cpu ")]
         for direction in ("forward", "forward+backward"):
-            row = case[direction]
-            cells.append(f"{1e3 * row['median_seconds']:.0f}")
-            cells.append(f"{row['over_density_times_dense']:.2f}")
+            record = case[direction]
+            cells.append(f"{1e3 * record['median_seconds']:.0f}")
+            cells.append(f"{record['over_density_times_dense']:.2f}")
         faster = case["forward"].get("times_faster_than_jax_nn")
         lines.append([*cells, "" if faster is None else f"{faster:.2f}"])
-    head = ("case", "forward ms", "÷ (d × dense)", "with backward ms", "÷ (d × dense)", "× jax.nn")
+    head = (
+        "case",
+        "forward ms",
+        "÷ (d × dense)",
+        "with backward ms",
+        "÷ (d × dense)",
+        "speedup over jax.nn",
+    )
     return _markdown(head, lines)
 
 
-def model(rows: Rows) -> str:
-    """A checkpoint's loading, prefill and decode."""
+def model(records: list[Record]) -> str:
+    """The suite `model`: loading, prefill and decode of a checkpoint."""
     lines = []
-    for row in rows:
+    for record in records:
         names = ("seconds_per_token", "median_seconds", "seconds")
-        seconds = next(row[name] for name in names if name in row)
-        first = row.get("first_call_seconds", row.get("compile_burst_seconds"))
-        speed = row.get("tokens_per_second")
+        seconds = next(record[name] for name in names if name in record)
+        first = record.get("first_call_seconds", record.get("compile_burst_seconds"))
+        speed = record.get("tokens_per_second")
         lines.append(
             [
-                row["case"],
-                f"{1e3 * seconds:,.1f}" + (" each" if "seconds_per_token" in row else ""),
+                record["case"],
+                f"{1e3 * seconds:,.1f}" + (" each" if "seconds_per_token" in record else ""),
                 "" if speed is None else f"{speed:,.0f}",
                 "" if first is None else f"{first:.1f}",
             ]
         )
-    head = ("what", "ms", "tokens/s", "s, the first time, with compiling")
+    head = ("case", "ms", "tokens/s", "first call with compilation, s")
     return _markdown(head, lines)
 
 
-def training(rows: Rows) -> str:
-    """Runs side by side: perplexity of every file, and the gap to the first run."""
+def training(records: list[Record]) -> str:
+    """Training runs: perplexity of every file, and the gap to the first run."""
     lines = []
-    for row in rows:
-        attention = "dense" if row["density_ratio"] == 1 else f"HADS {row['density_ratio']:.2f}"
-        cells = [row["run"], attention, row["seed"], f"{row['steps']:,}"]
-        for file, value in row["perplexity"].items():
-            cells.append(f"{value:.2f} ({row['perplexity_gap'][file]:+.2%})")
+    for record in records:
+        attention = (
+            "dense" if record["density_ratio"] == 1 else f"HADS {record['density_ratio']:.2f}"
+        )
+        cells = [record["run"], attention, record["seed"], f"{record['steps']:,}"]
+        for file, value in record["perplexity"].items():
+            cells.append(f"{value:.2f} ({record['perplexity_gap'][file]:+.2%})")
         lines.append(cells)
-    head = ("run", "attention", "seed", "steps", *rows[0]["perplexity"])
+    head = ("run", "attention", "seed", "steps", *records[0]["perplexity"])
     return _markdown(head, lines)
 
 
-def train_step(rows: Rows) -> str:
+def train_step(records: list[Record]) -> str:
     """Whole training steps: milliseconds, tokens/s, MFU and peak memory."""
     lines = []
-    for row in rows:
-        if "error" in row:
-            lines.append([f"{row['length']:,}", row["variant"], *["failed"] * 4])
+    for record in records:
+        if "error" in record:
+            lines.append([f"{record['length']:,}", record["variant"], *["failed"] * 4])
             continue
         lines.append(
             [
-                f"{row['length']:,}",
-                row["variant"],
-                f"{1e3 * row['median_seconds']:.1f}",
-                f"{row['tokens_per_second']:,.0f}",
-                "" if row["mfu_ratio"] is None else f"{row['mfu_ratio']:.1%}",
-                "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}",
+                f"{record['length']:,}",
+                record["variant"],
+                f"{1e3 * record['median_seconds']:.1f}",
+                f"{record['tokens_per_second']:,.0f}",
+                "" if record["mfu_ratio"] is None else f"{record['mfu_ratio']:.1%}",
+                "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**30:.1f}",
             ]
         )
-    return _markdown(("T", "attention", "ms a step", "tokens/s", "MFU", "peak GiB"), lines)
+    return _markdown(("T", "attention", "ms per step", "tokens/s", "MFU", "peak GiB"), lines)
 
 
-def train_profile(rows: Rows) -> str:
-    """Where a step's kernels spend their time, ms by class, one column a variant."""
-    rows = [row for row in rows if "class_seconds" in row]
+def train_profile(records: list[Record]) -> str:
+    """Kernel time of a training step by class, one column per variant."""
+    records = [record for record in records if "class_seconds" in record]
     lines = [
-        [name, *(f"{1e3 * row['class_seconds'][name]:.2f}" for row in rows)]
-        for name in rows[0]["class_seconds"]
+        [name, *(f"{1e3 * record['class_seconds'][name]:.2f}" for record in records)]
+        for name in records[0]["class_seconds"]
     ]
     for label, key in (("all kernels", "kernel_seconds"), ("the step", "median_seconds")):
-        lines.append([label, *(f"{1e3 * row[key]:.2f}" for row in rows)])
-    return _markdown(("ms", *(f"{row['variant']}, T={row['length']:,}" for row in rows)), lines)
+        lines.append([label, *(f"{1e3 * record[key]:.2f}" for record in records)])
+    return _markdown(
+        ("ms", *(f"{record['variant']}, T={record['length']:,}" for record in records)), lines
+    )
 
 
-def head_roles(rows: Rows) -> str:
-    """What heads attend to: how many give it a tenth of their weight, and which gives it most."""
+def head_roles(records: list[Record]) -> str:
+    """For each role: the number of heads with a weight of 0.1 or more, and the strongest head."""
     lines = []
-    for row in rows:
+    for record in records:
         weights = {
             (layer, head): x
-            for layer, heads in enumerate(row["weight_by_layer_and_head"])
+            for layer, heads in enumerate(record["weight_by_layer_and_head"])
             for head, x in enumerate(heads)
         }
-        best = max(weights, key=lambda place: weights[place])
+        best = max(weights, key=lambda head: weights[head])
         count = sum(x >= 0.1 for x in weights.values())
         lines.append(
             [
-                row["role"],
+                record["role"],
                 f"{count} of {len(weights)}",
                 "{}.{}".format(*best),
                 f"{weights[best]:.2f}",
             ]
         )
-    return _markdown(("role", "heads with 0.1 or more", "most, layer.head", "its weight"), lines)
+    return _markdown(
+        ("role", "heads with 0.1 or more", "strongest head (layer.head)", "its weight"), lines
+    )
 
 
-def hads(column: str, table: dict[str, Any]) -> str:
-    """One column of `xsake evaluate --table`: a row for each method, a cell for each density."""
+def hads(column: str, table: Record) -> str:
+    """One metric of `xsake evaluate --table`: a row per method, a column per density."""
     scale, digits = (100, 2) if column == "perplexity_gap" else (1, 4)
     densities = sorted(table["densities"], key=float)
-    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    cells: dict[tuple[str, str], dict[str, Record]] = {}
     for density in densities:
-        for row in table["densities"][density]["rows"]:
-            cells.setdefault((row["method"], row["kind"]), {})[density] = row
+        for record in table["densities"][density]["rows"]:
+            cells.setdefault((record["method"], record["kind"]), {})[density] = record
 
-    def cell(row: dict[str, Any] | None) -> str:
-        if row is None:
+    def cell(record: Record | None) -> str:
+        if record is None:
             return ""
-        error = row[f"{column}_standard_error"]
+        error = record[f"{column}_standard_error"]
         spread = "" if error is None else f" ± {scale * error:.{digits}f}"
-        return f"{scale * row[column]:.{digits}f}{spread}"
+        return f"{scale * record[column]:.{digits}f}{spread}"
 
-    def rank(by_density: dict[str, dict[str, Any]]) -> float:
-        values = [row[column] for row in by_density.values()]
+    def rank(by_density: dict[str, Record]) -> float:
+        values = [record[column] for record in by_density.values()]
         mean = sum(values) / len(values)
         return -mean if column == "recall" else mean
 
     lines = [
         [*name, *(cell(by_density.get(density)) for density in densities)]
-        for name, by_density in sorted(cells.items(), key=lambda item: rank(item[1]))
+        for name, by_density in sorted(cells.items(), key=lambda method: rank(method[1]))
     ]
     unit = ", %" if column == "perplexity_gap" else ""
     named = f"{column.replace('_', ' ')}{unit} at density"
-    return _markdown(("method", "knows", *(f"{named} {d}" for d in densities)), lines)
+    return _markdown(("method", "kind", *(f"{named} {d}" for d in densities)), lines)
 
 
-def hads_speed(report: dict[str, Any]) -> str:
-    """`benchmarks/hads_table.py speed`: attention under a plan against dense, and decode."""
+def hads_speed(report: Record) -> str:
+    """suites.hads_table speed: attention under a plan against dense, and decode."""
     attention, decode = [], []
-    for row in report["rows"]:
-        share = f"{row['density_ratio']:.3f}"
-        if row["kind"] == "decode":
-            kl = row.get("logit_kl")
-            error = row.get("logit_kl_standard_error")
+    for record in report["rows"]:
+        share = f"{record['density_ratio']:.3f}"
+        if record["kind"] == "decode":
+            kl = record.get("logit_kl")
+            error = record.get("logit_kl_standard_error")
             decode.append(
                 [
-                    f"decode at {row['tokens']:,} tokens, batch {row['batch']}",
-                    row.get("budget", ""),
+                    f"decode at {record['tokens']:,} tokens, batch {record['batch']}",
+                    record.get("budget", ""),
                     share,
-                    row.get("refresh", "") if row["density_ratio"] < 1 else "",
-                    f"{row['tokens_per_second']:,.0f}",
+                    record.get("refresh", "") if record["density_ratio"] < 1 else "",
+                    f"{record['tokens_per_second']:,.0f}",
                     "" if kl is None else f"{kl:.4f} ± {error:.4f}",
                 ]
             )
             continue
-        alone = row.get("selection_over_dense")
+        alone = record.get("selection_over_dense")
         attention.append(
             [
-                row["shape"] + (", activations" if row["kind"] == "activations" else ""),
-                row["selector"],
-                row["budget"],
+                record["shape"] + (", activations" if record["kind"] == "activations" else ""),
+                record["selector"],
+                record["budget"],
                 share,
-                f"{1e3 * row['dense_seconds']:.3f}",
-                f"{1e3 * row['selection_and_sparse_seconds']:.3f}",
-                f"{row['selection_and_sparse_over_dense']:.2f}",
+                f"{1e3 * record['dense_seconds']:.3f}",
+                f"{1e3 * record['selection_and_sparse_seconds']:.3f}",
+                f"{record['selection_and_sparse_over_dense']:.2f}",
                 "" if alone is None else f"{alone:.3f}",
-                f"{row['kl']:.4f} ± {row['kl_standard_error']:.4f}" if "kl" in row else "",
+                f"{record['kl']:.4f} ± {record['kl_standard_error']:.4f}" if "kl" in record else "",
             ]
         )
     head = "B·N·T·H | selector | budget | density | dense ms | selection + sparse ms | ÷ dense"
     above = [*head.split(" | "), "selection ÷ dense", "attention KL"]
-    below = ("what", "budget", "share of blocks", "chosen every", "tokens/s", "logit KL")
+    below = ("case", "budget", "share of blocks", "reselected every", "tokens/s", "logit KL")
     return _markdown(above, attention) + "\n\n" + _markdown(below, decode)
 
 
-def hads_profile(report: dict[str, Any]) -> str:
-    """`benchmarks/hads_table.py profile`: how long a calibration takes."""
-    rows = [
+def hads_profile(report: Record) -> str:
+    """suites.hads_table profile: how long a calibration takes."""
+    records = [
         [
             report["provenance"]["machine"]["device"],
-            f"{row['documents']} × {row['length']:,} tokens",
-            row["dtype"],
-            len(row["curves"]),
-            f"{row['seconds']:.1f}",
+            f"{record['documents']} × {record['length']:,} tokens",
+            record["dtype"],
+            len(record["curves"]),
+            f"{record['seconds']:.1f}",
         ]
-        for row in report["rows"]
+        for record in report["rows"]
     ]
-    return _markdown(("device", "documents", "type", "curves", "seconds"), rows)
+    return _markdown(("device", "documents", "dtype", "cost curves", "seconds"), records)
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
@@ -396,9 +420,9 @@ TABLES: dict[str, Callable[[Any], str]] = {
 
 
 def main(paths: list[str]) -> None:
-    """Rewrites the tables of the pages named."""
+    """Regenerates the tables of these pages."""
     for path in map(Path, paths):
-        path.write_text(filled(path.read_text()))
+        path.write_text(fill(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of tilings, with stand-ins for the kernels."""
+"""Autotuning: candidates are compared, tables are written and joined; kernels are stubbed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from xsake.cli import machine
 
 
 @pytest.fixture
-def stand_ins(monkeypatch):
-    """The reference in the kernels' place, wrong where the tiling is not in `right`."""
-    right = {"wrong_order": ""}
+def stubs(monkeypatch):
+    """The reference instead of the kernels; wrong for tilings of the order `wrong_order`."""
+    state = {"wrong_order": ""}
 
     def forward(settings, q, k, v, mask):
         out, lse = reference.forward(
             q, k, v, None, mask, scale=settings.scale, soft_cap=None, options=Options()
         )
         tiling = settings.options.hopper_forward
-        wrong = tiling is not None and tiling.order == right["wrong_order"]
+        wrong = tiling is not None and tiling.order == state["wrong_order"]
         return out * (1.5 if wrong else 1), lse
 
     def backward(settings, saved, cotangents):
@@ -43,37 +43,37 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(autotune, "BACKWARD", ({"fused": True}, {"fused": False}))
     cases = {"a mixed": [hopper_case(1, 256, 64, d) for d in (0.9, 0.7)]}
     monkeypatch.setattr(autotune, "groups", lambda: iter([cases, {"another": []}]))
-    return right
+    return state
 
 
 @needs_newer_jax
-def test_every_class_asked_for_has_a_row_and_others_stay(stand_ins, tmp_path):
-    """With what it was chosen from, and only what differs from the defaults."""
+def test_only_the_selected_classes_are_updated(stubs, tmp_path):
+    """An entry records all candidates, and the fields that differ from the defaults."""
     table = tmp_path / "table.json"
     kept = {"forward": {"another": {"tiling": {}}}, "backward": {}}
     table.write_text(json.dumps({"classes": kept}))
-    autotune.autotune(table, only="a mixed", tell=lambda line: None)
+    autotune.autotune(table, only="a mixed", report=lambda line: None)
     written = json.loads(table.read_text())["classes"]
     assert written["forward"]["another"] == {"tiling": {}}
-    row = written["forward"]["a mixed"]
-    assert row["cases"] == ["1·16·256·64 density=0.9", "1·16·256·64 density=0.7"]
-    assert [fields for fields, _ in row["candidates"]] == [
+    entry = written["forward"]["a mixed"]
+    assert entry["cases"] == ["1·16·256·64 density=0.9", "1·16·256·64 density=0.7"]
+    assert [fields for fields, _ in entry["candidates"]] == [
         {"order": "sections"},
         {"order": "natural"},
     ]
-    assert row["tiling"] in ({}, {"order": "natural"})
+    assert entry["tiling"] in ({}, {"order": "natural"})
     assert set(written["backward"]) == {"a mixed"}
 
 
-def table(date, machine="a card", **rows):
-    """A table whose rows of the forward have these dates."""
+def table(date, machine="a GPU", **entries):
+    """A table whose forward entries have these dates."""
     facts = {"date": date, "machine": machine, "versions": "1", "commit": date, "command": date}
-    classes = {name: {"tiling": {"from": date}, "date": x} for name, x in rows.items()}
+    classes = {name: {"tiling": {"from": date}, "date": x} for name, x in entries.items()}
     return facts | {"classes": {"forward": classes, "backward": {}}}
 
 
-def test_tables_are_joined_row_by_row(tmp_path):
-    """Each was begun from the same table: a row that was measured since then counts."""
+def test_tables_are_joined_by_class(tmp_path):
+    """The newest entry of a class wins."""
     paths = [tmp_path / name for name in ("one.json", "two.json")]
     tables = table("day 3", new="day 3", old="day 1"), table("day 2", new="day 1", old="day 2")
     for path, content in zip(paths, tables, strict=True):
@@ -88,20 +88,20 @@ def test_tables_are_joined_row_by_row(tmp_path):
     assert joined["commit"] == "day 3"
 
 
-def test_tables_of_two_machines_are_not_joined(tmp_path):
+def test_joining_tables_of_two_machines_raises(tmp_path):
     paths = [tmp_path / name for name in ("one.json", "two.json")]
-    for path, name in zip(paths, ("a card", "another"), strict=True):
+    for path, name in zip(paths, ("a GPU", "another"), strict=True):
         path.write_text(json.dumps(table("day 1", name)))
     with pytest.raises(ValueError, match=r"machine a.*join only tables of one machine"):
         autotune.join(paths, tmp_path / "both.json")
 
 
 @needs_newer_jax
-def test_a_tiling_that_changes_values_is_an_error(stand_ins, tmp_path):
-    """It is not merely passed over."""
-    stand_ins["wrong_order"] = "natural"
+def test_a_tiling_that_changes_the_result_raises(stubs, tmp_path):
+    """It is not skipped."""
+    stubs["wrong_order"] = "natural"
     with pytest.raises(WrongResultError, match=r"order='natural'.*differs from the first"):
-        autotune.autotune(tmp_path / "table.json", only="a mixed", tell=lambda line: None)
+        autotune.autotune(tmp_path / "table.json", only="a mixed", report=lambda line: None)
 
 
 @needs_newer_jax
@@ -109,11 +109,11 @@ def test_the_largest_geometric_mean_wins():
     """4 · 1 < 2 · 3, though the first has the largest single speed."""
     from xsake.backends.hopper.forward_kernel import ForwardTiling
 
-    row = autotune._best(
+    entry = autotune._best(
         ForwardTiling,
         ({"order": "sections"}, {"order": "natural"}),
         {"x": [4.0, 2.0], "y": [1.0, 3.0]},
     )
-    assert row["tiling"] == {"order": "natural"}
-    assert row["teraflops"] == [2.0, 3.0]
-    assert jnp.allclose(row["candidates"][1][1], 6**0.5, atol=0.1)
+    assert entry["tiling"] == {"order": "natural"}
+    assert entry["teraflops"] == [2.0, 3.0]
+    assert jnp.allclose(entry["candidates"][1][1], 6**0.5, atol=0.1)

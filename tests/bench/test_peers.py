@@ -1,4 +1,4 @@
-"""Peers are given the case's blocks, are checked as we are, and stand beside us in the tables."""
+"""Peers get the case's blocks, pass the same checks, and appear in the tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tools import tables as report
+from tools import tables
 from xsake import masks
-from xsake.bench import peers, timing
+from xsake.bench import measure, peers, timing
 from xsake.bench.cases import Case
 from xsake.bench.checks import WrongResultError
-from xsake.bench.suites import hopper
+from xsake.bench.suites import Record, hopper, hopper_features
 
 SPARSE = Case("sparse", B=2, T=256, N=2, H=16, block=(32, 64), head_densities=(0.2, 0.6))
 CASES = {
@@ -28,7 +28,7 @@ CASES = {
 
 
 class Tensor(np.ndarray):
-    """What the peers ask of a torch tensor; `attend` made it, if it was computed."""
+    """A stub of torch.Tensor; `attend` is the function that computed it, if any."""
 
     attend: Any = None
 
@@ -49,7 +49,7 @@ class Tensor(np.ndarray):
 
 
 class Lists(NamedTuple):
-    """BlockSparseTensorsTorch, as far as it is used."""
+    """A stub of BlockSparseTensorsTorch."""
 
     mask_block_cnt: Any
     mask_block_idx: Any
@@ -59,26 +59,26 @@ class Lists(NamedTuple):
 
 
 @pytest.fixture
-def foreign(monkeypatch):
-    """torch, its FlexAttention and FlashAttention-4 in plain JAX.
+def fake_torch(monkeypatch):
+    """Stubs of torch, its FlexAttention and FlashAttention-4 in plain JAX.
 
-    `made` holds the lists that they were given, `spoil` changes results.
+    `lists` are the block lists that they received, `errors` are added to results.
     """
-    state = types.SimpleNamespace(made=[], spoil={})
+    state = types.SimpleNamespace(lists=[], errors={})
 
     def lists(*args, **more):
-        state.made.append(Lists(*args, **more))
-        return state.made[-1]
+        state.lists.append(Lists(*args, **more))
+        return state.lists[-1]
 
     def attend(q, k, v, seen):
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
         p = jnp.where(seen, jnp.exp(logits - logits.max(-1, keepdims=True)), 0)
-        p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)  # a row without blocks is zero
+        p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)  # a query without keys gets zeros
         return jnp.einsum("bnts,bsnh->btnh", p, v)
 
     def tensor(x, name):
         x = np.array(x)
-        x[0, -1, 0, 3] += state.spoil.get(name, 0)
+        x[0, -1, 0, 3] += state.errors.get(name, 0)
         return x.view(Tensor)
 
     def flash_attn_func(q, k, v, causal, block_sparse_tensors=None, block_sparse_tensors_bwd=None):
@@ -92,8 +92,8 @@ def foreign(monkeypatch):
         return out, None
 
     def from_kv_blocks(*lists, BLOCK_SIZE):
-        state.made.append(Lists(*lists, BLOCK_SIZE))
-        return _tokens(state.made[-1], BLOCK_SIZE)
+        state.lists.append(Lists(*lists, BLOCK_SIZE))
+        return _tokens(state.lists[-1], BLOCK_SIZE)
 
     def flex(q, k, v, block_mask):
         def heads_first(*x):
@@ -140,7 +140,7 @@ def foreign(monkeypatch):
 
 
 def _tokens(lists, size):
-    """Who sees whom, bool [B, N, rows, columns] of tokens, by one list per row of blocks."""
+    """The token mask of block lists, bool [B, N, queries, keys]; transposed if the lists are."""
     count, index = lists.full_block_cnt, lists.full_block_idx
     kept = np.zeros(index.shape, bool)
     np.put_along_axis(kept, index, np.arange(index.shape[-1]) < count[..., None], -1)
@@ -148,14 +148,14 @@ def _tokens(lists, size):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_flash_attention_4_computes_the_case(foreign, name):
+def test_flash_attention_4_computes_the_case(fake_torch, name):
     """Forward by lists per query block, backward by lists per key block: both are checked."""
     assert peers.flash_attention_4(CASES[name]) == {"forward": 1.0, "backward": 1.0}
-    assert len(foreign.made) == (2 if name == "sparse" else 0)
+    assert len(fake_torch.lists) == (2 if name == "sparse" else 0)
 
 
-def test_flex_attention_computes_the_case(foreign):
-    """Its heads come before its tokens."""
+def test_flex_attention_computes_the_case(fake_torch):
+    """In the layout [B, N, T, H]."""
     assert peers.flex_attention(SPARSE) == {"forward": 1.0, "backward": 1.0}
 
 
@@ -166,10 +166,10 @@ def test_flex_attention_computes_the_case(foreign):
         (peers.flash_attention_4, [(2, 2, 8, 4), (2, 2, 4, 8)]),
     ],
 )
-def test_a_peer_is_given_full_blocks_only(foreign, peer, shapes):
-    """int32 and contiguous, for the kernels assume it; no block is left to a token mask."""
+def test_a_peer_gets_full_blocks_only(fake_torch, peer, shapes):
+    """int32 and contiguous, as the kernels assume; no partial blocks."""
     peer(SPARSE)
-    for lists, shape in zip(foreign.made, shapes, strict=True):
+    for lists, shape in zip(fake_torch.lists, shapes, strict=True):
         assert lists.full_block_idx.shape == shape
         assert lists.full_block_cnt.sum() == SPARSE.blocks().sum()
         assert not lists.mask_block_cnt.any()
@@ -187,15 +187,15 @@ def test_a_peer_is_given_full_blocks_only(foreign, peer, shapes):
         *((peers.flash_attention_4, what) for what in ("out", "dq", "dk", "dv")),
     ],
 )
-def test_a_wrong_peer_has_no_time(foreign, peer, what):
-    foreign.spoil[what] = 0.1
+def test_a_wrong_peer_raises(fake_torch, peer, what):
+    fake_torch.errors[what] = 0.1
     with pytest.raises(WrongResultError, match="no time is reported"):
         peer(SPARSE)
 
 
 @pytest.mark.parametrize("name", ["causal", "full"])
 def test_cudnn_is_checked(monkeypatch, name):
-    """By jax.nn's own path, for there is no cuDNN here: right as it is, wrong by the other rule."""
+    """With jax.nn in place of cuDNN: it passes, and raises with the opposite causality."""
     plain = jax.nn.dot_product_attention
 
     def attend(q, k, v, is_causal, implementation):
@@ -215,7 +215,7 @@ def test_cudnn_is_checked(monkeypatch, name):
     "more", [{}, {"bias": (0, 0, 0, 0)}, {"token_mask": (0, 0, 0, 0)}, {"head_densities": (0.4,)}]
 )
 def test_jax_nn_beside_the_xla_backend_is_checked(monkeypatch, more):
-    """With the case's bias and token mask; what is sparse for us is dense for it."""
+    """With the case's bias and token mask; dense if the case is block-sparse."""
     case = Case("plain", T=64, N=2, H=16, block=(32, 32), **more)
     scale = 1 / 4
     plain = jax.nn.dot_product_attention
@@ -225,31 +225,31 @@ def test_jax_nn_beside_the_xla_backend_is_checked(monkeypatch, more):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     monkeypatch.setattr(peers, "time_directions", lambda calls: dict.fromkeys(calls, 1.0))
-    assert hopper._jax_nn(case) == {"forward": 1.0, "backward": 1.0}
+    assert hopper_features.jax_nn(case) == {"forward": 1.0, "backward": 1.0}
     scale = 1 / 5
     with pytest.raises(WrongResultError, match="no time is reported"):
-        hopper._jax_nn(case)
+        hopper_features.jax_nn(case)
 
 
-def test_a_token_mask_visits_every_pair():
-    assert hopper.visited_pairs(SPARSE, jnp.ones((1, 1, 256, 256), bool)) == 2 * 2 * 256 * 256
+def test_a_token_mask_counts_every_pair():
+    assert measure.visited_pairs(SPARSE, jnp.ones((1, 1, 256, 256), bool)) == 2 * 2 * 256 * 256
 
 
-def test_flash_attention_4_stands_in_every_cell_of_the_suite(monkeypatch):
-    """Beside cuDNN where the cell is dense, beside FlexAttention where it is sparse."""
+def test_flash_attention_4_is_a_peer_of_every_case(monkeypatch):
+    """With cuDNN for dense cases, with FlexAttention for block-sparse ones."""
     asked = {}
 
-    def measure(case, others, backend="hopper"):
+    def measured(case, others, backend="hopper"):
         asked[case.name] = others
         for direction in ("forward", "backward"):
-            row = {"case": case.name, "direction": direction}
-            yield row | {"median_seconds": 1.0, "density_ratio": 1.0}
+            record = {"case": case.name, "direction": direction}
+            yield record | {"median_seconds": 1.0, "density_ratio": 1.0}
 
-    monkeypatch.setattr(hopper, "measure", measure)
-    monkeypatch.setattr(hopper, "over", lambda case, other, direction: 1.0)
-    done: list[hopper.Row] = []
-    for _, part in hopper.suite(quick=True):
-        done.extend(part(done))
+    monkeypatch.setattr(hopper, "measure", measured)
+    monkeypatch.setattr(hopper, "time_ratio", lambda case, other, direction: 1.0)
+    done: list[Record] = []
+    for part in hopper.parts(quick=True):
+        done.extend(part.measure(done))
     assert len(asked) == 6
     for name, others in asked.items():
         first = "flex_attention" if "density" in name else "cudnn"
@@ -257,8 +257,8 @@ def test_flash_attention_4_stands_in_every_cell_of_the_suite(monkeypatch):
         assert others["flash_attention_4"] is peers.flash_attention_4
 
 
-def test_a_peer_that_fails_leaves_its_reason_and_our_time():
-    """One that is not installed, one that is wrong, one that breaks; each is asked once."""
+def test_a_failing_peer_is_recorded_with_its_reason_and_our_time_is_kept():
+    """A peer that is not installed, one that is wrong, one that raises; each is called once."""
     asked = []
 
     def failing(error):
@@ -274,26 +274,26 @@ def test_a_peer_that_fails_leaves_its_reason_and_our_time():
         "broken": failing(AssertionError("sm90 only")),
         "there": lambda case: {"forward": 1.0, "backward": 2.0},
     }
-    rows = list(hopper.measure(CASES["causal"], others, "xla"))
+    records = list(measure.measure(CASES["causal"], others, "xla"))
     assert len(asked) == 3
-    assert [row["direction"] for row in rows] == ["forward", "backward"]
-    for row, seconds in zip(rows, (1.0, 2.0), strict=True):
-        assert row["absent_missing"] == "no module flash_attn"
-        assert row["wrong_missing"] == "WrongResultError: errors exceed"
-        assert row["broken_missing"] == "AssertionError: sm90 only"
-        assert row["times_faster_than_there"] == seconds / row["median_seconds"]
-        assert not any(f"{name}_teraflops" in row for name in ("absent", "wrong", "broken"))
+    assert [record["direction"] for record in records] == ["forward", "backward"]
+    for record, seconds in zip(records, (1.0, 2.0), strict=True):
+        assert record["absent_missing"] == "no module flash_attn"
+        assert record["wrong_missing"] == "WrongResultError: errors exceed"
+        assert record["broken_missing"] == "AssertionError: sm90 only"
+        assert record["times_faster_than_there"] == seconds / record["median_seconds"]
+        assert not any(f"{name}_teraflops" in record for name in ("absent", "wrong", "broken"))
 
 
-def test_two_cases_take_turns(monkeypatch):
-    """The ratio is that of times of the same round, whatever the card does in between."""
+def test_two_cases_are_timed_interleaved(monkeypatch):
+    """The ratio is the median over rounds, so drift between rounds does not change it."""
     called = []
 
     def compiled(case, backend):
-        fns = {way: lambda way=way: called.append((case.name, way)) for way in ("forward", "back")}
-        return {}, {way: (fn, ()) for way, fn in fns.items()}
+        fns = {d: lambda d=d: called.append((case.name, d)) for d in ("forward", "backward")}
+        return {}, {d: (fn, ()) for d, fn in fns.items()}
 
-    # sparse and full, then full and sparse, …; two rounds are far off
+    # sparse and full, then full and sparse, …; two rounds are outliers
     slower = iter((2.0, 1.0, 20.0, 40.0, 6.0, 3.0, 1.0, 9.0, 1.0, 1.0))
 
     def time_queued(fn, *args):
@@ -301,25 +301,25 @@ def test_two_cases_take_turns(monkeypatch):
         seconds = next(slower)
         return timing.Timing((1e9, seconds, seconds))  # the median counts
 
-    monkeypatch.setattr(hopper, "compiled", compiled)
+    monkeypatch.setattr(measure, "compiled", compiled)
     monkeypatch.setattr(timing, "time_queued", time_queued)
-    assert hopper.over(CASES["sparse"], CASES["full"], "back") == 2.0
-    turn = [("sparse", "back"), ("full", "back")]
-    assert called == [*turn, *turn[::-1]] * 2 + turn  # another one begins every time
+    assert measure.time_ratio(CASES["sparse"], CASES["full"], "backward") == 2.0
+    pair = [("sparse", "backward"), ("full", "backward")]
+    assert called == [*pair, *pair[::-1]] * 2 + pair  # the first call alternates
 
 
-def test_a_table_has_flash_attention_4_where_the_file_holds_it():
-    def row(direction, **more):
+def test_the_table_has_flash_attention_4_if_the_file_has_it():
+    def record(direction, **more):
         mine = {"case": "a", "direction": direction, "teraflops": 600.0}
         return mine | {"cudnn_teraflops": 500.0, "times_faster_than_cudnn": 1.2} | more
 
     fourth = {"flash_attention_4_teraflops": 640.0, "times_faster_than_flash_attention_4": 0.9375}
     directions = ("forward", "backward")
-    table = report.hopper([row(direction, **fourth) for direction in directions]).splitlines()
-    assert "| × peer | FlashAttention-4 | × FlashAttention-4 |" in table[0]
+    table = tables.hopper([record(direction, **fourth) for direction in directions]).splitlines()
+    assert "| speedup over peer | FlashAttention-4 | speedup over FlashAttention-4 |" in table[0]
     assert (
         table[2] == "| a | 600 / 600 | cuDNN 500 / 500 | 1.20 / 1.20 | 640 / 640 | 0.94 / 0.94 |  |"
     )
-    without = report.hopper([row(direction) for direction in directions]).splitlines()
+    without = tables.hopper([record(direction) for direction in directions]).splitlines()
     assert "FlashAttention-4" not in without[0]
     assert without[2] == "| a | 600 / 600 | cuDNN 500 / 500 | 1.20 / 1.20 |  |"

@@ -1,8 +1,9 @@
-"""A suite that is cut off loses nothing, and a wrong result has no time."""
+"""Interrupted suites resume, partial files are joined, and wrong results are not timed."""
 
 from __future__ import annotations
 
 import json
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +12,7 @@ from xsake import masks
 from xsake.bench import run
 from xsake.bench.cases import Case
 from xsake.bench.checks import WrongResultError, checked, error_of
+from xsake.bench.suites import Part
 from xsake.cli import machine
 
 
@@ -20,76 +22,77 @@ def parts(monkeypatch):
     measured: list[str] = []
 
     def part(name):
-        def rows(done):
+        def measure(done):
             measured.append(name)
             yield {"case": name, "direction": "forward", "before": len(done)}
 
-        return name, rows
+        return Part(name, measure)
 
-    monkeypatch.setitem(run.SUITES, "hopper", lambda quick: [part(x) for x in ("a", "ab", "c")])
+    suite = types.SimpleNamespace(parts=lambda quick, model: [part(x) for x in ("a", "ab", "c")])
+    monkeypatch.setitem(run.SUITES, "hopper", suite)
     monkeypatch.setenv("XSAKE_COMMIT", "one")
     return measured
 
 
-def test_a_run_goes_on_where_an_earlier_one_stopped(parts, tmp_path):
-    """Same commit, same machine: what the file holds is neither measured again nor lost."""
+def test_an_interrupted_run_resumes(parts, tmp_path):
+    """Same commit, same machine: records in the file are kept and not measured again."""
     out = tmp_path / "r.json"
     run.run_suite("hopper", out, only="a")
     assert parts == ["a", "ab"]
     report = run.run_suite("hopper", out)
     assert parts == ["a", "ab", "c"]
-    assert [row["before"] for row in report["results"]] == [0, 1, 2]
+    assert [record["before"] for record in report["results"]] == [0, 1, 2]
     assert json.loads(out.read_text())["results"] == report["results"]
 
 
 @pytest.mark.parametrize("commit", ["two", "one+", "unknown"])
-def test_another_commit_measures_anew(parts, tmp_path, monkeypatch, commit):
-    """Also one with changes on top, and one that nobody knows."""
+def test_another_commit_measures_again(parts, tmp_path, monkeypatch, commit):
+    """Also a commit with local changes, and an unknown one."""
     out = tmp_path / "r.json"
     monkeypatch.setenv("XSAKE_COMMIT", commit if commit != "two" else "one")
     run.run_suite("hopper", out, only="c")
     monkeypatch.setenv("XSAKE_COMMIT", commit)
     report = run.run_suite("hopper", out)
     assert parts == ["c", "a", "ab", "c"]
-    assert [row["case"] for row in report["results"]] == ["a", "ab", "c"]
+    assert [record["case"] for record in report["results"]] == ["a", "ab", "c"]
 
 
-def test_a_case_that_is_not_there_is_an_error(parts, tmp_path):
-    """It names what there is."""
+def test_an_unknown_case_raises(parts, tmp_path):
+    """The error lists the cases."""
     with pytest.raises(ValueError, match=r"no case with 'd' in its name.*'ab'"):
         run.run_suite("hopper", tmp_path / "r.json", only="d")
 
 
-def measured_apart(tmp_path, *only):
-    """Files of one case or more each, as processes side by side write them."""
+def partial_files(tmp_path, *only):
+    """Files with some of the cases each, as several processes write them."""
     files = [tmp_path / f"{x}.json" for x in only]
     for x, file in zip(only, files, strict=True):
         run.run_suite("hopper", file, only=x)
     return files
 
 
-def test_parts_become_one_file_in_the_order_of_the_suite(parts, tmp_path):
-    """Nothing is measured again; all commands are named."""
-    files = measured_apart(tmp_path, "c", "a")
+def test_partial_files_are_joined_in_suite_order(parts, tmp_path):
+    """Nothing is measured again; all commands are recorded."""
+    files = partial_files(tmp_path, "c", "a")
     for file, command in zip(files, ("second", "first"), strict=True):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"command": command}))
     whole = run.join("hopper", files, tmp_path / "whole.json")
     assert parts == ["c", "a", "ab"]
-    assert [row["case"] for row in whole["results"]] == ["a", "ab", "c"]
+    assert [record["case"] for record in whole["results"]] == ["a", "ab", "c"]
     assert whole["command"] == "second; first"
     assert json.loads((tmp_path / "whole.json").read_text()) == whole
     assert run.run_suite("hopper", tmp_path / "whole.json")["results"] == whole["results"]
 
 
-def test_files_that_differ_are_not_joined(parts, tmp_path, monkeypatch):
-    """Neither of two commits, nor with a case twice, nor of another suite."""
-    files = measured_apart(tmp_path, "c", "a")
+def test_joining_files_that_do_not_fit_raises(parts, tmp_path, monkeypatch):
+    """Files of two commits, with a case twice, or of another suite."""
+    files = partial_files(tmp_path, "c", "a")
     with pytest.raises(ValueError, match=r"case 'c' is in more than one of"):
         run.join("hopper", [*files, files[0]], tmp_path / "whole.json")
     with pytest.raises(ValueError, match=r"suite 'hopper-features' has no case 'c'"):
         run.join("hopper-features", files[:1], tmp_path / "whole.json")
     monkeypatch.setenv("XSAKE_COMMIT", "two")
-    files[1:] = measured_apart(tmp_path, "ab")
+    files[1:] = partial_files(tmp_path, "ab")
     with pytest.raises(ValueError, match=r"ab\.json has commit two, .*c\.json has one"):
         run.join("hopper", files, tmp_path / "whole.json")
 
@@ -103,8 +106,8 @@ def test_a_right_result_passes():
 
 
 @pytest.mark.parametrize("wrong", ["output", "dq", "dk", "dv", "nan", "nan dv"])
-def test_a_wrong_result_has_no_time(wrong):
-    """One number that is off, in any of the four arrays, is enough; so are rows that are NaN."""
+def test_a_wrong_result_raises(wrong):
+    """One wrong number in any of the four arrays is enough; so is a NaN."""
     case = Case("small", T=256, N=1, H=16)  # every token sees every other
     q, k, v = (case.arguments()[name][..., 0, :] for name in ("query", "key", "value"))
     p = jnp.exp(q @ k.swapaxes(1, 2) / 4)
@@ -131,14 +134,16 @@ def test_a_wrong_result_has_no_time(wrong):
         name = wrong.removeprefix("nan").strip() or "output"
         arrays[name] = arrays[name].at[0, 64:96].set(jnp.nan)
     else:
-        spoilt = arrays[wrong][0, 7, 3] + 1e-3 * jnp.abs(arrays[wrong]).max()
-        arrays[wrong] = arrays[wrong].at[0, 7, 3].set(spoilt)
+        wrong_value = arrays[wrong][0, 7, 3] + 1e-3 * jnp.abs(arrays[wrong]).max()
+        arrays[wrong] = arrays[wrong].at[0, 7, 3].set(wrong_value)
     with pytest.raises(WrongResultError, match="no time is reported"):
         run_checked(arrays)
 
 
 @pytest.mark.parametrize("more", [{"only": "a"}, {"quick": True}], ids=str)
-def test_joining_takes_no_option_of_measuring(more, tmp_path):
-    """It would be left unused without a word."""
-    with pytest.raises(ValueError, match="--join measures nothing: it takes --suite or --autotune"):
+def test_join_rejects_measurement_options(more, tmp_path):
+    """They would be ignored silently."""
+    with pytest.raises(
+        ValueError, match="--join measures nothing: give only --suite or --autotune"
+    ):
         machine.bench(suite="hopper", join=(tmp_path / "a.json",), **more)

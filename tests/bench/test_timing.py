@@ -1,4 +1,4 @@
-"""Where a number comes from: what was typed and on which processor."""
+"""Provenance: the command line and the CPU."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PRINT = "import json; from xsake.bench import timing; print(json.dumps(timing.pr
 
 
 def command_of(*call, **options):
-    said = subprocess.run(call, capture_output=True, text=True, check=True, **options).stdout
-    return json.loads(said)["command"]
+    output = subprocess.run(call, capture_output=True, text=True, check=True, **options).stdout
+    return json.loads(output)["command"]
 
 
-def test_a_script_is_named_without_its_folder(tmp_path):
+def test_a_script_is_recorded_without_its_folder(tmp_path):
     script = tmp_path / "measure.py"
     script.write_text(PRINT)
     given = command_of(sys.executable, str(script), "--out", str(tmp_path / "x.json"))
     assert given == "measure.py --out x.json"
 
 
-def test_a_module_is_named_as_python_is_asked_for_it(tmp_path):
+def test_a_module_is_recorded_as_python_m(tmp_path):
     (tmp_path / "measures").mkdir()
     (tmp_path / "measures" / "__main__.py").write_text(PRINT)
     assert command_of(sys.executable, "-m", "measures", "cpu", cwd=tmp_path) == (
@@ -36,21 +36,21 @@ def test_a_module_is_named_as_python_is_asked_for_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("output", "name"),
     [
         ("Architecture: aarch64\nModel name:      Neoverse-N1\nModel: 1\n", "Neoverse-N1"),
         ("Architecture: riscv64\n", platform.machine()),
     ],
     ids=["named", "not named"],
 )
-def test_the_processor_is_what_lscpu_calls_it(said, name, monkeypatch):
+def test_the_processor_is_named_by_lscpu(output, name, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: "lscpu")
     monkeypatch.setattr(
-        subprocess, "run", lambda call, **_: subprocess.CompletedProcess(call, 0, stdout=said)
+        subprocess, "run", lambda call, **_: subprocess.CompletedProcess(call, 0, stdout=output)
     )
     assert timing._processor() == name
 
 
-def test_without_lscpu_python_says_what_it_knows(monkeypatch):
+def test_without_lscpu_the_processor_is_named_by_python(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert timing.provenance()["machine"]["processor"]

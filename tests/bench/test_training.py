@@ -1,4 +1,4 @@
-"""Runs are compared once they are finished, on the same data, with the first of them."""
+"""Finished runs on the same data are compared with the first."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from tools import tables as report
+from tools import tables
 from xsake.bench.suites import training
 from xsake.observe import events, sinks
 from xsake.train.config import Config, Run
 
 
 def run(folder, name, perplexities, reason="finished", data="d", density=1.0):
-    """A run folder as `loop.train` leaves it, but for its checkpoints."""
-    place = folder / name
-    place.mkdir(parents=True)
-    Config(run=Run(name=name)).write(place / "config.json")
-    file = sinks.EventFile(place / "events.jsonl")
+    """A run folder as `loop.train` writes it, without checkpoints."""
+    path = folder / name
+    path.mkdir(parents=True)
+    Config(run=Run(name=name)).write(path / "config.json")
+    file = sinks.EventFile(path / "events.jsonl")
     file.write(
         events.RunStarted(
             step=0,
@@ -59,7 +59,7 @@ def run(folder, name, perplexities, reason="finished", data="d", density=1.0):
         )
     file.write(events.Stopped(step=20, reason=reason))
     file.close()
-    return place
+    return path
 
 
 def test_the_gap_is_to_the_first_run_at_every_step(tmp_path):
@@ -74,12 +74,12 @@ def test_the_gap_is_to_the_first_run_at_every_step(tmp_path):
     assert second["perplexity_gap"]["book"] == pytest.approx(0.05)
     assert second["perplexity_gap_by_step"]["book"][0] == [10, pytest.approx(0.2)]
     assert len(sinks.read(tmp_path / "results" / "t" / "hads.jsonl")) == 6
-    page = report.filled("<!-- table training t.json -->\n<!-- end -->", out.parent)
+    page = tables.fill("<!-- table training t.json -->\n<!-- end -->", out.parent)
     assert "| hads | HADS 0.43 | 0 | 20 | 21.00 (+5.00%) |" in page
     assert "a device, JAX 0.0, commit abc" in page
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path):
+def test_unfinished_or_mismatched_runs_raise(tmp_path):
     dense, out = run(tmp_path, "dense", (50.0, 20.0)), tmp_path / "t.json"
     half = run(tmp_path, "half", (5.0, 4.0), "signal")
     with pytest.raises(ValueError, match="half is at step 20 of 20; finish it"):

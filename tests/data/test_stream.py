@@ -1,4 +1,4 @@
-"""Text becomes token files without loss, and any step's batch can be had at any time."""
+"""Text files → token files without loss → batches with random access by step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xsake.data.stream import Stream
 from xsake.data.tokenizer import Tokenizer, read_tokenizer
 from xsake.data.tokens import TokenFile, end_token, tokenize, train_tokenizer
 
-PACK = {
+COMPRESS = {
     "": lambda x: x,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
@@ -29,34 +29,34 @@ def lines(texts):
     return "".join(json.dumps({"id": i, "text": x}) + "\n" for i, x in enumerate(texts)).encode()
 
 
-@pytest.mark.parametrize("packed", PACK)
-def test_text_and_json_lines_are_read_however_they_are_packed(tmp_path, packed):
+@pytest.mark.parametrize("extension", COMPRESS)
+def test_text_and_json_lines_are_read_from_every_compression(tmp_path, extension):
     texts = ["one é\n\ntwo", "three " * 50_000, "four"]
     for name, content in (("a.txt", texts[0].encode()), ("b.jsonl", lines(texts[1:]))):
-        (tmp_path / (name + packed)).write_bytes(PACK[packed](content))
-    found = text.documents([tmp_path / ("a.txt" + packed), tmp_path / ("b.jsonl" + packed)])
+        (tmp_path / (name + extension)).write_bytes(COMPRESS[extension](content))
+    found = text.documents([tmp_path / ("a.txt" + extension), tmp_path / ("b.jsonl" + extension)])
     assert list(found) == texts
 
 
 def test_a_zstd_file_of_several_frames_is_read_to_its_end(tmp_path):
-    pack = zstandard.ZstdCompressor().compress
-    (tmp_path / "a.jsonl.zst").write_bytes(pack(lines(["one"])) + pack(lines(["two"])))
+    compress = zstandard.ZstdCompressor().compress
+    (tmp_path / "a.jsonl.zst").write_bytes(compress(lines(["one"])) + compress(lines(["two"])))
     assert list(text.documents([tmp_path / "a.jsonl.zst"])) == ["one", "two"]
 
 
-@pytest.mark.parametrize("packed", [".gz", ".xz", ".zst"])
-def test_a_truncated_file_is_an_error_that_names_it(tmp_path, packed):
-    draw = np.random.default_rng(0)
-    content = lines([str(draw.integers(0, 1 << 60, 20_000))] + [str(x) for x in range(20_000)])
-    content = PACK[packed](content)
-    path = tmp_path / ("a.jsonl" + packed)
+@pytest.mark.parametrize("extension", [".gz", ".xz", ".zst"])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path, extension):
+    rng = np.random.default_rng(0)
+    content = lines([str(rng.integers(0, 1 << 60, 20_000))] + [str(x) for x in range(20_000)])
+    content = COMPRESS[extension](content)
+    path = tmp_path / ("a.jsonl" + extension)
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match=r"a\.jsonl.* is truncated or damaged"):
         list(text.documents([path]))
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b'{"text": "a"}\nnothing\n', r"line 2 is not JSON"),
         (b'{"body": "a"}\n', r"line 1 has no text field 'text', only \['body'\]"),
@@ -64,9 +64,9 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, packed):
         (b'{"text": "\xff"}\n', r"not UTF-8"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, content, told):
+def test_an_invalid_line_raises_with_its_number(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         list(text.documents([tmp_path / "a.jsonl"]))
 
 
@@ -80,8 +80,8 @@ def test_a_token_file_decodes_to_its_documents(tmp_path):
     TokenFile.open(file.folder, verify=True)
 
 
-def test_a_tokenizer_of_our_own_begins_every_text_with_bos(tmp_path):
-    """By `encode` and in a token file, once; after it is read back from its file, too."""
+def test_a_trained_tokenizer_prepends_bos_to_every_text(tmp_path):
+    """Once, in `encode` and in a token file; also when the tokenizer is read back."""
     made = train_tokenizer(documents(), 300, end="an : end")
     made.inner.save(str(tmp_path / "tokenizer.json"))
     for tokenizer in (made, end_token(read_tokenizer(tmp_path / "tokenizer.json"), "an : end")):
@@ -101,7 +101,7 @@ def test_a_tokenizer_of_our_own_begins_every_text_with_bos(tmp_path):
     ("template", "written"),
     [(None, "ww<e>"), ("<b> $A", "<b>ww<e>"), ("$A <e>", "ww<e>"), ("<b> $A <e>", "<b>ww<e>")],
 )
-def test_what_a_tokenizer_puts_around_a_text_is_written_once(tmp_path, template, written, unknown):
+def test_special_tokens_of_the_tokenizer_are_not_duplicated(tmp_path, template, written, unknown):
     words = {"w": 0, "<b>": 1, "<e>": 2}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=unknown))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -120,7 +120,7 @@ def test_a_large_vocabulary_takes_32_bits(tmp_path):
     assert (file.header.dtype, file.header.end, file.tokens.tolist()) == ("uint32", None, [69_999])
 
 
-def test_damaged_token_files_are_refused_with_the_reason(tmp_path):
+def test_damaged_token_files_raise_with_the_reason(tmp_path):
     file = token_file(tmp_path)
     tokens = file.folder / "tokens.bin"
     content = tokens.read_bytes()
@@ -151,14 +151,14 @@ def test_an_interrupted_tokenize_leaves_no_token_file(tmp_path):
         tokenize(documents(), train_tokenizer(documents(), 300), tmp_path / "a")
 
 
-def test_text_without_a_document_is_refused(tmp_path):
+def test_text_without_a_document_raises(tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(lines(["", "  \n"]))
     texts = text.documents([tmp_path / "empty.jsonl"])
     with pytest.raises(ValueError, match=r"no document with text was found in \['empty'\]"):
         tokenize(texts, train_tokenizer(documents(), 300), tmp_path / "a", sources=["empty"])
 
 
-def test_an_end_token_that_is_not_there_is_named():
+def test_a_missing_end_token_raises_with_its_name():
     with pytest.raises(ValueError, match="no token '<eos>'"):
         end_token(train_tokenizer(documents(), 300), "<eos>")
 
@@ -171,7 +171,7 @@ def files(tmp_path):
     return [token_file(tmp_path, "one"), token_file(tmp_path, "two", seed=1)]
 
 
-def test_every_window_is_read_once_an_epoch_in_another_order_each_time(files):
+def test_every_epoch_reads_every_window_once_in_another_order(files):
     stream = Stream(files, 32, seed=3)
     orders = []
     for epoch in range(2):
@@ -197,7 +197,7 @@ def test_a_batch_depends_on_seed_and_step_alone(files, bos):
 
 @pytest.mark.parametrize("bos", [None, 0])
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_together_read_what_one_reads(files, processes, bos):
+def test_processes_together_read_the_batch_of_one_process(files, processes, bos):
     stream = Stream(files, 32, seed=3, bos=bos)
     for step in (0, 5, 40):
         whole = stream.batch(step, 8)
@@ -205,12 +205,12 @@ def test_processes_together_read_what_one_reads(files, processes, bos):
         for name in whole._fields:
             joined = np.concatenate([getattr(part, name) for part in parts])
             np.testing.assert_array_equal(joined, getattr(whole, name))
-    with pytest.raises(ValueError, match="7 rows cannot be dealt out evenly to 2"):
+    with pytest.raises(ValueError, match="7 batch rows are not divisible by 2 processes"):
         stream.batch(0, 7, 0, 2)
 
 
 def test_targets_are_the_next_tokens_and_count_within_a_document_only(files):
-    """Against the documents themselves: one shift, and none over a border."""
+    """Targets are shifted by one, and have no weight across a document boundary."""
     stream = Stream(files, 32)
     everything = np.concatenate([file.tokens for file in files]).astype(int)
     owner = np.zeros(len(everything), int)
@@ -219,15 +219,15 @@ def test_targets_are_the_next_tokens_and_count_within_a_document_only(files):
     begins = [0, 17, len(files[0]) - 9, stream.tokens - 33]
     batch = stream.at(begins)
     for row, begin in enumerate(begins):
-        place = np.arange(begin, begin + 32)
-        np.testing.assert_array_equal(batch.tokens[row], everything[place])
-        np.testing.assert_array_equal(batch.targets[row], everything[place + 1])
-        np.testing.assert_array_equal(batch.weights[row], owner[place] == owner[place + 1])
-        np.testing.assert_array_equal(batch.segment_ids[row], owner[place] - owner[begin])
+        offsets = np.arange(begin, begin + 32)
+        np.testing.assert_array_equal(batch.tokens[row], everything[offsets])
+        np.testing.assert_array_equal(batch.targets[row], everything[offsets + 1])
+        np.testing.assert_array_equal(batch.weights[row], owner[offsets] == owner[offsets + 1])
+        np.testing.assert_array_equal(batch.segment_ids[row], owner[offsets] - owner[begin])
     assert 0 < (batch.weights == 0).sum() < 30
 
 
-def test_rows_that_are_not_separate_are_one_segment(files):
+def test_without_separate_a_batch_row_is_one_segment(files):
     batch = Stream(files, 32, separate=False).batch(0, 4)
     assert not batch.segment_ids.any()
     assert batch.weights.all()
@@ -248,7 +248,7 @@ def test_calibration_windows_lie_within_one_document_if_any_is_long_enough(files
     assert Stream(files, 2000).long_windows(3, 0).shape == (3, 2000)
 
 
-def test_evaluation_reads_all_windows_and_fills_the_last_batch_with_nothing(files):
+def test_evaluation_reads_all_windows_and_pads_the_last_batch_with_weight_0(files):
     stream = Stream(files[:1], 40)
     batches = list(stream.in_order(4))
     assert sum(len(batch.tokens) for batch in batches) == -(-stream.windows // 4) * 4
@@ -271,7 +271,7 @@ def bare_file(folder, documents, end):
     return tokenize(texts, Tokenizer(inner, eos=(end,)), folder)
 
 
-def test_rows_with_bos_are_as_the_picture_draws_them(tmp_path):
+def test_batch_rows_with_bos_match_the_diagram_in_data_stream(tmp_path):
     file = bare_file(tmp_path / "a", [[1, 10, 11, 12, 13], [1, 20, 21, 22, 23]], end=2)
     stream = Stream([file], 4, bos=1)
     assert stream.windows == 3
@@ -285,10 +285,10 @@ def test_rows_with_bos_are_as_the_picture_draws_them(tmp_path):
 
 @pytest.mark.parametrize("length", [3, 5, 20, 60])
 @pytest.mark.parametrize("separate", [True, False])
-def test_every_token_is_a_target_once_where_rows_begin_with_bos(tmp_path, length, separate):
-    """60 tokens, each another but for bos and end: windows tile them, in the file's order or not.
+def test_every_token_is_a_target_once_if_rows_start_with_bos(tmp_path, length, separate):
+    """60 tokens, all distinct except bos and end; windows tile them, shuffled or in order.
 
-    A document's own bos is a target only where rows are one text and it does not begin one.
+    A document's own bos is a target only without `separate`, and not at the start of a row.
     """
     ids = iter(range(10, 100))
     texts = [[1, *(next(ids) for _ in range(size))] for size in (3, 1, 13, 0, 21, 10)]
@@ -306,10 +306,10 @@ def test_every_token_is_a_target_once_where_rows_begin_with_bos(tmp_path, length
         assert not (rows[:, 1] == 1).any()
 
 
-def test_bos_is_of_the_first_document_of_its_row_whose_first_token_it_predicts(tmp_path):
-    """Documents that have no bos of their own; windows begin in one, at one's start, at an end."""
+def test_the_inserted_bos_belongs_to_the_first_document_of_its_row(tmp_path):
+    """Documents have no bos; windows start inside a document, at a start and at an end token."""
     file = bare_file(tmp_path / "a", [[10, 11, 12], [13, 14, 15], [16, 17]], end=2)
-    stream = Stream([file], 4, bos=2)  # bos is the end, as GPT-2 has it
+    stream = Stream([file], 4, bos=2)  # bos is the end token, as in GPT-2
     batch = stream.at([0, 3, 4, 6])
     rows = [[2, 10, 11, 12], [2, 2, 13, 14], [2, 13, 14, 15], [2, 15, 2, 16]]
     assert batch.tokens.tolist() == rows
@@ -320,18 +320,18 @@ def test_bos_is_of_the_first_document_of_its_row_whose_first_token_it_predicts(t
     assert batch.weights.tolist() == [[1] * 4, [1, 0, 1, 1], [1] * 4, [1, 1, 0, 1]]
 
 
-def test_calibration_windows_begin_with_bos_and_lie_within_one_document(tmp_path):
+def test_calibration_windows_start_with_bos_and_lie_within_one_document(tmp_path):
     texts = [list(range(10, 40)), list(range(40, 45)), list(range(50, 90))]
     stream = Stream([bare_file(tmp_path / "a", texts, end=2)], 12, bos=1)
     windows = stream.long_windows(50, step=3)
     assert (windows[:, 0] == 1).all()
-    places = [(*text, 2)[i : i + 11] for text in texts for i in range(1, len(text) - 9)]
-    assert set(map(tuple, windows[:, 1:].tolist())) <= set(places)
+    possible = [(*text, 2)[i : i + 11] for text in texts for i in range(1, len(text) - 9)]
+    assert set(map(tuple, windows[:, 1:].tolist())) <= set(possible)
     whole = Stream(stream.files, stream.tokens, bos=1)  # as long as the text
     assert whole.long_windows(1, 0)[0].tolist() == [1, *stream.files[0].tokens[1:]]
 
 
-def test_too_few_tokens_for_a_window_are_refused(files):
+def test_too_few_tokens_for_a_window_raise(files):
     with pytest.raises(ValueError, match="too few for a window of 100,000"):
         Stream(files, 100_000)
     with pytest.raises(ValueError, match="no token files"):

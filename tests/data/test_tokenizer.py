@@ -1,4 +1,4 @@
-"""Text to ids and back: what tokenizer.json and GGUF metadata say, piece by piece too."""
+"""Text to ids and back, by tokenizer.json and by GGUF metadata, whole and streamed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_text_survives_the_round_trip(text, pre, published):
         ("qwen2", ["I", "'LL", " pay", " ", *"12345", " now", "!\n\n", " ", " end"]),
     ],
 )
-def test_words_are_cut_as_published(pre, split):
+def test_words_are_split_as_published(pre, split):
     tokenizer = build_tokenizer(metadata(pre), "x.gguf")
     assert words(tokenizer, "I'LL pay 12345 now!\n\n  end") == split
 
@@ -90,7 +90,7 @@ def test_merges_are_applied_within_words():
     assert len(digits.encode("123")) == 3  # cut apart before they could merge
 
 
-def test_special_tokens_are_one_id_and_silent_when_decoded():
+def test_special_tokens_are_one_id_and_skipped_by_decode():
     tokenizer = build_tokenizer(metadata("smollm"), "x.gguf")
     ids = tokenizer.encode("a<|end|>b")
     assert ids[1] == tokenizer.eos[0]
@@ -100,17 +100,17 @@ def test_special_tokens_are_one_id_and_silent_when_decoded():
 
 
 @pytest.mark.parametrize(
-    ("pre", "said", "begins"),
+    ("pre", "add_bos", "starts_with_bos"),
     [("llama-bpe", None, True), ("gpt-2", None, False), ("gpt-2", True, True)],
 )
-def test_the_beginning_is_marked_where_the_file_says_so(pre, said, begins):
-    values = {} if said is None else dict(add_bos_token=said)
+def test_bos_is_added_if_the_file_says_so(pre, add_bos, starts_with_bos):
+    values = {} if add_bos is None else dict(add_bos_token=add_bos)
     tokenizer = build_tokenizer(metadata(pre, **values), "x.gguf")
-    assert (tokenizer.encode("a")[0] == tokenizer.bos) == begins
+    assert (tokenizer.encode("a")[0] == tokenizer.bos) == starts_with_bos
     assert tokenizer.encode("a", special=False)[0] != tokenizer.bos
 
 
-def test_llama_3_takes_a_whole_word_before_any_merge():
+def test_llama_3_uses_a_whole_word_before_any_merge():
     values = metadata("llama-bpe")
     values["tokenizer.ggml.tokens"] = [*values["tokenizer.ggml.tokens"], "zebra"]
     tokenizer = build_tokenizer(values, "x.gguf")
@@ -118,8 +118,8 @@ def test_llama_3_takes_a_whole_word_before_any_merge():
     assert len(build_tokenizer(values | {"tokenizer.ggml.pre": "qwen2"}, "x").encode("zebra")) == 5
 
 
-def test_a_character_in_parts_waits_for_its_rest(published):
-    """Bytes of one character are several tokens here; no piece holds half of it."""
+def test_streamed_decoding_holds_back_incomplete_characters(published):
+    """The bytes of this character are several tokens; no piece holds a part of it."""
     ids = published.encode("🙂!")
     assert len(ids) == 5
     assert list(published.pieces(ids)) == ["🙂", "!"]

@@ -16,7 +16,7 @@ def run(monkeypatch, *words):
 
 @pytest.mark.slow
 def test_calibrate_plan_evaluate(tmp_path, monkeypatch, capsys):
-    """From a checkpoint and documents to a plan that carries the figures it was measured at."""
+    """From a checkpoint and documents to a plan with its measured quality."""
     config = Config(
         vocab_size=32,
         context=128,
@@ -38,16 +38,16 @@ def test_calibrate_plan_evaluate(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     run(monkeypatch, "plan", profile, "--density", 0.8, "--policy", "kl", "-o", plan)
     run(monkeypatch, "evaluate", tmp_path / "model", "--plan", plan, *words)
-    said = capsys.readouterr().out
-    assert "budget correlation" in said
-    assert "realised density 0.8000" in said
-    assert "mean_query/kl" in said
+    output = capsys.readouterr().out
+    assert "budget correlation" in output
+    assert "realised density 0.8000" in output
+    assert "mean_query/kl" in output
     measured = Plan.load(plan).terms.validation
     assert '"perplexity_gap"' in measured
     assert '"documents": 2' in measured
 
 
-def test_a_command_that_cannot_run_says_why(tmp_path, monkeypatch, capsys):
+def test_user_errors_are_one_sentence(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, "plan", tmp_path / "none", "--density", 0.5, "-o", tmp_path / "plan")
     assert "cannot be read as a profile" in " ".join(capsys.readouterr().out.split())

@@ -65,13 +65,13 @@ def main(folder: Path) -> int:
     claims = {
         "eight devices take part": said[0].devices == 8 and isinstance(said[0], RunStarted),
         "plans are swapped": sum(isinstance(event, PlanSwapped) for event in said) == 2,
-        "six steps are told of": [len(x) for x in steps] == [6, 6, 6],
+        "six steps are logged": [len(x) for x in steps] == [6, 6, 6],
         f"the losses are those of one device: {far(steps[1], steps[0]):.1e}": far(*steps[1::-1])
         < 1e-5,
         f"on other text too: {far(tests[1], tests[0]):.1e}": far(tests[1], tests[0]) < 1e-5,
         f"begun on eight, ended on one: {far(steps[2], steps[0]):.1e}": far(steps[2], steps[0])
         < 1e-5,
-        f"uneven rows are refused: {refused}": "data.rows = 8 cannot be dealt out evenly to 3"
+        f"three devices for eight rows raise: {refused}": "data.rows = 8 is not divisible"
         in refused,
     }
     for claim, holds in claims.items():

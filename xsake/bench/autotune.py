@@ -1,8 +1,9 @@
-"""`xsake bench --autotune`: times every tiling of the Hopper kernels and writes their table.
+"""`xsake bench --autotune`: times every tiling of the Hopper kernels and writes the tiling table.
 
-A class of calls (hopper_tilings.call_class) is measured on one or two calls that belong to it; all
-candidates take turns, round by round, so that the card's drift hits them alike. The fastest by the
-geometric mean wins. A candidate whose result differs from the first one's is an error, not a loss.
+Each class of calls (backends.hopper.tilings.call_class) is measured on one or two cases of that
+class. All candidate tilings are timed interleaved, so that drift of the GPU's clock affects them
+equally, and the fastest by geometric mean wins. A candidate whose result differs from that of the
+first one raises.
 """
 
 from __future__ import annotations
@@ -18,32 +19,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from xsake import masks
 from xsake.backends import Sizes, hopper
-from xsake.backends.hopper import tilings as hopper_tilings
-from xsake.backends.options import Options
+from xsake.backends.hopper import tilings as tiling_table
+from xsake.backends.options import BackwardTiling, ForwardTiling, Options
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
-from xsake.bench.suites.hopper import CAUSAL, visited_pairs
-from xsake.bench.timing import provenance, time_by_turns
+from xsake.bench.measure import CAUSAL, visited_pairs
+from xsake.bench.timing import provenance, time_interleaved
 from xsake.block_mask import BlockMask
 
-# Fields of ForwardTiling and BackwardTiling that are tried.
-SECTIONS: dict[str, Any] = {"order": "sections"}
-SHORT: dict[str, Any] = {"l2_bytes": 8 << 20}  # sections of fewer heads
-HEADS: dict[str, Any] = {"order": "heads"}
-NATURAL: dict[str, Any] = {"order": "natural"}
-FORWARD: tuple[dict[str, Any], ...] = (
+Fields = dict[str, Any]  # of ForwardTiling or BackwardTiling; the others have their defaults
+Tiling = ForwardTiling | BackwardTiling
+
+# The candidates.
+SECTIONS: Fields = {"order": "sections"}
+FEWER_HEADS: Fields = {"l2_bytes": 8 << 20}  # sections of fewer heads
+HEADS: Fields = {"order": "heads"}
+NATURAL: Fields = {"order": "natural"}
+FORWARD: tuple[Fields, ...] = (
     *(
-        {**order, "alternate_products": turns, "lazy_rescale": 8.0}
-        for order in (SECTIONS, SHORT, NATURAL)
-        for turns in (True, False)
+        {**order, "alternate_products": alternate, "lazy_rescale": 8.0}
+        for order in (SECTIONS, FEWER_HEADS, NATURAL)
+        for alternate in (True, False)
     ),
     {"persistent": False, "lazy_rescale": 8.0, "alternate_products": False},
-    *({"overlap": False, **order} for order in (SECTIONS, SHORT, NATURAL)),
+    *({"overlap": False, **order} for order in (SECTIONS, FEWER_HEADS, NATURAL)),
 )
-BACKWARD: tuple[dict[str, Any], ...] = tuple(
+BACKWARD: tuple[Fields, ...] = tuple(
     {"fused": fused, "cast": cast, "persistent": persistent, **order}
     for fused, cast, persistent, order in (
         (True, "pass", True, SECTIONS),
@@ -62,155 +67,167 @@ BACKWARD: tuple[dict[str, Any], ...] = tuple(
 
 
 def groups() -> Iterator[dict[str, list[Case]]]:
-    """Classes with the calls that stand for them; those of a group are compiled once."""
+    """Classes with the cases that represent them; classes of a group share compiled kernels."""
     for H in (128, 64):
         for B, T in ((4, 4096), (1, 16384)):
-            drawn = [[hopper_case(B, T, H, d) for d in ds] for ds in ((0.43, 0.20), (0.10,))]
+            random = [[hopper_case(B, T, H, d) for d in ds] for ds in ((0.43, 0.20), (0.10,))]
             causal = Case(f"{B}·16·{T}·{H} causal", B, T, N=16, H=H, dtype="bfloat16", rule=CAUSAL)
-            for classes in (drawn, [[causal]]):
+            for classes in (random, [[causal]]):
                 sizes = Sizes(B, T, T, 16, 16, H, H)
                 yield {
-                    hopper_tilings.call_class(sizes, mask_of(cases[0])): cases for cases in classes
+                    tiling_table.call_class(sizes, mask_of(cases[0])): cases for cases in classes
                 }
 
 
-def mask_of(case: Case, room: int | None = None) -> BlockMask:
-    """The lists of a case, with room for the drawn blocks only unless `room` says otherwise."""
+def mask_of(case: Case, capacity: int | None = None) -> BlockMask:
+    """The case's BlockMask; its capacity is the number of blocks, unless given."""
     blocks = case.blocks()
     if blocks is None:
         return BlockMask.from_rule(case.rule or masks.everything(), (case.T, case.T))
-    room = room or int(blocks.sum((2, 3)).max())
-    return BlockMask.from_dense(blocks, case.rule, shape=(case.T, case.T), capacity=room)
+    capacity = capacity or int(blocks.sum((2, 3)).max())
+    return BlockMask.from_dense(blocks, case.rule, shape=(case.T, case.T), capacity=capacity)
 
 
-def autotune(out: Path, only: str = "", tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measures the rows whose name ("backward 128 long mixed") contains `only`, class by class.
+def autotune(out: Path, only: str = "", report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measures the classes whose name ("backward 128 long mixed") contains `only`.
 
-    Other rows stay as they are in `out`.
+    The table's entries for other classes are left unchanged in `out`.
     """
-    from xsake.backends.options import BackwardTiling, ForwardTiling
-
-    told = json.loads(out.read_text())["classes"] if only and out.exists() else {}
-    report: dict[str, Any] = {
+    earlier = json.loads(out.read_text())["classes"] if only and out.exists() else {}
+    table: dict[str, Any] = {
         **provenance(),
-        "classes": {direction: told.get(direction, {}) for direction in ("forward", "backward")},
+        "classes": {direction: earlier.get(direction, {}) for direction in ("forward", "backward")},
     }
-    for whole in groups():
-        for direction, kind, candidates in (
-            ("forward", ForwardTiling, FORWARD),
-            ("backward", BackwardTiling, BACKWARD),
-        ):
-            group = {name: cases for name, cases in whole.items() if only in f"{direction} {name}"}
-            if not group:
+    for group in groups():
+        for direction, kind, candidates in _candidates():
+            asked = {name: cases for name, cases in group.items() if only in f"{direction} {name}"}
+            if not asked:
                 continue
             tilings = [kind(**fields) for fields in candidates]
             speeds = _speeds(
-                direction, tilings, [case for cases in group.values() for case in cases]
+                direction, tilings, [case for cases in asked.values() for case in cases]
             )
-            for name, cases in group.items():
-                row = _best(kind, candidates, {case.name: speeds[case.name] for case in cases})
-                row |= {"date": report["date"], "commit": report["commit"]}
-                report["classes"][direction][name] = row
-                tell(f"{direction:<9} {name:<18} {row['teraflops']} {row['tiling']}")
-            out.write_text(_one_line_a_class(report))
-    return report
+            for name, cases in asked.items():
+                entry = _best(kind, candidates, {case.name: speeds[case.name] for case in cases})
+                entry |= {"date": table["date"], "commit": table["commit"]}
+                table["classes"][direction][name] = entry
+                report(f"{direction:<9} {name:<18} {entry['teraflops']} {entry['tiling']}")
+            out.write_text(_one_line_per_class(table))
+    return table
 
 
 def join(files: Sequence[Path], out: Path) -> dict[str, Any]:
-    """Writes tables of one machine and its versions as one: of every class, the row of last date.
+    """Merges tables of one machine with one set of versions; the newest entry of a class wins.
 
-    Rows that were only copied have their old date. `command` is that of all files, `date` and
-    `commit` are the last file's.
+    Entries that were not measured again keep their date. `command` lists the commands of all files;
+    `date` and `commit` are those of the newest file.
     """
-    reports = [json.loads(file.read_text()) for file in files]
-    last = max(reports, key=lambda report: report["date"])
-    for file, report in zip(files, reports, strict=True):
+    tables = [json.loads(file.read_text()) for file in files]
+    last = max(tables, key=lambda table: table["date"])
+    for file, table in zip(files, tables, strict=True):
         for fact in ("machine", "versions"):
-            if report[fact] != last[fact]:
+            if table[fact] != last[fact]:
                 raise ValueError(
-                    f"{file} has {fact} {report[fact]}, another file has {last[fact]}; join only "
+                    f"{file} has {fact} {table[fact]}, another file has {last[fact]}; join only "
                     "tables of one machine and its versions"
                 )
-    rows: dict[str, Any] = {direction: {} for direction in last["classes"]}
-    for report in sorted(reports, key=lambda report: report["date"]):
-        for direction, classes in report["classes"].items():
-            for name, row in classes.items():
-                held = rows[direction].setdefault(name, row)
-                if row["date"] >= held["date"]:
-                    rows[direction][name] = row
+    merged: dict[str, Any] = {direction: {} for direction in last["classes"]}
+    for table in sorted(tables, key=lambda table: table["date"]):
+        for direction, classes in table["classes"].items():
+            for name, entry in classes.items():
+                held = merged[direction].setdefault(name, entry)
+                if entry["date"] >= held["date"]:
+                    merged[direction][name] = entry
     whole = last | {
-        "command": "; ".join(dict.fromkeys(report["command"] for report in reports)),
-        "classes": rows,
+        "command": "; ".join(dict.fromkeys(table["command"] for table in tables)),
+        "classes": merged,
     }
-    out.write_text(_one_line_a_class(whole))
+    out.write_text(_one_line_per_class(whole))
     return whole
 
 
-def _best(kind: Any, candidates: Any, speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """The candidate with the largest geometric mean over some calls, as a row of the table."""
-    means = [math.prod(taken) ** (1 / len(speeds)) for taken in zip(*speeds.values(), strict=True)]
+def _best(
+    kind: type[Tiling], candidates: Sequence[Fields], speeds: dict[str, list[float]]
+) -> dict[str, Any]:
+    """The table entry of the candidate with the largest geometric mean speed over some cases."""
+    means = [math.prod(each) ** (1 / len(speeds)) for each in zip(*speeds.values(), strict=True)]
     best = max(range(len(means)), key=means.__getitem__)
-    plain = dataclasses.asdict(kind())
+    defaults = dataclasses.asdict(kind())
     return {
-        "tiling": {f: x for f, x in candidates[best].items() if x != plain[f]},
+        "tiling": {f: x for f, x in candidates[best].items() if x != defaults[f]},
         "cases": list(speeds),
-        "teraflops": [round(taken[best], 1) for taken in speeds.values()],
+        "teraflops": [round(each[best], 1) for each in speeds.values()],
         "candidates": [[c, round(m, 1)] for c, m in zip(candidates, means, strict=True)],
     }
 
 
-def _one_line_a_class(report: dict[str, Any]) -> str:
-    """JSON that a reader can look through: every class on a line of its own."""
-    facts = [
-        f" {json.dumps(key)}: {json.dumps(x)}" for key, x in report.items() if key != "classes"
-    ]
+def _one_line_per_class(table: dict[str, Any]) -> str:
+    """The table as JSON, with every class on its own line."""
+    facts = [f" {json.dumps(key)}: {json.dumps(x)}" for key, x in table.items() if key != "classes"]
     directions = [
         f"  {json.dumps(direction)}: {{\n"
-        + ",\n".join(f"   {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        + ",\n".join(f"   {json.dumps(name)}: {json.dumps(x)}" for name, x in entries.items())
         + "\n  }"
-        for direction, rows in report["classes"].items()
+        for direction, entries in table["classes"].items()
     ]
     whole = [*facts, ' "classes": {\n' + ",\n".join(directions) + "\n }"]
     return "{\n" + ",\n".join(whole) + "\n}\n"
 
 
-def _speeds(direction: str, tilings: list[Any], cases: list[Case]) -> dict[str, list[float]]:
-    """TFLOP/s of every tiling on calls of one shape, timed whole, as a user makes them.
+def _speeds(direction: str, tilings: list[Tiling], cases: list[Case]) -> dict[str, list[float]]:
+    """TFLOP/s of every tiling on cases of one shape, of whole calls.
 
-    The masks are arguments with equal room: one executable per tiling serves all calls, and what is
-    made of the lists on the device is timed with it.
+    Masks are arguments and share one capacity: each tiling compiles once for all cases, and the
+    preparation of the lists on the device is timed too.
     """
     given = cases[0].arguments(on_device=True)
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    room = max(mask_of(case).kv_index.shape[-1] for case in cases)
-    block_masks = [mask_of(case, room) for case in cases]
-    scale = 1 / math.sqrt(cases[0].H)
+    capacity = max(mask_of(case).kv_index.shape[-1] for case in cases)
+    block_masks = [mask_of(case, capacity) for case in cases]
+    arguments = [_arguments(direction, q, k, v, mask) for mask in block_masks]
 
-    def call(tiling: Any) -> Callable[..., Any]:
-        settings = hopper.Settings(scale, None, Options(**{f"hopper_{direction}": tiling}))
-        return functools.partial(getattr(hopper, f"run_{direction}"), settings)
+    def compiled(tiling: Tiling) -> Callable[..., Any]:
+        return jax.jit(_kernel(direction, q, tiling)).lower(*arguments[0]).compile()
 
-    def arguments(mask: BlockMask) -> tuple[Any, ...]:
-        if direction == "forward":
-            return (q, k, v, mask)
-        out, lse = hopper.run_forward(hopper.Settings(scale, None, Options()), q, k, v, mask)
-        d_out = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
-        return (q, k, v, mask, out, lse), (d_out, jnp.zeros_like(lse))
-
-    each = [arguments(mask) for mask in block_masks]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = list(pool.map(lambda x: jax.jit(call(x)).lower(*each[0]).compile(), tilings))
+        runs = list(pool.map(compiled, tilings))
     speeds = {}
-    for case, mask, args in zip(cases, block_masks, each, strict=True):
+    for case, mask, args in zip(cases, block_masks, arguments, strict=True):
         _check_agreement(tilings, [run(*args) for run in runs], ERROR_LIMIT[str(q.dtype)])
         work = 2 * visited_pairs(case, mask) * (q.shape[-1] + v.shape[-1])
         work *= 1 if direction == "forward" else 2.5
-        taken = time_by_turns({str(at): (run, args) for at, run in enumerate(runs)})
-        speeds[case.name] = [work / x.median_seconds / 1e12 for x in taken.values()]
+        times = time_interleaved({str(i): (run, args) for i, run in enumerate(runs)})
+        speeds[case.name] = [work / x.median_seconds / 1e12 for x in times.values()]
     return speeds
 
 
-def _check_agreement(tilings: list[Any], results: list[Any], limit: float) -> None:
+# What autotuning needs of the backend beyond its public functions: the two tiling classes, and the
+# forward and backward apart from each other.
+
+
+def _candidates() -> tuple[tuple[str, type[Tiling], tuple[Fields, ...]], ...]:
+    """(direction, class of its tilings, candidates)."""
+    return ("forward", ForwardTiling, FORWARD), ("backward", BackwardTiling, BACKWARD)
+
+
+def _kernel(direction: str, q: Array, tiling: Tiling | None = None) -> Callable[..., Any]:
+    """The backend's forward (q, k, v, mask) -> out, lse or its backward, with a tiling."""
+    options = Options() if tiling is None else Options(**{f"hopper_{direction}": tiling})
+    settings = hopper.Settings(1 / math.sqrt(q.shape[-1]), None, options)
+    run = {"forward": hopper.run_forward, "backward": hopper.run_backward}[direction]
+    return functools.partial(run, settings)
+
+
+def _arguments(direction: str, q: Array, k: Array, v: Array, mask: BlockMask) -> tuple[Any, ...]:
+    """What the function of `_kernel` is called with; for the backward, residuals and cotangents."""
+    if direction == "forward":
+        return (q, k, v, mask)
+    out, lse = _kernel("forward", q)(q, k, v, mask)
+    d_out = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
+    return (q, k, v, mask, out, lse), (d_out, jnp.zeros_like(lse))
+
+
+def _check_agreement(tilings: list[Tiling], results: list[Any], limit: float) -> None:
     first = [x.astype(jnp.float32) for x in jax.tree.leaves(results[0])]
     for tiling, result in zip(tilings, results, strict=True):
         error = max(

@@ -1,4 +1,4 @@
-"""ONE list of shapes and masks: conformance tests, benchmarks and web pages all read it."""
+"""Attention cases: the one list of shapes and masks for conformance tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xsake.masks import Rule
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention problem with all its inputs, drawn from `seed`; letters as everywhere."""
+    """One attention problem; its inputs are sampled from `seed`. Axes are named as everywhere."""
 
     name: str
     B: int = 1
@@ -31,10 +31,10 @@ class Case:
     dtype: str = "float32"
     rule: Rule | None = None
     block: tuple[int, int] = (128, 128)
-    head_densities: tuple[float, ...] | None = None  # random blocks, drawn anew for every b and n
-    tight: bool = False  # room for the drawn blocks only, as a plan with a budget has it
-    mask_heads: int | None = None  # lists per kv head or for all heads; default one per query head
-    token_mask: tuple[int, int, int, int] | None = None  # a random bool array; 0 = the whole axis
+    head_densities: tuple[float, ...] | None = None  # random blocks per batch row and head
+    exact_capacity: bool = False  # capacity for the sampled blocks only, as a plan has it
+    mask_heads: int | None = None  # K or 1: lists are shared by query heads; default N
+    token_mask: tuple[int, int, int, int] | None = None  # its shape; 0 = the whole axis
     documents: int = 0  # number of segment ids, unsorted, with some negative ones
     lengths: bool = False
     permuted: bool = False  # positions are a permutation
@@ -60,7 +60,7 @@ class Case:
     def arrays(self, normal: Callable[..., Any] | None = None) -> dict[str, Any]:
         """Every array of the case as NumPy, in float32 (rounded to `dtype` by `arguments`).
 
-        `normal(shape)` draws normal numbers instead of NumPy's generator.
+        `normal(shape)` replaces NumPy's sampler of normal numbers.
         """
         rng = np.random.default_rng(self.seed)
         normal = normal or rng.standard_normal
@@ -103,15 +103,15 @@ class Case:
         heads = self.mask_heads or self.N
         densities = np.resize(self.head_densities, (self.B, heads))[..., None, None]
         blocks = rng.random((self.B, heads, nq, nk)) < densities
-        rows = np.arange(min(nq, nk))
-        blocks[..., rows, rows] = True
+        diagonal = np.arange(min(nq, nk))
+        blocks[..., diagonal, diagonal] = True
         return blocks
 
     def arguments(self, on_device: bool = False) -> dict[str, Any]:
         """Keyword arguments for `dot_product_attention`.
 
-        With `on_device`, the device draws the normal numbers (others than without): a host takes
-        seconds for a call of a benchmark's size, and for its way to the card.
+        With `on_device`, the device samples the normal numbers, which then differ from the host's:
+        at a benchmark's size the host takes seconds to sample and copy them.
         """
         inputs = {"query", "key", "value", "bias", "sinks"}
         keys = iter(jax.random.split(jax.random.key(self.seed), len(inputs)))
@@ -125,10 +125,10 @@ class Case:
         }
         blocks = self.blocks()
         if blocks is not None:
-            room = int(blocks.sum((2, 3)).max()) if self.tight else None
+            capacity = int(blocks.sum((2, 3)).max()) if self.exact_capacity else None
             shape = (self.T, self.S or self.T)
             out["mask"] = BlockMask.from_dense(
-                blocks, self.rule, shape=shape, block=self.block, capacity=room
+                blocks, self.rule, shape=shape, block=self.block, capacity=capacity
             )
         elif self.rule is not None and "mask" not in out:
             out["mask"] = self.rule
@@ -219,16 +219,16 @@ CONFORMANCE = (
 
 
 def cpu_case(T: int, density: float | None) -> Case:
-    """Eight causal heads of 64: one at 0.9 among sparse ones; below 0.2, heads from 0.07 to 0.25.
+    """Eight causal heads of size 64 with mean density `density`; None is dense.
 
-    Blocks are drawn off the diagonal, which is always kept; densities are lowered by its share.
+    One head has density 0.9 and seven share the rest; below 0.2, two heads have 0.25 and 0.11. The
+    diagonal is always kept, so off-diagonal blocks are sampled with a lower probability.
     """
     if density is None:
         return Case(f"cpu T={T} dense", T=T, N=8, rule=_causal)
     n = T // 128
     heads = (0.9, *[(8 * density - 0.9) / 7] * 7)
     if density < 0.2:
-        # mostly near the smallest, a few up to 0.25: the mean is `density`
         heads = (0.25, 0.11, *[(8 * density - 0.36) / 6] * 6)
     off_diagonal = tuple(max(0.0, (d * (n + 1) - 2) / (n - 1)) for d in heads)
     return Case(
@@ -237,13 +237,21 @@ def cpu_case(T: int, density: float | None) -> Case:
 
 
 def hopper_case(B: int, T: int, H: int, density: float, heads: tuple[float, ...] = ()) -> Case:
-    """Sixteen bfloat16 heads with random 128 × 128 blocks of their own, the diagonal kept.
+    """Sixteen bfloat16 heads, each with its own random 128 × 128 blocks; the diagonal is kept.
 
-    `heads` gives them densities of their own, repeated; `density` is then their mean.
+    `heads` are densities per head, cycled over the heads; `density` is then their mean.
     """
     n = T // 128
     off_diagonal = tuple((d * n - 1) / (n - 1) for d in heads or (density,))
     name = f"{B}·16·{T}·{H} density={density}" + (f" heads {heads}" if heads else "")
     return Case(
-        name, B, T, N=16, H=H, dtype="bfloat16", head_densities=off_diagonal, tight=True, seed=T
+        name,
+        B,
+        T,
+        N=16,
+        H=H,
+        dtype="bfloat16",
+        head_densities=off_diagonal,
+        exact_capacity=True,
+        seed=T,
     )

@@ -1,15 +1,16 @@
-"""No time without a right result: the error of what was timed against float32, in the same run.
+"""Checks of timed calls against the float32 reference: a wrong result raises, and has no time.
 
     out, dq, dk, dv of a whole call ─ first batch row, one kv head and its query heads ─┐
-    q, k, v, d_out, who sees whom ─── the same, in float32 ── backends/reference.py ────┴─ error
+    q, k, v, d_out, mask ──────────── the same, in float32 ── backends/reference.py ────┴─ error
 
-The reference is compiled once per shape, whatever the mask is: it takes token pairs as an array.
+The reference takes a dense bool mask as an argument, so it is compiled once per shape.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,12 +24,12 @@ from xsake.bench.timing import Calls
 from xsake.block_mask import BlockMask
 from xsake.masks import Rule
 
-# As the conformance tests have it: float32 sums; bfloat16 rounds the output, p and ds.
+# As in the conformance tests: float32 sums; bfloat16 rounds the output, p and ds.
 ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 
 class WrongResultError(RuntimeError):
-    """A timed function disagreed with the reference: its time is worth nothing."""
+    """A timed function disagrees with the reference; its time is discarded."""
 
 
 def error_of(case: Case, backend: str = "xla") -> dict[str, float]:
@@ -51,20 +52,20 @@ def error_of(case: Case, backend: str = "xla") -> dict[str, float]:
 
 
 def checked(
-    case: Case, given: dict[str, Any], d_out: Array, out: Array, gradients: Any
+    case: Case, given: dict[str, Any], d_out: Array, out: Array, gradients: Iterable[Array]
 ) -> dict[str, float]:
-    """max|error| ÷ max|reference| of a call's output and of its gradients, or it raises.
+    """max|error| ÷ max|reference| of the output and of the gradients; raises above ERROR_LIMIT.
 
     Args:
-      case: what was called.
-      given: its arguments; who sees whom must be in `mask`.
+      case: the case that was run.
+      given: its arguments; all masking must be in `mask`.
       d_out: the cotangent of out.
       out: [B, T, N, Hv].
       gradients: dq, dk, dv.
     """
     known = {"query", "key", "value", "mask", "bias", "sinks", "scale", "logits_soft_cap"}
-    if foreign := sorted(given.keys() - known):
-        raise ValueError(f"checked() knows nothing of {foreign}; say it in `mask`")
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"checked() does not support {unknown}; express them as `mask`")
     K = case.sizes[4]
     whole: dict[str, Any] = {
         name: given[name] for name in ("query", "key", "value", "bias") if name in given
@@ -79,8 +80,8 @@ def checked(
         part = _of_kv_head(whole, j, K)
         if "sinks" in given:
             part["sinks"] = given["sinks"].reshape(K, case.N // K, -1)[j]
-        seen = _seen(mask, j, K, case.N)
-        errors = _errors(part, seen, jnp.float32(scale), given.get("logits_soft_cap"))
+        visible = _dense_mask(mask, j, K, case.N)
+        errors = _errors(part, visible, jnp.float32(scale), given.get("logits_soft_cap"))
         worst = {kind: max(error, float(errors[kind])) for kind, error in worst.items()}
         if any(math.isnan(float(x)) for x in errors.values()):
             worst = dict.fromkeys(worst, math.nan)
@@ -92,14 +93,14 @@ def checked(
 
 
 def checked_calls(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, float]:
-    """The same of compile_directions' calls, which are run."""
+    """Runs the calls of `compile_directions` and checks their results."""
     out, gradients = (calls[name][0](*calls[name][1]) for name in ("forward", "backward"))
     return checked(case, given, calls["backward"][1][1], out, gradients)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _of_kv_head(whole: Any, j: Any, K: int) -> Any:
-    """First batch row; kv head j, or its query heads. A bias has its heads on axis 1."""
+    """Slices the first batch row and kv head j with its query heads; a bias has heads on axis 1."""
 
     def part(x: Array, axis: int) -> Array:
         heads = x.shape[axis]
@@ -116,8 +117,8 @@ def _of_kv_head(whole: Any, j: Any, K: int) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _seen(mask: Any, j: int, K: int, N: int) -> Array:
-    """Who sees whom among the query heads of kv head j, bool [1, N / K | 1, T|1, S|1]."""
+def _dense_mask(mask: Any, j: int, K: int, N: int) -> Array:
+    """Dense mask of the query heads of kv head j, bool [1, N / K | 1, T|1, S|1]."""
     heads = range(j * N // K, (j + 1) * N // K)
     if mask is None:
         return jnp.ones((1, 1, 1, 1), bool)
@@ -129,10 +130,10 @@ def _seen(mask: Any, j: int, K: int, N: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _errors(part: Any, seen: Array, scale: Any, soft_cap: float | None) -> dict[str, Array]:
+def _errors(part: Any, visible: Array, scale: Any, soft_cap: float | None) -> dict[str, Array]:
     def attend(q: Array, k: Array, v: Array) -> Array:
         out, lse = reference.attention(
-            q, k, v, part.get("bias"), seen, scale=scale, soft_cap=soft_cap
+            q, k, v, part.get("bias"), visible, scale=scale, soft_cap=soft_cap
         )
         if "sinks" in part:  # one more term of the denominator
             sinks = jax.nn.logsumexp(part["sinks"].astype(jnp.float32), axis=-1)
@@ -149,7 +150,7 @@ def _errors(part: Any, seen: Array, scale: Any, soft_cap: float | None) -> dict[
         return jnp.abs(x.astype(jnp.float32) - y).max() / jnp.abs(y).max()
 
     def worst(pairs: list[tuple[Array, Array]]) -> Array:
-        # On a CPU XLA's max drops a NaN, and with it what it had found so far.
+        # XLA's max on a CPU does not propagate NaN, and may lose the maximum so far with it.
         finite = jnp.stack([jnp.isfinite(x).all() for pair in pairs for x in pair]).all()
         return jnp.where(finite, jnp.stack([error(*pair) for pair in pairs]).max(), jnp.nan)
 

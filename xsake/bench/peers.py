@@ -1,8 +1,8 @@
-"""What a user would pick instead, timed in the same run where it can be imported.
+"""Other libraries' attention, timed in the same process if they are installed.
 
-A peer is a function of a Case that returns seconds, {"forward": …, "backward": …}. It is given the
-case's own q, k and v, and its output and gradients are checked as ours are. Peers that skip blocks
-are given the case's as full ones, a different mask for every batch row and head.
+A peer is a function of a Case that returns seconds, {"forward": …, "backward": …}. It runs on the
+case's own q, k and v, and its output and gradients are checked as ours are. Block-sparse peers get
+the case's blocks of every batch row and head, all marked as full (without a token mask).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", 
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that peers are made of, as far as they are installed."""
+    """Versions of the peers' packages that are installed."""
     installed = {found.name for found in metadata.distributions()}
     return {name: metadata.version(name) for name in PACKAGES if name in installed}
 
@@ -43,13 +43,16 @@ def cudnn(case: Case) -> dict[str, float]:
 
 
 def jax_seconds(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, float]:
-    """Of both directions, once they are right."""
+    """Seconds of forward and backward, after their results are checked."""
     checked_calls(case, given, calls)
     return time_directions(calls)
 
 
 def _on_its_own_stream(peer: Peer) -> Peer:
-    """What is recorded may not touch the default stream, nor may the forward that it pulls back."""
+    """Runs a peer on a new stream: CUDA graphs cannot capture calls on the default stream.
+
+    That holds for the forward too, whose backward is captured.
+    """
 
     @functools.wraps(peer)
     def run(case: Case) -> dict[str, float]:
@@ -74,7 +77,7 @@ def flex_attention(case: Case) -> dict[str, float]:
 
 @_on_its_own_stream
 def flash_attention_4(case: Case) -> dict[str, float]:
-    """FlashAttention-4: its plain kernels where no blocks are drawn, else its block-sparse ones."""
+    """FlashAttention-4: its block-sparse kernels for cases with blocks, else its dense ones."""
     from flash_attn.cute import flash_attn_func
 
     options: dict[str, Any] = {"causal": _is_causal(case)}
@@ -88,23 +91,23 @@ def flash_attention_4(case: Case) -> dict[str, float]:
 def _torch_seconds(
     case: Case, attend: Callable[..., Any], heads_first: bool = False
 ) -> dict[str, float]:
-    """Of attend(q, k, v) and its gradients, once they are right.
+    """Seconds of attend(q, k, v) and of its gradients, after their results are checked.
 
-    They are the case's own, [B, T, N, H] or, with heads_first, [B, N, T, H].
+    q, k, v are the case's own, [B, T, N, H] or, with heads_first, [B, N, T, H].
     """
     import torch
 
-    def turned(x: Any) -> Any:
+    def swap_heads(x: Any) -> Any:
         return x.swapaxes(1, 2) if heads_first else x
 
-    def there(x: jax.Array) -> Any:
-        return turned(_to_torch(x)).contiguous()
+    def to_torch(x: jax.Array) -> Any:
+        return swap_heads(_to_torch(x)).contiguous()
 
     given = case.arguments(on_device=True)
     shape = (*given["query"].shape[:3], case.sizes[-1])
     d_out = jax.random.normal(jax.random.key(0), shape, case.dtype)
-    q, k, v = (there(given[name]).requires_grad_() for name in ("query", "key", "value"))
-    out, out_gradient = attend(q, k, v), there(d_out)
+    q, k, v = (to_torch(given[name]).requires_grad_() for name in ("query", "key", "value"))
+    out, out_gradient = attend(q, k, v), to_torch(d_out)
 
     def pull_back() -> Any:
         return torch.autograd.grad(out, (q, k, v), out_gradient, retain_graph=True)
@@ -115,15 +118,15 @@ def _torch_seconds(
 
     results = [x.detach().contiguous() for x in (out, *pull_back())]
     torch.cuda.synchronize()
-    first, *gradients = (turned(jnp.from_dlpack(x)) for x in results)
+    first, *gradients = (swap_heads(jnp.from_dlpack(x)) for x in results)
     checked(case, given, d_out, first, gradients)
     return {"forward": _time_torch(forward), "backward": _time_torch(pull_back)}
 
 
 def _full_blocks(blocks: np.ndarray, size: tuple[int, int]) -> Any:
-    """FlashAttention-4's lists.
+    """FlashAttention-4's block lists.
 
-    `size` is (query, key) rows of a block also in the backward, whose lists go by key block.
+    `size` is (query, key) tokens of a block, also for the backward, whose lists are per key block.
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -131,9 +134,9 @@ def _full_blocks(blocks: np.ndarray, size: tuple[int, int]) -> Any:
 
 
 def _torch_lists(blocks: np.ndarray) -> tuple[Any, ...]:
-    """[B, N, rows] counts and [B, N, rows, columns] numbers: of partial blocks, then of full ones.
+    """Counts [B, N, row blocks] and indices [B, N, row blocks, kv blocks]: partial, then full.
 
-    All are full: no block needs a token mask.
+    All blocks are full: none needs a token mask.
     """
     import torch
 
@@ -142,13 +145,13 @@ def _torch_lists(blocks: np.ndarray) -> tuple[Any, ...]:
 
 
 def block_lists(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many blocks of a row are kept, and the numbers of all blocks, kept ones first in order.
+    """Count of kept blocks per row block, and the indices of all blocks, the kept ones first.
 
     >>> [x.tolist() for x in block_lists(np.array([[False, True, True]]))]
     [[2], [[1, 2, 0]]]
     """
-    found = blocks.sum(-1), np.argsort(~blocks, axis=-1, kind="stable")
-    count, index = (np.ascontiguousarray(x, dtype=np.int32) for x in found)
+    lists = blocks.sum(-1), np.argsort(~blocks, axis=-1, kind="stable")
+    count, index = (np.ascontiguousarray(x, dtype=np.int32) for x in lists)
     return count, index
 
 
@@ -157,7 +160,7 @@ def _is_causal(case: Case) -> bool:
 
 
 def _to_torch(x: jax.Array) -> Any:
-    """A copy: JAX's array stays its own, and has to live until torch has read it."""
+    """Copies, so that torch does not alias JAX's buffer."""
     import torch
 
     return torch.from_dlpack(x).clone(memory_format=torch.contiguous_format)
@@ -168,12 +171,12 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     import torch
     import torch._functorch.config as settings
 
-    settings.donated_buffer = False  # so that one graph can be timed many times
-    return torch.compile(fn, dynamic=False)  # every shape its own kernel, as a user would have it
+    settings.donated_buffer = False  # the backward of one forward is timed many times
+    return torch.compile(fn, dynamic=False)  # a kernel per shape, as users get by default
 
 
 def _time_torch(call: Callable[[], Any]) -> float:
-    """Seconds of a call, queued as ours are; from a recorded graph, so without its Python."""
+    """Seconds of a call, queued as ours are; as a CUDA graph, to exclude Python's overhead."""
     import torch
 
     stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()

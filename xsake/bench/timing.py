@@ -1,4 +1,4 @@
-"""Times that can be trusted: warmed up, repeated, the median, and how they were taken."""
+"""Timing: warm-up, rounds, median; and provenance, which is recorded with every result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax import Array
 
 from xsake import _jax
 from xsake.observe import provenance as provenance_of
@@ -24,27 +25,27 @@ from xsake.observe import provenance as provenance_of
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call in every round; those of several calls belong together by round."""
+    """Seconds of one call per round; calls that are timed together share their rounds."""
 
     seconds: tuple[float, ...]
 
     @property
     def median_seconds(self) -> float:
-        """Over all rounds."""
+        """The median over rounds."""
         return statistics.median(self.seconds)
 
     @property
     def least_seconds(self) -> float:
-        """The fastest."""
+        """The fastest round."""
         return min(self.seconds)
 
     @property
     def repeats(self) -> int:
-        """Rounds."""
+        """The number of rounds."""
         return len(self.seconds)
 
     def over(self, other: Timing) -> float:
-        """How many times the other's time: the median over rounds, so that drift cancels."""
+        """The median over rounds of own time ÷ the other's time; drift over rounds cancels."""
         return statistics.median(
             mine / its for mine, its in zip(self.seconds, other.seconds, strict=True)
         )
@@ -53,7 +54,7 @@ class Timing:
 def time_calls(
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int = 7
 ) -> dict[str, Timing]:
-    """Times several compiled functions round by round, so that drift hits all of them alike."""
+    """Times several compiled functions, interleaved, so that drift affects them equally."""
     for fn, args in calls.values():
         jax.block_until_ready(fn(*args))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -62,7 +63,7 @@ def time_calls(
             began = time.perf_counter()
             jax.block_until_ready(fn(*args))
             seconds[name].append(time.perf_counter() - began)
-    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+    return {name: Timing(tuple(times)) for name, times in seconds.items()}
 
 
 def time_queued(
@@ -72,32 +73,32 @@ def time_queued(
     rounds: int = 5,
     wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> Timing:
-    """Times an accelerator: many calls queued, one wait, divided by their number.
+    """Seconds per call on an accelerator: queues many calls, waits once, and averages.
 
-    A round has to be as long for all that are compared: a card that rested is faster for the first
-    hundredths of a second, until its power limit is felt.
+    Calls that are compared need rounds of equal length: an idle GPU runs at a higher clock for some
+    hundredths of a second, until the power limit applies.
     """
     wait(fn(*args))
     began = time.perf_counter()
     wait([fn(*args) for _ in range(3)])
     calls = max(3, int(seconds * 3 / (time.perf_counter() - began)))
-    taken = []
+    times = []
     for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(calls):
             result = fn(*args)
         wait(result)
-        taken.append((time.perf_counter() - began) / calls)
-    return Timing(tuple(taken))
+        times.append((time.perf_counter() - began) / calls)
+    return Timing(tuple(times))
 
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # a compiled function, its arguments
 
 
-def compile_directions(attend: Any, inputs: Any, more: Any) -> Calls:
-    """attend(q, k, v, more) and its pull-back alone; inputs are q, k, v.
+def compile_directions(attend: Callable[..., Any], inputs: Sequence[Array], more: Any) -> Calls:
+    """Compiles attend(q, k, v, more) and its vjp alone, concurrently; inputs are q, k, v.
 
-    They are compiled side by side. The pull-back's arguments are what the forward saved, and d_out.
+    The arguments of the vjp are the forward's residuals and d_out.
     """
     q, k, v = inputs
     d_out = jax.random.normal(jax.random.key(0), (*q.shape[:3], v.shape[-1]), q.dtype)
@@ -120,20 +121,20 @@ def compile_directions(attend: Any, inputs: Any, more: Any) -> Calls:
         return {name: future.result() for name, future in made.items()}
 
 
-def time_by_turns(calls: Calls, rounds: int = 3) -> dict[str, Timing]:
-    """Queued calls of each, round by round, so that drift hits all of them alike.
+def time_interleaved(calls: Calls, rounds: int = 3) -> dict[str, Timing]:
+    """Times queued calls, interleaved, so that drift of the clock affects them equally.
 
-    Another one begins every time. A turn is as long as a measurement alone, and its median counts:
-    the card's clock takes tenths of a second to follow a change of load.
+    Each round starts with another call. A call's time in a round is the median of a whole
+    `time_queued`, because the GPU's clock takes tenths of a second to follow a change of load.
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for at in range(len(names)):
-            name = names[(at + turn) % len(names)]
+    for number in range(rounds):
+        for i in range(len(names)):
+            name = names[(i + number) % len(names)]
             fn, args = calls[name]
             seconds[name].append(time_queued(fn, *args).median_seconds)
-    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+    return {name: Timing(tuple(times)) for name, times in seconds.items()}
 
 
 def time_directions(calls: Calls) -> dict[str, float]:
@@ -142,13 +143,13 @@ def time_directions(calls: Calls) -> dict[str, float]:
 
 
 def temporary_bytes(fn: Callable[..., Any], *args: Any) -> int:
-    """What the compiled function needs beyond its arguments and results. Nothing is run."""
+    """Memory that the compiled function needs beyond its arguments and results; nothing is run."""
     analysis: Any = jax.jit(fn).lower(*args).compile().memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
 
 def provenance() -> dict[str, Any]:
-    """Machine, versions, commit, command and date: what makes a number a measurement."""
+    """Machine, versions, commit, command and date."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -160,7 +161,7 @@ def provenance() -> dict[str, Any]:
         },
         "versions": provenance_of.versions(),
         "commit": provenance_of.commit(),
-        "command": _command(),
+        "command": command_line(),
     }
 
 
@@ -168,19 +169,19 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _command() -> str:
-    """What was typed, without the paths of this machine."""
-    module = sys.modules["__main__"].__spec__  # None: a script
+def command_line() -> str:
+    """The command line, with absolute paths shortened to file names."""
+    module = sys.modules["__main__"].__spec__  # None for a script
     run = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
     return " ".join([run, *(Path(x).name if Path(x).is_absolute() else x for x in sys.argv[1:])])
 
 
 def _processor() -> str:
-    """As lscpu names it, which knows ARM's too; where there is none, what Python says."""
+    """The CPU's name by lscpu, which knows ARM too; without lscpu, what Python reports."""
     if shutil.which("lscpu") is None:
         return platform.processor() or platform.machine()
-    said = subprocess.run(
+    output = subprocess.run(
         ["lscpu"], env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True
     ).stdout
-    facts = dict(line.split(":", 1) for line in said.splitlines() if ":" in line)
+    facts = dict(line.split(":", 1) for line in output.splitlines() if ":" in line)
     return facts.get("Model name", "").strip() or platform.machine()

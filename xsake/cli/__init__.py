@@ -1,4 +1,4 @@
-"""The `xsake` command: each of its commands is a function, whose arguments are the flags."""
+"""The `xsake` command line: a subcommand is a function, and its arguments are the flags."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Runs the command that is named; what was asked wrongly is one red line."""
+    """Runs the given subcommand; a user error is printed as one red line."""
     commands = dict(COMMANDS)
     try:
-        if sys.argv[1:2] == ["train"]:  # its flags need packages that the others do without
+        if sys.argv[1:2] == ["train"]:  # its flags import the packages of the extra `train`
             from xsake.train import command
 
             commands["train"] = command.train_from(sys.argv[2:])
         tyro.extras.subcommand_cli_from_dict(commands, prog="xsake")
     except ModuleNotFoundError as error:
-        console.print(f"xsake: {error}; pip install 'xsake\\[model]' has it", style="red")
+        console.print(f"xsake: {error}; install it with pip install 'xsake\\[train]'", style="red")
         sys.exit(1)
     except (ArithmeticError, ValueError, OSError, WrongResultError) as error:
         console.print(f"xsake: {error}", style="red", markup=False)

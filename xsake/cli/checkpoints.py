@@ -1,4 +1,4 @@
-"""xsake inspect, generate: what a checkpoint is, and what it says."""
+"""xsake inspect, generate: describe a checkpoint; generate text from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xsake.cli.terminal import console, fast_dtype, reasons
 
 
 def inspect(path: tyro.conf.Positional[Path]) -> None:
-    """Prints a checkpoint's configuration and sizes, and what its attention would run on here.
+    """Prints a checkpoint's configuration and sizes, and the backend its attention would use here.
 
     Args:
       path: a folder with config.json and safetensors, or a .gguf file; its weights are not read.
@@ -30,7 +30,7 @@ def inspect(path: tyro.conf.Positional[Path]) -> None:
 
     opened = huggingface.examine(path)
     config = opened.config
-    table = Table("what", "is", title=str(path))
+    table = Table("property", "value", title=str(path))
     for name, value in dataclasses.asdict(config).items():
         table.add_row(name, str(value))
     console.print(table)
@@ -49,7 +49,7 @@ def inspect(path: tyro.conf.Positional[Path]) -> None:
     table.add_row("tensors", f"{sum(stored.values())}: {kinds}")
     console.print(table)
 
-    table = Table("parameter", "shape", "numbers")
+    table = Table("parameter", "shape", "elements")
     for name, shape in shapes.items():
         table.add_row(name, " × ".join(map(str, shape)), f"{math.prod(shape):,}")
     console.print(table)
@@ -77,21 +77,21 @@ def generate(
     stream: bool = True,
     unstack: bool = False,
 ) -> None:
-    """Continues a prompt, and says how fast.
+    """Generates text after a prompt, and prints the throughput.
 
     Args:
       model: a folder with config.json and safetensors, or a .gguf file.
-      prompt: the text to go on from; - reads it from standard input.
-      max_tokens: new tokens at most.
-      temperature: 0 takes the likeliest token.
-      top_k: draw among the k likeliest tokens only.
-      top_p: draw among the likeliest tokens that hold this share of the probability.
-      seed: of the draws.
-      dtype: what to compute in; default bfloat16, on CPUs float32.
+      prompt: the prompt text; - reads it from standard input.
+      max_tokens: the largest number of new tokens.
+      temperature: 0 takes the most likely token.
+      top_k: sample from the k most likely tokens.
+      top_p: sample from the most likely tokens that hold this share of the probability.
+      seed: the sampling seed.
+      dtype: compute dtype; default bfloat16, on CPUs float32.
       tokenizer: a tokenizer.json; default the model's own.
       density: share of the cached blocks that each head reads for a token; default all.
-      stream: print as tokens come, or all at the end.
-      unstack: give every layer arrays of its own: decodes faster, compiles longer.
+      stream: print tokens as they are generated, or all at the end.
+      unstack: store each layer's weights separately (no scan): decodes faster, compiles longer.
     """
     from xsake.model import Sampling, huggingface
     from xsake.model import stream as tokens_of
@@ -99,7 +99,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     started = time.perf_counter()
     loaded = huggingface.load(model, dtype=dtype or fast_dtype(), tokenizer=tokenizer or True)
-    assert loaded.tokenizer is not None  # load has raised where there is none
+    assert loaded.tokenizer is not None  # without one, load raises
     loaded_seconds = time.perf_counter() - started
     ids = loaded.tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)
     pieces = tokens_of(
@@ -110,13 +110,13 @@ def generate(
         budget=density,
         burst=4,
     )
-    marks: list[tuple[int, float]] = []  # tokens so far, and when
+    times: list[tuple[int, float]] = []  # (tokens so far, time)
 
     def arriving() -> Iterator[int]:
         made = 0
         for (new,) in pieces:
             made += len(new.tokens)
-            marks.append((made, time.perf_counter()))
+            times.append((made, time.perf_counter()))
             yield from new.tokens
 
     started = time.perf_counter()
@@ -124,15 +124,15 @@ def generate(
     for piece in text if stream else ["".join(text)]:
         print(piece, end="", flush=True)
     print()
-    console.print(_speed(len(ids), loaded_seconds, started, marks), style="dim")
+    console.print(_speed(len(ids), loaded_seconds, started, times), style="dim")
 
 
-def _speed(prompt: int, loaded: float, started: float, marks: list[tuple[int, float]]) -> str:
-    """Loading, the prompt, and tokens per second once everything is compiled."""
-    said = f"loaded in {loaded:.1f} s; {prompt} prompt tokens and the first new one "
-    said += f"in {marks[0][1] - started:.2f} s; {marks[-1][0]} new tokens"
+def _speed(prompt: int, loaded: float, started: float, times: list[tuple[int, float]]) -> str:
+    """Seconds of loading and of the prompt, and tokens per second after compilation."""
+    line = f"loaded in {loaded:.1f} s; {prompt} prompt tokens and the first new one "
+    line += f"in {times[0][1] - started:.2f} s; {times[-1][0]} new tokens"
     # the first burst compiles
-    if len(marks) > 2 and marks[-1][0] > marks[1][0]:
-        rate = (marks[-1][0] - marks[1][0]) / (marks[-1][1] - marks[1][1])
-        said += f", {rate:.1f} tokens/s after the first {marks[1][0]}"
-    return f"{said}; {_jax.device_kind()}"
+    if len(times) > 2 and times[-1][0] > times[1][0]:
+        rate = (times[-1][0] - times[1][0]) / (times[-1][1] - times[1][1])
+        line += f", {rate:.1f} tokens/s after the first {times[1][0]}"
+    return f"{line}; {_jax.device_kind()}"

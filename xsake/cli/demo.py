@@ -1,4 +1,4 @@
-"""xsake demo: the whole of it on the shipped model, in minutes on two CPU cores."""
+"""xsake demo: calibrate, plan, compare and train on the shipped model, in minutes on two cores."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Column, Table
@@ -17,8 +18,12 @@ from rich.table import Column, Table
 from xsake import BlockMask, _jax, masks, shipped
 from xsake.cli.terminal import console
 
+if TYPE_CHECKING:
+    from xsake.hads import Plan, Profile
+    from xsake.model.observer import Subject
+
 LENGTH, BLOCK = 2048, 64
-HADS = ("mean_query/output", "mean_query/kl", "static/kl")  # the forms of HADS in the table
+HADS = ("mean_query/output", "mean_query/kl", "static/kl")  # SELECTOR/POLICY pairs in the table
 
 
 def demo(
@@ -31,11 +36,11 @@ def demo(
     """Calibrates the shipped model, compares HADS with fixed patterns, trains a tiny model.
 
     Args:
-      folder: where the plan and the training run are put; what an earlier demo left is replaced.
-      density: of the plan and of every method beside it.
-      calibration: documents of 2,048 tokens that the model is calibrated on.
-      documents: other documents that the methods are measured on.
-      steps: of the training run.
+      folder: where the plan and the training run are written, over those of an earlier demo.
+      density: density of the plan and of all methods.
+      calibration: number of documents of 2,048 tokens to calibrate on.
+      documents: number of other documents to measure the methods on.
+      steps: steps of the training run.
     """
     from xsake.data import documents as texts
     from xsake.data.tokenizer import read_tokenizer
@@ -43,36 +48,38 @@ def demo(
     from xsake.model.observer import Subject
 
     began = time.perf_counter()
-    with _part("a mask: the first keys and a window, 1,536 tokens"):
+    with _part("example mask, 1,536 tokens: the first keys and a sliding window"):
         rule = masks.causal() & (masks.first(16) | masks.sliding_window(256))
         console.print(str(BlockMask.from_rule(rule, (1536, 1536))))
     subject = Subject(huggingface.load(shipped.FOLDER, tokenizer=False).model)
     encode = read_tokenizer(shipped.FOLDER / "tokenizer.json").encode
 
-    def cut(path: Path, count: int) -> list[Any]:
+    def cut(path: Path, count: int) -> list[np.ndarray]:
         return texts.load_documents([path], encode, LENGTH, count)
 
-    place = folder / "demo-plan"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
-    with _part(f"the shipped model on {calibration} × {LENGTH:,} tokens of Persuasion"):
+    plans = folder / "demo-plan"
+    shutil.rmtree(plans, ignore_errors=True)
+    plans.mkdir(parents=True)
+    with _part(f"calibrate the shipped model on {calibration} × {LENGTH:,} tokens of Persuasion"):
         profile = _profile(subject, cut(shipped.CALIBRATION_TEXT, calibration))
-        profile.save(place / "profile.safetensors")
-    with _part(f"density {density}: a budget for every head, then blocks chosen from each input"):
+        profile.save(plans / "profile.safetensors")
+    with _part(
+        f"plan a budget for every head at density {density}; blocks are selected at run time"
+    ):
         plan = _plan(profile, density)
-        plan.save(place / "plan.safetensors")
+        plan.save(plans / "plan.safetensors")
         console.print(str(plan))
     held_out = cut(shipped.HELD_OUT_TEXT, documents)
-    with _part(f"against fixed patterns, on {documents} × {LENGTH:,} tokens of Moby-Dick"):
-        console.print(_compared(subject, profile, density, held_out))
-    with _part("a tiny model learns from Persuasion, dense at first, then by plans of its own"):
+    with _part(f"compare with fixed patterns on {documents} × {LENGTH:,} tokens of Moby-Dick"):
+        console.print(_comparison(subject, profile, density, held_out))
+    with _part("train a tiny model on Persuasion: dense warm-up, then HADS plans"):
         run = _train(folder, steps)
     console.print(f"\n{time.perf_counter() - began:.0f} s in all. What to run next:")
     model, text = shipped.FOLDER, shipped.HELD_OUT_TEXT
     for line in (
         f"xsake runs {folder}",
-        f"xsake plan {place}/profile.safetensors --density 0.3 -o {place}/plan-0.3.safetensors",
-        f"xsake evaluate {model} --plan {place}/plan.safetensors --text {text} --documents 2",
+        f"xsake plan {plans}/profile.safetensors --density 0.3 -o {plans}/plan-0.3.safetensors",
+        f"xsake evaluate {model} --plan {plans}/plan.safetensors --text {text} --documents 2",
         f"xsake generate --model {model} --prompt 'It was a'",
         f"xsake train --config {run}/config.json --run.name longer --schedule.steps 400",
     ):
@@ -87,9 +94,9 @@ def _part(title: str) -> Iterator[None]:
     console.print(f"[dim]{time.perf_counter() - began:.1f} s[/]")
 
 
-def _profile(subject: Any, documents: list[Any]) -> Any:
+def _profile(subject: Subject, documents: list[np.ndarray]) -> Profile:
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("calibrates", total=len(documents))
+        task = progress.add_task("calibrating", total=len(documents))
         return subject.profile(
             documents,
             block=BLOCK,
@@ -98,22 +105,24 @@ def _profile(subject: Any, documents: list[Any]) -> Any:
         )
 
 
-def _plan(profile: Any, density: float) -> Any:
+def _plan(profile: Profile, density: float) -> Plan:
     from xsake import hads
 
     selector, policy = HADS[0].split("/")
     return hads.make(profile, density, policy, selector)
 
 
-def _compared(subject: Any, profile: Any, density: float, documents: list[Any]) -> Table:
+def _comparison(
+    subject: Subject, profile: Profile, density: float, documents: list[np.ndarray]
+) -> Table:
     """Quality and time of every fixed pattern and of HADS at one density."""
-    from xsake.bench.choices import time_attention
-    from xsake.evaluate import methods as choices
+    from xsake.bench.method_times import time_attention
+    from xsake.evaluate.methods import at_density
     from xsake.evaluate.table import measure_methods
 
     methods = [
         method
-        for method in choices.at_density(profile, density, LENGTH)
+        for method in at_density(profile, density, LENGTH)
         if method.kind in ("fixed", "seed") or method.name in HADS
     ]
     with Progress(console=console, transient=True) as progress:
@@ -125,16 +134,16 @@ def _compared(subject: Any, profile: Any, density: float, documents: list[Any]) 
             BLOCK,
             lambda what: progress.update(task, description=what),
         )
-        progress.update(task, description="times attention")
+        progress.update(task, description="timing attention")
         times = time_attention(subject, documents[0], methods, BLOCK)
     table = Table(
         Column("method", no_wrap=True),
         *"density|KL|error|perplexity|ms|÷ dense".split("|"),
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="by error of attention's output, taken on the dense model's activations as KL is; "
-        "perplexity: against dense, end to end, ± its standard error over documents; "
-        f"ms: attention of all layers, choosing blocks included, {_jax.device_kind()}",
+        caption="sorted by the error of attention's output, which is measured, like KL, on dense "
+        "activations; perplexity: against dense, end to end, ± its standard error over documents; "
+        f"ms: attention of all layers, block selection included, {_jax.device_kind()}",
     )
     dense = times["dense"].median_seconds
     table.add_row("dense", "1.000", "0", "0", "+0.00%", f"{1e3 * dense:.0f}", "1.00")
@@ -165,12 +174,12 @@ def _train(folder: Path, steps: int) -> Path:
     from xsake.train import loop
 
     tiny = settings.PRESETS["tiny"]
-    place = folder / "demo"
-    shutil.rmtree(place, ignore_errors=True)
+    run = folder / "demo"
+    shutil.rmtree(run, ignore_errors=True)
     tokenizer = tokens.end_token(read_tokenizer(shipped.FOLDER / "tokenizer.json"))
     files = []
     for path in (shipped.CALIBRATION_TEXT, shipped.HELD_OUT_TEXT):
-        out = place / "text" / path.name.partition(".")[0]
+        out = run / "text" / path.name.partition(".")[0]
         made = tokens.tokenize(text.documents([path]), tokenizer, out, sources=[path.name])
         files.append(str(made.folder))
     config = dataclasses.replace(

@@ -1,10 +1,13 @@
-"""xsake calibrate, plan, evaluate: which blocks each head deserves, and what that costs."""
+"""xsake calibrate, plan, evaluate: profile attention, plan block budgets per head, measure them."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import tyro
 from rich import box
 from rich.progress import Progress, TimeElapsedColumn
@@ -12,6 +15,10 @@ from rich.table import Column, Table
 
 from xsake.bench import timing
 from xsake.cli.terminal import Out, console
+
+if TYPE_CHECKING:
+    from xsake.hads import Plan, Profile
+    from xsake.model.observer import Subject
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -29,29 +36,29 @@ def calibrate(
     dtype: Dtype = "float32",
     implementation: str | None = None,
 ) -> None:
-    """Profiles a model's attention over text: what each head does with its blocks.
+    """Profiles a model's attention over text: statistics of every head over blocks of keys.
 
     Args:
       model: a folder of safetensors or a .gguf file.
       text: .txt, .jsonl with a "text" field, either in .xz, or .npy of int [documents, tokens].
       out: the profile, a safetensors file.
       length: tokens of each document.
-      documents: how many are cut from the text.
+      documents: number of documents, cut from the text at random.
       block: tokens per block, 64 or 128 for the Hopper kernels.
       band: blocks before the diagonal that are always kept.
-      selectors: orders of blocks to measure costs for; a plan needs that of its selector.
-      seed: of the places where documents are cut.
-      dtype: that the model computes in; statistics are float32.
-      implementation: of attention; default the fastest that can run.
+      selectors: selectors to measure cost curves for; must include the one of the plan.
+      seed: the random seed for cutting documents.
+      dtype: the model's compute dtype; statistics are float32.
+      implementation: the attention backend; default the fastest that can run.
     """
     from xsake.data import documents as texts
 
     subject, encode = _subject(model, dtype, implementation, text)
-    cut = texts.load_documents(text, encode, length, documents, seed)
+    tokens = texts.load_documents(text, encode, length, documents, seed)
     with Progress(console=console) as progress:
         task = progress.add_task(f"{documents} × {length:,} tokens", total=documents)
         profile = subject.profile(
-            cut,
+            tokens,
             block=block,
             band=band,
             curves=selectors,
@@ -60,19 +67,23 @@ def calibrate(
         )
     profile.save(out)
     statistics, errors = profile.statistics, profile.errors
-    table = Table("layer", "token entropy", "±", "block entropy", "mass kept at 0.20", "at 0.45")
+    table = Table(
+        "layer", "token entropy", "±", "block entropy", "mass retained at density 0.20", "at 0.45"
+    )
     for layer in range(subject.layers):
-        figures = (
+        values = (
             statistics.entropy[layer].mean(),
             errors["entropy"][layer].mean(),
             statistics.block_entropy[layer].mean(),
             statistics.retained[layer, :, 3].mean(),
             statistics.retained[layer, :, 8].mean(),
         )
-        table.add_row(str(layer), *(f"{x:.3f}" for x in figures))
+        table.add_row(str(layer), *(f"{x:.3f}" for x in values))
     console.print(table)
     for name, value in profile.agreement().items():
-        console.print(f"two halves of the documents, {name.replace('_', ' ')}: {value:.3f}")
+        console.print(
+            f"agreement of two halves of the documents, {name.replace('_', ' ')}: {value:.3f}"
+        )
     console.print(f"written: {out}")
 
 
@@ -84,15 +95,15 @@ def plan(
     selector: str = "mean_query",
     top_p: float | None = None,
 ) -> None:
-    """Makes a plan: a budget for every row of every head, and a way to choose blocks.
+    """Writes a plan: a block budget for every head and row block, and a selector.
 
     Args:
       profile: what `xsake calibrate` wrote.
-      density: blocks visited ÷ blocks that causality allows, over all layers and heads.
+      density: blocks visited ÷ causal blocks, over all layers and heads.
       out: the plan, a safetensors file.
       policy: uniform, entropy, kl or output.
       selector: static, pooled, antidiagonal, gaussian, mean_query or past_query.
-      top_p: stop a row at this share of its estimated mass.
+      top_p: stop adding blocks to a row block at this share of its estimated attention mass.
     """
     from xsake import hads
 
@@ -120,70 +131,92 @@ def evaluate(
 
     Args:
       model: a folder of safetensors or a .gguf file.
-      text: other text than that of the calibration.
-      plan: what `xsake plan` wrote; it is written again with the figures it was measured at.
+      text: evaluation text, which must differ from the calibration text.
+      plan: what `xsake plan` wrote; the measured quality is added to this file.
       profile: instead of a plan: compare all methods, with this profile.
-      table: the JSON file of that comparison; the Markdown stands beside it.
-      densities: of the comparison; those that the file holds are not measured again.
+      table: the JSON file of that comparison; a .md file is written next to it.
+      densities: densities to compare at; those in the file already are skipped.
       others: more profiles for the comparison, as LABEL=FILE.
-      length: tokens of each document; default what was calibrated.
-      documents: how many are cut from the text.
-      seed: of the places where documents are cut.
-      dtype: that the model computes in.
-      implementation: of attention; default the fastest that can run.
+      length: tokens of each document; default the calibrated length.
+      documents: number of documents, cut from the text at random.
+      seed: the random seed for cutting documents.
+      dtype: the model's compute dtype.
+      implementation: the attention backend; default the fastest that can run.
     """
     from xsake import hads
     from xsake.data import documents as texts
-    from xsake.evaluate import methods
-    from xsake.evaluate import table as tables
 
     if (plan is None) == (profile is None) or (profile is None) != (table is None):
         raise ValueError("give either --plan, or --profile and --table")
     subject, encode = _subject(model, dtype, implementation, text)
-    made = None if plan is None else hads.Plan.load(plan, subject.hash)
-    known = None if profile is None else hads.Profile.load(profile)
-    length = length or (made.terms.length if made else known.facts.length if known else 0)
-    cut = texts.load_documents(text, encode, length, documents, seed)
+    if plan is not None:
+        loaded = hads.Plan.load(plan, subject.hash)
+        length = length or loaded.terms.length
+        tokens = texts.load_documents(text, encode, length, documents, seed)
+        _evaluate_plan(subject, loaded, tokens).save(plan)
+        console.print(f"written: {plan}")
+    elif profile is not None and table is not None:
+        known = hads.Profile.load(profile)
+        length = length or known.facts.length
+        tokens = texts.load_documents(text, encode, length, documents, seed)
+        labelled = (other.split("=", 1) for other in others)
+        more = {label: hads.Profile.load(path) for label, path in labelled}
+        _compare_methods(subject, known, more, tokens, densities, table)
+        console.print(f"written: {table} and its .md")
+
+
+def _evaluate_plan(subject: Subject, plan: Plan, tokens: list[np.ndarray]) -> Plan:
+    """Prints the plan's quality, and returns the plan with it."""
+    from xsake.evaluate import methods
+    from xsake.evaluate import table as tables
+
+    length = len(tokens[0])
+    with _progress() as report:
+        method = methods.of_plan(plan, length)
+        found = tables.measure_methods(subject, [method], tokens, plan.terms.block, report)
+    console.print(_quality_table(str(plan.terms.density), found))
+    quality = {name: found[0][name] for name in ("realised_density_ratio", *tables.COLUMNS)}
+    return plan.validated(quality | {"length": length, "documents": len(tokens)})
+
+
+def _compare_methods(
+    subject: Subject,
+    profile: Profile,
+    others: dict[str, Profile],
+    tokens: list[np.ndarray],
+    densities: tuple[float, ...],
+    out: Path,
+) -> None:
+    """Measures all methods at these densities, writes `out` and its .md, and prints the tables."""
+    from xsake.evaluate import table as tables
+
+    facts = timing.provenance()
+    with _progress() as report:
+        found = tables.run_table(
+            subject, profile, tokens, densities, out, others=others, provenance=facts, report=report
+        )
+    for density, part in found["densities"].items():
+        console.print(_quality_table(density, part["rows"]))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows the elapsed time and the text that the function it yields is called with."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as shown:
         task = shown.add_task("", total=None)
-
-        def tell(what: str) -> None:
-            shown.update(task, description=what)
-
-        if made is not None and plan is not None:
-            method = methods.of_plan(made, length)
-            found = tables.measure_methods(subject, [method], cut, made.terms.block, tell)
-        elif known is not None and table is not None:
-            more = {
-                label: hads.Profile.load(path)
-                for label, path in (other.split("=", 1) for other in others)
-            }
-            facts = timing.provenance()
-            told = tables.run_table(
-                subject, known, cut, densities, table, others=more, provenance=facts, report=tell
-            )
-    if made is not None and plan is not None:
-        console.print(_quality_table(str(made.terms.density), found))
-        names = ("realised_density_ratio", *tables.COLUMNS)
-        figures = {name: found[0][name] for name in names}
-        made.validated(figures | {"length": length, "documents": documents}).save(plan)
-        console.print(f"written: {plan}")
-    else:
-        for density, part in told["densities"].items():
-            console.print(_quality_table(density, part["rows"]))
-        console.print(f"written: {table} and its .md")
+        yield lambda what: shown.update(task, description=what)
 
 
 def _subject(
     model: Path, dtype: str, implementation: str | None, text: list[Path]
-) -> tuple[Any, Any]:
-    """The model, and its tokenizer's encode unless the documents are ready."""
+) -> tuple[Subject, Callable[[str], Sequence[int]] | None]:
+    """The model, and its tokenizer's encode, or None if the documents are tokenized already."""
     from xsake.model import huggingface
     from xsake.model.observer import Subject
 
-    ready = text[0].suffix == ".npy"
+    is_tokenized = text[0].suffix == ".npy"
     loaded = huggingface.load(
-        model, dtype=dtype, tokenizer=not ready, implementation=implementation
+        model, dtype=dtype, tokenizer=not is_tokenized, implementation=implementation
     )
     return Subject(loaded.model), None if loaded.tokenizer is None else loaded.tokenizer.encode
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated
 
 import jax
+import tyro
 from rich.table import Table
 
 import xsake
-from xsake.backends.hopper import tilings as hopper_tilings
-from xsake.bench import autotune as _autotune
+from xsake.backends.hopper import tilings
+from xsake.bench import autotune as tuner
 from xsake.bench import run, timing
+from xsake.bench.suites import Record
 from xsake.cli.terminal import console, fast_dtype, reasons
+
+# A flag that accepts the names of run.SUITES.
+SuiteName = Annotated[
+    str, tyro.conf.arg(constructor=tyro.extras.literal_type_from_choices(tuple(run.SUITES)))
+]
 
 
 def doctor() -> None:
-    """Prints versions and devices, and for a standard call every backend's reason."""
+    """Prints versions and devices, and whether each backend can run a standard call."""
     facts = timing.provenance()
-    table = Table("what", "is", title=f"xsake {xsake.__version__}")
+    table = Table("property", "value", title=f"xsake {xsake.__version__}")
     for name, value in {**facts["versions"], **facts["machine"]}.items():
         table.add_row(name, str(value))
     table.add_row("devices", ", ".join(map(str, jax.devices())))
@@ -30,7 +37,7 @@ def doctor() -> None:
 
 
 def bench(
-    suite: Literal["cpu", "hopper", "hopper-features", "model"] = "cpu",
+    suite: SuiteName = "cpu",
     out: Path | None = None,
     quick: bool = False,
     model: Path | None = None,
@@ -40,29 +47,28 @@ def bench(
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
-    A Hopper suite that was cut off goes on where it stopped, if commit and machine are the same.
+    Rerun the same command to resume an interrupted Hopper suite, at the same commit and machine.
 
     Args:
-      suite: what to measure.
-      out: the file; default benchmarks/results/SUITE-DATE.json under the current folder.
-      quick: shorter sequences and fewer repeats, to try it out.
+      suite: the suite to measure.
+      out: the JSON file; default benchmarks/results/SUITE-DATE.json in the current folder.
+      quick: shorter sequences and fewer repeats, for a trial.
       model: the checkpoint that the suite "model" measures.
-      autotune: instead of a suite, time every tiling of the Hopper kernels on this card and write
-        the table that they choose from; `out` defaults to the installed package's own.
-      only: part of the names of the cases (autotune: of directions and classes); default all.
-      join: measure nothing, but write these files of the suite (autotune: these tables), made with
-        `only`, as one.
+      autotune: instead of a suite, time every tiling of the Hopper kernels on this GPU and write
+        the tiling table that the kernels read; `out` defaults to the installed package's table.
+      only: measure the cases with this text in their name (autotune: "DIRECTION CLASS").
+      join: measure nothing; merge these result files (autotune: tables) that `only` produced.
     """
     if join and (quick or model or only):
         raise ValueError(
-            "--join measures nothing: it takes --suite or --autotune, and --out, no other option"
+            "--join measures nothing: give only --suite or --autotune, and --out, with it"
         )
     if autotune:
-        table = out or hopper_tilings.H200
+        table = out or tilings.H200
         if join:
-            _autotune.join(join, table)
+            tuner.join(join, table)
         else:
-            _autotune.autotune(table, only, tell=console.print)
+            tuner.autotune(table, only, report=console.print)
         console.print(f"written: {table}")
         return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -71,25 +77,30 @@ def bench(
         run.join(suite, join, out)
     else:
         run.run_suite(
-            suite, out, quick, model, tell=lambda row: console.print(_one_line(row)), only=only
+            suite,
+            out,
+            quick,
+            model,
+            report=lambda record: console.print(_one_line(record)),
+            only=only,
         )
     console.print(f"written: {out}")
 
 
-def _one_line(row: dict[str, Any]) -> str:
-    cells = [f"{row['case']:<44}", f"{row.get('direction', ''):<17}"]
-    if "median_seconds" in row:
-        cells.append(f"{1e3 * row['median_seconds']:9.1f} ms")
-    if "over_density_times_dense" in row:
-        cells.append(f"÷ (density × dense) {row['over_density_times_dense']:.3f}")
-    if "teraflops" in row:
-        cells.append(f"{row['teraflops']:.0f} TFLOP/s")
+def _one_line(record: Record) -> str:
+    cells = [f"{record['case']:<44}", f"{record.get('direction', ''):<17}"]
+    if "median_seconds" in record:
+        cells.append(f"{1e3 * record['median_seconds']:9.1f} ms")
+    if "over_density_times_dense" in record:
+        cells.append(f"time ÷ (density × dense time) {record['over_density_times_dense']:.3f}")
+    if "teraflops" in record:
+        cells.append(f"{record['teraflops']:.0f} TFLOP/s")
     faster = "times_faster_than_"
     cells += [
-        f"{x:.2f}× {name[len(faster) :]}" for name, x in row.items() if name.startswith(faster)
+        f"{x:.2f}× {name[len(faster) :]}" for name, x in record.items() if name.startswith(faster)
     ]
-    if "temporary_bytes" in row:
-        cells.append(f"{row['temporary_bytes'] / 2**20:.1f} MiB temporary")
-    if "share_of_jax_nn" in row:
-        cells.append(f"{row['share_of_jax_nn']:.2%} of jax.nn")
+    if "temporary_bytes" in record:
+        cells.append(f"{record['temporary_bytes'] / 2**20:.1f} MiB temporary")
+    if "share_of_jax_nn" in record:
+        cells.append(f"{record['share_of_jax_nn']:.2%} of jax.nn")
     return "  ".join(cells)

@@ -1,4 +1,4 @@
-"""What the commands share: the console, and what they say of this machine."""
+"""What the commands share: the console, the default dtype, the table of backends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Out = Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # where a command writes
 
 
 def fast_dtype() -> str:
-    """What this machine computes in fastest, of what every backend takes."""
+    """The fastest dtype on this platform that every backend supports."""
     return "float32" if _jax.platform() == "cpu" else "bfloat16"
 
 
-def reasons(told: xsake.Explanation, what: str) -> Table:
-    """Every backend's reason, and the one that is chosen."""
-    table = Table("backend", "this machine", title=f"causal attention, {what}")
-    for name, why in told.reasons.items():
-        table.add_row(name, "chosen" if name == told.chosen else why or "can run")
+def reasons(explanation: xsake.Explanation, call: str) -> Table:
+    """Whether each backend can run a call and why not, with the chosen one marked."""
+    table = Table("backend", "this machine", title=f"causal attention, {call}")
+    for name, why in explanation.reasons.items():
+        table.add_row(name, "chosen" if name == explanation.chosen else why or "can run")
     return table

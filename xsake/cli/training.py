@@ -1,4 +1,4 @@
-"""xsake tokenize, train, runs: from text to a model, and what became of every attempt."""
+"""xsake tokenize, train, runs: from text to a model, and the list of runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def tokenize(
     """Writes text as a token file, for `xsake train`.
 
     Args:
-      text: .txt, one document each, or .jsonl, one a line; as they are or in .gz, .xz, .zst.
+      text: one document per .txt file or per line of a .jsonl file; optionally .gz, .xz or .zst.
       out: the folder to write.
-      tokenizer: a tokenizer.json. With `vocabulary` it is where to write a new one.
-      vocabulary: learns a byte-level BPE of so many entries from the text first.
-      end: the tokenizer's token that is put after each document; one that is learned also begins
-        each with it.
-      field: of JSON lines, which holds the text.
+      tokenizer: a tokenizer.json. With `vocabulary`, the path where the new one is written.
+      vocabulary: first train a byte-level BPE tokenizer with this vocabulary size on the text.
+      end: the end-of-document token; a newly trained tokenizer also prepends it as bos.
+      field: the JSON field that contains the text.
     """
     from xsake.data import text as texts
     from xsake.data import tokens
@@ -40,7 +39,7 @@ def tokenize(
         if tokenizer is not None:
             known.inner.save(str(tokenizer))
     elif tokenizer is None:
-        raise ValueError("name a tokenizer.json with --tokenizer, or learn one with --vocabulary")
+        raise ValueError("name a tokenizer.json with --tokenizer, or train one with --vocabulary")
     else:
         known = tokens.end_token(read_tokenizer(tokenizer), end)
     names = [path.name for path in text]
@@ -50,7 +49,7 @@ def tokenize(
             known,
             out,
             sources=names,
-            tell=lambda documents, count: status.update(
+            report=lambda documents, count: status.update(
                 f"{documents:,} documents, {count:,} tokens"
             ),
         )
@@ -62,32 +61,32 @@ def tokenize(
 
 
 def train() -> None:
-    """Trains a model, or goes on with a run of this name; see docs/training.md."""
+    """Trains a model, or resumes the run of this name; see docs/training.md."""
 
 
 def runs(folder: tyro.conf.Positional[Path] = Path("runs")) -> None:
-    """Lists the runs of a folder: what they are made of, how far they are, what they reached.
+    """Lists the runs of a folder: configuration, progress and results.
 
     Args:
-      folder: of run folders.
+      folder: the folder that contains the run folders.
     """
     from xsake.observe import registry
 
     names = "run state step loss density perplexity checkpoints plan config data commit device"
     table = Table(*names.split())
-    for run_ in registry.runs(folder):
+    for run in registry.runs(folder):
         table.add_row(
-            run_.name,
-            run_.state,
-            f"{run_.step}/{run_.steps}",
-            "" if run_.loss_nats is None else f"{run_.loss_nats:.3f}",
-            f"{run_.density_ratio:.2f}",
-            ", ".join(f"{file} {x:.2f}" for file, x in run_.perplexity.items()),
-            ", ".join(map(str, run_.checkpoints)),
-            run_.plan[:8],
-            run_.config_hash[:8],
-            run_.data_hash[:8],
-            run_.commit[:8],
-            run_.device,
+            run.name,
+            run.state,
+            f"{run.step}/{run.steps}",
+            "" if run.loss_nats is None else f"{run.loss_nats:.3f}",
+            f"{run.density_ratio:.2f}",
+            ", ".join(f"{file} {x:.2f}" for file, x in run.perplexity.items()),
+            ", ".join(map(str, run.checkpoints)),
+            run.plan[:8],
+            run.config_hash[:8],
+            run.data_hash[:8],
+            run.commit[:8],
+            run.device,
         )
     console.print(table)

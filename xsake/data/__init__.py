@@ -1,1 +1,9 @@
-"""From files to batches: text, documents, token files, the stream of batches."""
+"""From files to batches, for calibration, evaluation and training.
+
+.txt, .jsonl (.gz, .xz, .zst)
+    │ text.documents                                 strings
+    ├─ documents.load_documents ─ [length] each      calibration, evaluation
+    │    (tokenizer.encode)
+    └─ tokens.tokenize ─ TokenFile ─ stream.Stream ─ Batch [B, T]: training
+         (tokenizer)     a folder    windows
+"""

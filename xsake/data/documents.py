@@ -1,7 +1,7 @@
-"""Documents of one length, cut from the texts of some files.
+"""Documents of one length, cut from text files.
 
-A document is a window of one text, at a drawn place; texts are taken in a drawn order, each once
-before any is taken again. A .npy file holds documents that are ready.
+Each document is a random window of one text. Texts are visited in random order, all once before any
+is used again. A .npy file holds documents that are tokenized already.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from xsake.data import text
 
-CHARACTERS_PER_TOKEN = 8  # more than any real text has, so that one window of characters is enough
+CHARACTERS_PER_TOKEN = 8  # above that of real text, so that one window of characters is enough
 
 
 def load_documents(
@@ -23,24 +23,24 @@ def load_documents(
     count: int,
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Documents from text files, or ready ones from one .npy file of int [documents, tokens].
+    """Documents from text files, or tokenized ones from one .npy file of int [documents, tokens].
 
-    Ready ones are taken from the first, each cut to `length`; they need no tokenizer.
+    Tokenized documents are used in the file's order, cut to `length`; they need no `encode`.
     """
     first = Path(paths[0])
     if first.suffix != ".npy":
         if encode is None:
             raise ValueError(f"{first} is text, and the model came without a tokenizer")
         return documents(list(text.documents(paths)), encode, length, count, seed)
-    ready = np.load(first, allow_pickle=False)
-    if len(paths) > 1 or ready.ndim != 2 or not np.issubdtype(ready.dtype, np.integer):
-        raise ValueError(f"{first} must be alone and hold int [documents, tokens]")
-    if ready.shape[0] < count or ready.shape[1] < length:
+    tokenized = np.load(first, allow_pickle=False)
+    if len(paths) > 1 or tokenized.ndim != 2 or not np.issubdtype(tokenized.dtype, np.integer):
+        raise ValueError(f"{first} must be the only file and hold an int [documents, tokens] array")
+    if tokenized.shape[0] < count or tokenized.shape[1] < length:
         raise ValueError(
-            f"{first} holds {ready.shape[0]} documents of {ready.shape[1]:,} tokens, "
+            f"{first} holds {tokenized.shape[0]} documents of {tokenized.shape[1]:,} tokens, "
             f"but {count} of {length:,} are asked for"
         )
-    return list(ready[:count, :length].astype(np.int32))
+    return list(tokenized[:count, :length].astype(np.int32))
 
 
 def documents(
@@ -52,26 +52,26 @@ def documents(
 ) -> list[np.ndarray]:
     """`count` documents of exactly `length` tokens, int32 [length] each.
 
-    Texts that are too short for one are passed over.
+    Texts that are too short for a document are skipped.
     """
-    draw = np.random.default_rng(seed)
-    order = draw.permutation(len(texts))
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(texts))
     found: list[np.ndarray] = []
-    spent: set[int] = set()
-    for turn in range(count * 4 + len(texts)):
-        if len(found) == count or len(spent) == len(texts):
+    too_short: set[int] = set()
+    for attempt in range(count * 4 + len(texts)):
+        if len(found) == count or len(too_short) == len(texts):
             break
-        number = int(order[turn % len(texts)])
-        if number in spent:
+        number = int(order[attempt % len(texts)])
+        if number in too_short:
             continue
         whole = texts[number]
         window = length * CHARACTERS_PER_TOKEN
-        begin = int(draw.integers(0, max(1, len(whole) - window)))
+        begin = int(rng.integers(0, max(1, len(whole) - window)))
         if begin:
             begin = whole.find(" ", begin) + 1  # not in the middle of a word
         tokens = encode(whole[begin : begin + window])[:length]
         if len(tokens) < length:
-            spent.add(number)
+            too_short.add(number)
             continue
         found.append(np.asarray(tokens, np.int32))
     if len(found) < count:

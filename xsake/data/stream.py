@@ -1,23 +1,23 @@
 """Stream: the batch of any step, as a pure function of (seed, step, process).
 
-    tokens     d0 d0 d0 e │ d1 d1 e │ d2 d2 d2 d2 d2 d2 e │ …      documents one after another
-    windows    └──── T + 1 ────┘                                   every T tokens a window begins
-                         └──── T + 1 ────┘                         it shares one token with the next
-    segments   0  0  0  0   1  1                                   which document, in this window
-    weights    1  1  1  0   1                                      0 where the target is another's
+    tokens     d0 d0 d0 e │ d1 d1 e │ d2 d2 d2 d2 d2 d2 e │ …      documents, concatenated
+    windows    └──── T + 1 ────┘                                   a window starts every T tokens
+                         └──── T + 1 ────┘                         it shares a token with the next
+    segments   0  0  0  0   1  1                                   document within the window
+    weights    1  1  1  0   1                                      0: target in another document
 
-With a bos token b every row begins with it. A document may begin with its own, by its tokenizer;
-where that one is the first of a window it is the row's, and the row's last place has no target.
+With a bos token b every batch row starts with it. If a window starts at a document that has its own
+b, no second one is added: the row is one token short, and its last target has weight 0.
 
     tokens     b  d0 d0 d0 │ d0 e  b  d1 │ d1 d1 d1 e │ …          two documents in windows of T = 4
     rows       b  d0 d0 d0   b  d0 e  b    b  d1 d1 d1
-    targets    d0 d0 d0 ·    d0 e  b  d1   d1 d1 d1 e              each token once, but that first b
+    targets    d0 d0 d0 ·    d0 e  b  d1   d1 d1 d1 e              once each, except the first b
     segments   0  0  0  0    0  0  0  1    0  0  0  0
     weights    1  1  1  0    1  1  0  1    1  1  1  1
 
-Every epoch the windows are shuffled anew and the first begins elsewhere. Nothing is kept between
-steps: the step is the position in the data, and it is all that a resumed run needs. Rows are dealt
-out in order, so that processes together read what one process alone would.
+Every epoch the windows are reshuffled and shifted by a random offset. There is no state between
+steps: a resumed run needs the step number only. Each process gets a contiguous slice of the batch;
+together they read what a single process would.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ import bisect
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jax import Array
 
 from xsake.data.tokens import TokenFile, boundaries, hash_of_files
 
 
 class Batch(NamedTuple):
-    """Rows of windows. Predict targets[b, t] from tokens[b, : t + 1] of the same segment."""
+    """A window per batch row. Predict targets[b, t] from tokens[b, : t + 1] of the same segment."""
 
-    tokens: Any  # int32 [B, T]
-    targets: Any  # int32 [B, T]
-    segment_ids: Any  # int32 [B, T]: 0, 1, 2 … in each row
-    weights: Any  # float32 [B, T]: 1 where the target is of the same document
+    tokens: np.ndarray | Array  # int32 [B, T]
+    targets: np.ndarray | Array  # int32 [B, T]
+    segment_ids: np.ndarray | Array  # int32 [B, T]: 0, 1, 2 … in each batch row
+    weights: np.ndarray | Array  # float32 [B, T]: 1 where the target is in the same document
 
 
 class Stream:
-    """Windows of `length` tokens over some files, which count as one.
+    """Windows of `length` tokens over several files, read as if concatenated.
 
-    Not `separate`: a row is one segment, whatever documents it holds. `bos`: every row begins with
-    this token.
+    Without `separate`, a batch row is one segment even if it holds several documents. With `bos`,
+    every batch row starts with this token.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Stream:
         self.starts = boundaries(self.files)
         self.hash = hash_of_files(self.files)
         self.tokens = self._ends[-1]
-        self.targets = self.tokens - (bos is None)  # nothing precedes the first token but bos
+        self.targets = self.tokens - (bos is None)  # without bos the first token is no target
         self.windows = self.targets // length
         if self.windows < 1:
             raise ValueError(
@@ -75,9 +76,9 @@ class Stream:
         self._order = functools.lru_cache(maxsize=2)(self._new_order)
 
     def batch(self, step: int, rows: int, process: int = 0, processes: int = 1) -> Batch:
-        """This process's rows // processes rows of the batch of `step`, counted from 0."""
+        """This process's rows // processes batch rows of `step`, which counts from 0."""
         if rows % processes:
-            raise ValueError(f"{rows} rows cannot be dealt out evenly to {processes} processes")
+            raise ValueError(f"{rows} batch rows are not divisible by {processes} processes")
         each = rows // processes
         first = step * rows + process * each
         return self.at([self._begin(number) for number in range(first, first + each)])
@@ -85,67 +86,69 @@ class Stream:
     def in_order(self, rows: int, most: int | None = None) -> Iterator[Batch]:
         """All windows, or the first `most` of them, in the order of the text, for evaluation.
 
-        The last batch is filled up with rows of weight 0.
+        The last batch is padded with rows of weight 0.
         """
         count = self.windows if most is None else min(most, self.windows)
         for first in range(0, count, rows):
             numbers = range(first, min(first + rows, count))
             filled = [*numbers, *[0] * (rows - len(numbers))]
             batch = self.at([number * self.length for number in filled])
-            batch.weights[len(numbers) :] = 0
-            yield batch
+            is_real = np.arange(rows)[:, None] < len(numbers)
+            yield batch._replace(weights=batch.weights * is_real)
 
     def long_windows(self, count: int, step: int) -> np.ndarray:
-        """Windows to calibrate on at `step`, int32 [count, T], each of one document if any is long.
+        """Windows to calibrate on at `step`, int32 [count, T].
 
-        Documents are drawn in proportion to how many windows begin in them. Their first token is
-        replaced by bos, if there is one.
+        Each lies within one document if any document has T tokens. Documents are sampled in
+        proportion to the number of windows that fit. With bos, it replaces a window's first token.
         """
-        draw = np.random.default_rng([self.seed, step, 1])
+        rng = np.random.default_rng([self.seed, step, 1])
         ends = np.append(self.starts[1:], self.tokens)
-        room = ends - self.starts - self.length  # places in a document where a window may begin
-        starts = self.starts[room >= 0]
+        slack = ends - self.starts - self.length  # offsets in a document where a window may start
+        starts = self.starts[slack >= 0]
         if not len(starts):
-            begins = draw.integers(0, self.targets - self.length + 1, count)
+            begins = rng.integers(0, self.targets - self.length + 1, count)
         else:
-            places = np.cumsum(room[room >= 0] + 1)
-            chosen = draw.integers(0, places[-1], count)
-            which = np.searchsorted(places, chosen, side="right")
-            begins = starts[which] + chosen - np.append(0, places)[which]
+            offsets = np.cumsum(slack[slack >= 0] + 1)
+            chosen = rng.integers(0, offsets[-1], count)
+            which = np.searchsorted(offsets, chosen, side="right")
+            begins = starts[which] + chosen - np.append(0, offsets)[which]
         windows = np.stack([self._read(int(begin), self.length) for begin in begins])
         if self.bos is not None:
             windows[:, 0] = self.bos
         return windows
 
     def at(self, begins: Sequence[int]) -> Batch:
-        """The windows that begin at these places."""
+        """The windows that start at these token offsets."""
         count = self.length + (self.bos is None)
         rows = np.stack([self._read(begin, count) for begin in begins])
-        places = np.asarray(begins, np.int64)[:, None] + np.arange(count)
-        document = np.searchsorted(self.starts, places, side="right")
+        offsets = np.asarray(begins, np.int64)[:, None] + np.arange(count)
+        document = np.searchsorted(self.starts, offsets, side="right")
         segments = (document - document[:, :1]).astype(np.int32) * self.separate
         has_own = np.zeros(len(rows), bool)
         if self.bos is not None:
-            is_start = places[:, 0] == self.starts[document[:, 0] - 1]
+            is_start = offsets[:, 0] == self.starts[document[:, 0] - 1]
             has_own = is_start & (rows[:, 0] == self.bos)
-            rows, segments = (_led(x, by, has_own) for x, by in ((rows, self.bos), (segments, 0)))
+            rows, segments = (
+                _with_first(x, first, has_own) for x, first in ((rows, self.bos), (segments, 0))
+            )
         same = segments[:, :-1] == segments[:, 1:]
         same[has_own, -1] = False
         return Batch(rows[:, :-1], rows[:, 1:], segments[:, :-1], same.astype(np.float32))
 
     def _begin(self, number: int) -> int:
-        """Where the window begins that is the `number`-th to be read since the start."""
-        epoch, place = divmod(number, self.windows)
+        """Start offset of the `number`-th window that is read since training began."""
+        epoch, index = divmod(number, self.windows)
         offset, order = self._order(epoch)
-        return int(offset + order[place] * self.length)
+        return int(offset + order[index] * self.length)
 
     def _new_order(self, epoch: int) -> tuple[int, np.ndarray]:
-        draw = np.random.default_rng([self.seed, epoch, 0])
+        rng = np.random.default_rng([self.seed, epoch, 0])
         spare = self.targets - self.windows * self.length
-        return int(draw.integers(0, spare + 1)), draw.permutation(self.windows)
+        return int(rng.integers(0, spare + 1)), rng.permutation(self.windows)
 
     def _read(self, begin: int, count: int) -> np.ndarray:
-        """int32 [count], over the ends of files."""
+        """int32 [count], across file boundaries if needed."""
         parts = []
         while count:
             number = bisect.bisect_right(self._ends, begin)
@@ -157,7 +160,7 @@ class Stream:
         return np.concatenate(parts).astype(np.int32)
 
 
-def _led(rows: np.ndarray, by: int, is_led: np.ndarray) -> np.ndarray:
-    """[B, n + 1]: `by` before each row [n], or after it where the row is led already."""
-    before = np.pad(rows, ((0, 0), (1, 0)), constant_values=by)
-    return np.where(is_led[:, None], np.roll(before, -1, axis=1), before)
+def _with_first(rows: np.ndarray, first: int, has_own: np.ndarray) -> np.ndarray:
+    """[B, n + 1]: rows [B, n] with `first` prepended, or appended where a row has its own."""
+    before = np.pad(rows, ((0, 0), (1, 0)), constant_values=first)
+    return np.where(has_own[:, None], np.roll(before, -1, axis=1), before)

@@ -1,8 +1,8 @@
-"""Documents out of files: plain text or JSON lines, as they are or packed with gzip, xz or zstd.
+"""Reads documents from files: plain text or JSON lines, optionally compressed.
 
 novel.txt        one document
-pages.jsonl      one document a line: the field `text` of each object
-pages.jsonl.xz   the same, unpacked on the way; .gz and .zst too
+pages.jsonl      one document per line: the field `text` of each object
+pages.jsonl.xz   the same, decompressed while it is read; .gz and .zst too
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-PACKED = (".gz", ".xz", ".zst")
+COMPRESSED = (".gz", ".xz", ".zst")
 LINES = (".jsonl", ".ndjson", ".json")
 
 
 def documents(paths: Iterable[str | Path], field: str = "text") -> Iterator[str]:
-    """Every document of some files, in order; empty ones are left out.
+    """Every document of some files, in order; empty documents are skipped.
 
     Args:
-      paths: files whose names end as above.
-      field: of a JSON line's object, which holds the text.
+      paths: files with the extensions above.
+      field: the field of a JSON line's object that holds the text.
     """
     for path in map(Path, paths):
         read = _lines if _is_lines(path) else _whole
@@ -34,22 +34,22 @@ def documents(paths: Iterable[str | Path], field: str = "text") -> Iterator[str]
 
 
 def _is_lines(path: Path) -> bool:
-    named = path.with_suffix("") if path.suffix in PACKED else path
+    named = path.with_suffix("") if path.suffix in COMPRESSED else path
     if named.suffix not in (*LINES, ".txt"):
         raise ValueError(
-            f"{path} is neither .txt nor .jsonl (nor either in {', '.join(PACKED)}); rename it "
-            "if it is text"
+            f"{path} has an unsupported extension; use .txt or .jsonl, optionally with "
+            f"{', '.join(COMPRESSED)}"
         )
     return named.suffix in LINES
 
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[io.TextIOWrapper]:
-    """The file as text; damage, wherever it is found, is an error that names the file."""
+    """Opens the file as UTF-8 text; decompression and decoding errors name the file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
-        with path.open("rb") as raw, io.TextIOWrapper(_unpacked(path, raw), "utf-8") as file:
+        with path.open("rb") as raw, io.TextIOWrapper(_decompressed(path, raw), "utf-8") as file:
             yield file
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise ValueError(f"{path} is truncated or damaged: {error}") from error
@@ -57,7 +57,7 @@ def _open(path: Path) -> Iterator[io.TextIOWrapper]:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def _unpacked(path: Path, raw: Any) -> Any:
+def _decompressed(path: Path, raw: Any) -> Any:
     if path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if path.suffix == ".xz":
@@ -68,40 +68,40 @@ def _unpacked(path: Path, raw: Any) -> Any:
 
 
 class _Zstandard(io.RawIOBase):
-    """Unpacks zstd and notices an end in the middle of a frame, which the package passes over."""
+    """Decompresses zstd and raises at a truncated frame, which the package silently accepts."""
 
     def __init__(self, path: Path, raw: Any) -> None:
         import zstandard
 
         self._path, self._raw, self._error = path, raw, zstandard.ZstdError
-        self._new = zstandard.ZstdDecompressor().decompressobj
-        self._frame, self._left, self._begun = self._new(), b"", False
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame, self._pending, self._in_frame = self._new_frame(), b"", False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: object) -> int:
-        if not self._left:
-            self._left = self._more()
+        if not self._pending:
+            self._pending = self._next_bytes()
         view = memoryview(buffer)  # type: ignore[arg-type]
-        count = min(len(view), len(self._left))
-        view[:count] = self._left[:count]
-        self._left = self._left[count:]
+        count = min(len(view), len(self._pending))
+        view[:count] = self._pending[:count]
+        self._pending = self._pending[count:]
         return count
 
-    def _more(self) -> bytes:
+    def _next_bytes(self) -> bytes:
         found = b""
         while not found:
-            packed = self._frame.unused_data if self._frame.eof else self._raw.read(1 << 20)
+            compressed = self._frame.unused_data if self._frame.eof else self._raw.read(1 << 20)
             if self._frame.eof:
-                self._frame, self._begun = self._new(), False
-                packed = packed or self._raw.read(1 << 20)
-            if not packed:
-                if self._begun:
+                self._frame, self._in_frame = self._new_frame(), False
+                compressed = compressed or self._raw.read(1 << 20)
+            if not compressed:
+                if self._in_frame:
                     raise EOFError("the zstd frame has no end")
                 return b""
             try:
-                found, self._begun = self._frame.decompress(packed), True
+                found, self._in_frame = self._frame.decompress(compressed), True
             except self._error as error:
                 raise ValueError(f"{self._path} is truncated or damaged: {error}") from error
         return found

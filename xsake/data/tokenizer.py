@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-# Words as Llama 3 and Qwen split them before pairs are merged; they differ in the run of digits.
+# Pre-tokenization of Llama 3 and Qwen; they differ in the number of digits per piece.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,12 +22,12 @@ CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer and the ids that begin and end a text.
+    """A tokenizer and its bos and eos ids.
 
     Attributes:
       inner: the `tokenizers.Tokenizer`.
-      bos: what a text begins with; `encode` adds it only if the tokenizer was made to.
-      eos: the ids that end a text.
+      bos: the first token of a text; `encode` adds it only if the tokenizer is configured to.
+      eos: ids that end a text.
     """
 
     inner: tokenizers.Tokenizer
@@ -35,7 +35,7 @@ class Tokenizer:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # some files carry the padding and cutting of their training
+        # some tokenizer.json files enable the padding and truncation of their training
         self.inner.no_padding()
         self.inner.no_truncation()
 
@@ -43,22 +43,22 @@ class Tokenizer:
         return self.inner.get_vocab_size()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text; `special` adds what the model wants around it, such as bos."""
+        """Ids of a text; `special` adds the special tokens around it, such as bos."""
         return list(self.inner.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The text of ids, without special tokens unless asked for."""
+        """The text of ids; special tokens are left out unless `special`."""
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=not special))
 
     def pieces(self, ids: Iterable[int], *, special: bool = False) -> Iterator[str]:
-        """The same text as ids come in, in pieces; a character cut in two waits for its rest."""
+        """Decodes ids as they arrive; incomplete UTF-8 sequences are held back until complete."""
         stream = decoders.DecodeStream(skip_special_tokens=not special)
         for i in ids:
             if (piece := stream.step(self.inner, int(i))) is not None:
                 yield piece
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes tokenizer.json, and beside it what transformers wants to know of it."""
+        """Writes tokenizer.json, and the tokenizer_config.json that transformers reads."""
         folder = Path(folder)
         self.inner.save(str(folder / "tokenizer.json"), pretty=False)
         known: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -99,7 +99,7 @@ def _split(digits: str) -> pre_tokenizers.PreTokenizer:
     )
 
 
-# What tokenizer.ggml.pre may name: how text is cut into words before pairs are merged.
+# By tokenizer.ggml.pre: how text is split into words before BPE merges.
 PRE_TOKENIZERS = {
     "gpt-2": _gpt2,
     "llama-bpe": lambda: _split("{1,3}"),
@@ -110,8 +110,8 @@ PRE_TOKENIZERS = {
 }
 
 
-def build_tokenizer(metadata: Mapping[str, Any], place: str) -> Tokenizer:
-    """The byte-level BPE that a GGUF's `tokenizer.ggml.*` describes; `place` is for messages."""
+def build_tokenizer(metadata: Mapping[str, Any], path: str) -> Tokenizer:
+    """The byte-level BPE that a GGUF's `tokenizer.ggml.*` describes; errors name `path`."""
 
     def value(key: str, default: Any = None) -> Any:
         return metadata.get("tokenizer.ggml." + key, default)
@@ -119,17 +119,17 @@ def build_tokenizer(metadata: Mapping[str, Any], place: str) -> Tokenizer:
     kind, pre = value("model"), value("pre")
     if kind is None:
         raise ValueError(
-            f"{place} has no tokenizer; name a tokenizer.json with tokenizer=, "
+            f"{path} has no tokenizer; name a tokenizer.json with tokenizer=, "
             "or give tokenizer=False to load the model alone"
         )
     if kind != "gpt2":
         raise ValueError(
-            f"{place}: tokenizer.ggml.model {kind!r} is not 'gpt2' (byte-level BPE); "
+            f"{path}: tokenizer.ggml.model {kind!r} is not 'gpt2' (byte-level BPE); "
             "name a tokenizer.json with tokenizer="
         )
     if pre not in PRE_TOKENIZERS:
         raise ValueError(
-            f"{place}: tokenizer.ggml.pre {pre!r} is not one of {list(PRE_TOKENIZERS)}; "
+            f"{path}: tokenizer.ggml.pre {pre!r} is not one of {list(PRE_TOKENIZERS)}; "
             "name a tokenizer.json with tokenizer="
         )
     tokens: list[str] = value("tokens", [])
@@ -138,7 +138,7 @@ def build_tokenizer(metadata: Mapping[str, Any], place: str) -> Tokenizer:
         models.BPE(
             {token: i for i, token in enumerate(tokens)},
             merges,
-            # Llama 3 takes a whole word of its vocabulary before any merge
+            # Llama 3 uses a token directly if the whole word is in its vocabulary
             ignore_merges=pre == "llama-bpe",
         )
     )

@@ -1,10 +1,10 @@
 """TokenFile: documents as token ids in a folder, read through memory maps.
 
-NAME/tokens.bin      uint16 or uint32, all documents one after another, each with its end token and,
-                     where the tokenizer begins a text with one, its bos
-NAME/starts.bin      uint64, where each document begins
-NAME/tokenizer.json  what made them, so that a model trained on them can speak
-NAME/header.json     sizes, vocabulary, hash; written last: without it, the folder is unfinished
+NAME/tokens.bin      uint16 or uint32, all documents concatenated, each with its end token and, if
+                     the tokenizer adds one, its bos
+NAME/starts.bin      uint64, the offset of each document's first token
+NAME/tokenizer.json  the tokenizer; a model trained on the tokens is exported with it
+NAME/header.json     sizes, vocabulary, hash; written last: a folder without it is incomplete
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from xsake.data.tokenizer import Tokenizer
 
 SCHEMA = 1
-AT_ONCE = 1 << 22  # characters that the tokenizer is handed in one call; it works in parallel
+CHARACTERS_PER_CALL = 1 << 22  # the tokenizer encodes the texts of one call in parallel
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What header.json says."""
+    """The contents of header.json."""
 
     dtype: str  # uint16 | uint32
     vocab_size: int
@@ -38,20 +38,20 @@ class Header:
     documents: int
     end: int | None  # the token after each document
     hash: str  # of tokens.bin and starts.bin
-    sources: tuple[str, ...]  # names of the files it was made of
+    sources: tuple[str, ...]  # names of the text files
     schema: int = SCHEMA
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Tokens and the places where documents begin, not in memory until they are read."""
+    """Tokens and the offsets of documents, read into memory only where they are used."""
 
     folder: Path
     header: Header
 
     @staticmethod
     def open(folder: str | os.PathLike[str], verify: bool = False) -> TokenFile:
-        """Opens what `tokenize` wrote, checking sizes, and with `verify` every byte."""
+        """Opens what `tokenize` wrote; checks its sizes, and with `verify` its hash."""
         folder = Path(folder)
         header = _read_header(folder)
         width = np.dtype(header.dtype).itemsize
@@ -73,12 +73,12 @@ class TokenFile:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """uint16 or uint32 [tokens], mapped."""
+        """uint16 or uint32 [tokens], memory-mapped."""
         return np.memmap(self.folder / "tokens.bin", self.header.dtype, mode="r")
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """uint64 [documents]: where each document begins, rising from 0."""
+        """uint64 [documents]: offsets of the documents, rising from 0."""
         return np.fromfile(self.folder / "starts.bin", np.uint64)
 
     def __len__(self) -> int:
@@ -97,18 +97,18 @@ def tokenize(
     *,
     end: int | None = None,
     sources: Iterable[str] = (),
-    tell: Callable[[int, int], None] | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> TokenFile:
     """Writes documents as a TokenFile; an interrupted call leaves no folder of that name.
 
     Args:
       texts: the documents.
-      tokenizer: what it puts before a text, such as bos, begins every document.
+      tokenizer: the bos token that it adds, if any, is kept at the start of every document.
       out: the folder, which must not exist.
-      end: a token to put after each document, unless the tokenizer does; default the tokenizer's
+      end: a token to append to each document, unless the tokenizer does; default the tokenizer's
         first eos, if it has one.
-      sources: names to remember in the header.
-      tell: called with (documents, tokens) so far.
+      sources: names to record in the header.
+      report: called with the numbers of documents and tokens written so far.
     """
     out = Path(out)
     if out.exists():
@@ -119,7 +119,7 @@ def tokenize(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     with (part / "tokens.bin").open("wb") as tokens, (part / "starts.bin").open("wb") as starts:
-        count, documents = _write(texts, tokenizer, end, dtype, tokens, starts, tell)
+        count, documents = _write(texts, tokenizer, end, dtype, tokens, starts, report)
     if not documents:
         shutil.rmtree(part)
         raise ValueError(f"no document with text was found in {list(sources) or 'the texts'}")
@@ -142,28 +142,28 @@ def _write(
     texts: Iterable[str],
     tokenizer: Tokenizer,
     end: int | None,
-    dtype: Any,
-    tokens: Any,
-    starts: Any,
-    tell: Callable[[int, int], None] | None,
+    dtype: np.dtype[Any],
+    tokens: BinaryIO,
+    starts: BinaryIO,
+    report: Callable[[int, int], None] | None,
 ) -> tuple[int, int]:
     count = documents = 0
-    after = [] if end is None or _puts_after(tokenizer, end) else [end]
+    suffix = [] if end is None or _appends(tokenizer, end) else [end]
     for batch in _batches(texts):
         for encoded in tokenizer.inner.encode_batch(batch):
-            ids = [*encoded.ids, *after]
+            ids = [*encoded.ids, *suffix]
             if not ids:
                 continue
             starts.write(np.uint64(count).tobytes())
             tokens.write(np.asarray(ids, dtype).tobytes())
             count, documents = count + len(ids), documents + 1
-        if tell is not None:
-            tell(documents, count)
+        if report is not None:
+            report(documents, count)
     return count, documents
 
 
-def _puts_after(tokenizer: Tokenizer, end: int) -> bool:
-    """Whether `encode` puts this token after a text of its own accord."""
+def _appends(tokenizer: Tokenizer, end: int) -> bool:
+    """Whether `encode` itself appends this token to a text."""
     seen = tokenizer.inner.encode("a")
     return bool(seen.ids[-1:] == [end] and seen.special_tokens_mask[-1])
 
@@ -172,7 +172,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     for text in texts:
         batch.append(text)
-        if sum(map(len, batch)) >= AT_ONCE or len(batch) >= 1024:
+        if sum(map(len, batch)) >= CHARACTERS_PER_CALL or len(batch) >= 1024:
             yield batch
             batch = []
     if batch:
@@ -180,15 +180,17 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def train_tokenizer(texts: Iterable[str], size: int, end: str = "<|endoftext|>") -> Tokenizer:
-    """A byte-level BPE of at most `size` entries, learned from texts.
+    """Trains a byte-level BPE of at most `size` entries.
 
-    `end` is its entry 0, which `encode` puts before a text and `tokenize` after it, too.
+    `end` has id 0: `encode` prepends it as bos, and `tokenize` also appends it as eos.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     if size < 257:
-        raise ValueError(f"a byte-level BPE has 256 bytes and an end: size {size} is below 257")
+        raise ValueError(
+            f"the vocabulary size must be at least 257 (256 bytes and an end token), got {size}"
+        )
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -206,10 +208,10 @@ def train_tokenizer(texts: Iterable[str], size: int, end: str = "<|endoftext|>")
 
 
 def end_token(tokenizer: Tokenizer, end: str = "<|endoftext|>") -> Tokenizer:
-    """The tokenizer with `end` as the token that ends a text, which it must have."""
+    """The tokenizer with `end` as its bos and eos; raises if its vocabulary lacks `end`."""
     number = tokenizer.inner.token_to_id(end)
     if number is None:
-        raise ValueError(f"the tokenizer has no token {end!r}; name the one that ends a document")
+        raise ValueError(f"the tokenizer has no token {end!r}; name its end-of-document token")
     return Tokenizer(tokenizer.inner, bos=number, eos=(number,))
 
 
@@ -217,7 +219,7 @@ def _read_header(folder: Path) -> Header:
     path = folder / "header.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} is no token file: it has no header.json; `xsake tokenize` writes one"
+            f"{folder} is not a token file: it has no header.json; `xsake tokenize` writes one"
         )
     try:
         values = json.loads(path.read_text())
@@ -243,7 +245,7 @@ def _hash(folder: Path) -> str:
 
 
 def hash_of_files(files: Iterable[TokenFile]) -> str:
-    """One hash for several files in their order; that of the file itself if it is one."""
+    """One hash for several files in their order; for a single file, its own hash."""
     hashes = [file.header.hash for file in files]
     if len(hashes) == 1:
         return hashes[0]
@@ -251,7 +253,7 @@ def hash_of_files(files: Iterable[TokenFile]) -> str:
 
 
 def boundaries(files: Iterable[TokenFile]) -> np.ndarray:
-    """Where documents begin when files follow one another, int64 [documents]."""
+    """Offsets of the documents when the files are concatenated, int64 [documents]."""
     files = list(files)
     before = itertools.accumulate((len(file) for file in files), initial=0)
     parts = zip(files, before, strict=False)

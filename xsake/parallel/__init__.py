@@ -1,1 +1,1 @@
-"""Several devices: the mesh and what lies where."""
+"""Parallelism over devices: the mesh, and which arrays are sharded or replicated on it."""

@@ -1,73 +1,74 @@
-"""Data parallelism: the rows of a batch dealt out to devices, everything else on all of them.
+"""Data parallelism: the batch is sharded over the devices, everything else is replicated.
 
-    mesh (rows: 4)    batch [8, T] ─ 2 rows each ─┬─ sums ─┐
-                      state, plan ─ a copy each ──┴────────┴─ added up: the same on every device
+    mesh (batch: 4)    batch [8, T] ─ 2 batch rows per device ─┬─ sums ─┐
+                       state, plan ─ a copy per device ────────┴────────┴─ psum: equal everywhere
 
-Kernels see one device's rows and no sharding. One device has no mesh: the program is then the plain
-one.
+Kernels run on one device's shard and know of no sharding. With one device there is no mesh, and
+the program contains no shard_map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-ROWS = "rows"
+BATCH_AXIS = "batch"
+Tree = TypeVar("Tree")
 
 
-def make_mesh(count: int, rows: int, pieces: int) -> Mesh | None:
-    """A mesh of `count` devices, or None for one; 0 is as many as can take the same share of rows.
+def make_mesh(count: int, rows: int, accumulate: int) -> Mesh | None:
+    """A mesh of `count` devices, or None for one device.
 
     Args:
-      count: of devices.
-      rows: of one update.
-      pieces: micro-batches into which a device splits its rows.
+      count: devices; 0 takes the largest number that divides the batch evenly.
+      rows: batch rows of one update.
+      accumulate: micro-batches into which each device splits its batch rows.
     """
     devices = jax.devices()
     if count > len(devices):
         raise ValueError(f"run.devices = {count}, but there are {len(devices)}; ask for fewer")
-    if count and rows % (count * pieces):
+    if count and rows % (count * accumulate):
         raise ValueError(
-            f"data.rows = {rows} cannot be dealt out evenly to {count} devices with "
-            f"optimizer.accumulate = {pieces}; make it a multiple of {count * pieces}, or leave "
-            "run.devices to be chosen"
+            f"data.rows = {rows} is not divisible by run.devices × optimizer.accumulate = "
+            f"{count} × {accumulate}; make it a multiple of {count * accumulate}, or set "
+            "run.devices = 0 to have the number chosen"
         )
-    count = count or most_devices(len(devices), rows, pieces)
-    return None if count == 1 else Mesh(np.array(devices[:count]), (ROWS,))
+    count = count or largest_device_count(len(devices), rows, accumulate)
+    return None if count == 1 else Mesh(np.array(devices[:count]), (BATCH_AXIS,))
 
 
-def most_devices(count: int, rows: int, pieces: int) -> int:
-    """How many of `count` devices can take the same share of the rows, split into pieces.
+def largest_device_count(count: int, rows: int, accumulate: int) -> int:
+    """The largest number of devices, at most `count`, that can each take equal micro-batches.
 
-    >>> most_devices(8, 20, 2), most_devices(8, 7, 1), most_devices(4, 7, 1)
+    >>> largest_device_count(8, 20, 2), largest_device_count(8, 7, 1), largest_device_count(4, 7, 1)
     (5, 7, 1)
     """
-    return max(n for n in range(1, count + 1) if rows % (n * pieces) == 0)
+    return max(n for n in range(1, count + 1) if rows % (n * accumulate) == 0)
 
 
-def everywhere(mesh: Mesh | None) -> Any:
-    """The sharding of what every device has whole."""
+def replicated(mesh: Mesh | None) -> Sharding:
+    """The sharding of arrays that every device holds whole."""
     return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, P())
 
 
-def dealt(batch: Any, mesh: Mesh | None) -> Any:
-    """The batch with its rows on the devices of the mesh, in order."""
-    return batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, P(ROWS)))
+def shard_batch(batch: Tree, mesh: Mesh | None) -> Tree:
+    """The batch with its rows (axis 0 of every array) split over the devices, in order."""
+    return batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, P(BATCH_AXIS)))
 
 
-def over_rows(sums: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
-    """sums(parameters, batch, plan) of all rows, where `sums` adds up over the rows it is given."""
+def sum_over_batch(sums: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """sums(parameters, batch, plan) by shard_map and psum; `sums` adds up over the rows it gets."""
     if mesh is None:
         return sums
 
     def all_sums(parameters: Any, batch: Any, plan: Any) -> Any:
-        return lax.psum(sums(parameters, batch, plan), ROWS)
+        return lax.psum(sums(parameters, batch, plan), BATCH_AXIS)
 
-    specs = (P(), P(ROWS), P())
+    specs = (P(), P(BATCH_AXIS), P())
     return jax.shard_map(all_sums, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)

@@ -1,10 +1,10 @@
-"""What comes with the package: a small model that it trained, and text that the model never saw.
+"""Bundled data: a small model trained with this package, and text that it was not trained on.
 
 FOLDER/model.safetensors, config.json, tokenizer.json   for `xsake.model.huggingface.load`
-       README.md                                        what the model is, and where texts are from
-       training.json, events.jsonl                      its run's settings, and what happened
-       persuasion.txt.xz                                to calibrate on
-       moby-dick.txt.xz                                 to measure on
+       README.md                                        description of the model and the texts
+       training.json, events.jsonl                      training configuration, event log
+       persuasion.txt.xz                                calibration text
+       moby-dick.txt.xz                                 evaluation text
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from xsake.data.stream import Stream
 from xsake.data.tokens import TokenFile
 from xsake.hads import Plan
 from xsake.observe import events, provenance, sinks
-from xsake.parallel import mesh as devices
+from xsake.parallel.mesh import make_mesh, replicated, shard_batch
 from xsake.train import flops, planning
 from xsake.train import step as stepping
 from xsake.train.attention import visited_density
@@ -74,9 +74,9 @@ class _Session:
     ) -> None:
         self.config, self.stream, self.others = config, stream, others
         pieces = config.optimizer.accumulate
-        self.mesh = devices.make_mesh(config.run.devices, config.data.rows, pieces)
+        self.mesh = make_mesh(config.run.devices, config.data.rows, pieces)
         self.checkpoints = Checkpoints(config, stream.hash)
-        sharding = devices.everywhere(self.mesh)
+        sharding = replicated(self.mesh)
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             jax.eval_shape(lambda: stepping.initial(config)),
@@ -106,7 +106,7 @@ class _Session:
                 batch = self.stream.batch(self.step, config.data.rows)
                 self.state, metrics = stepping.compiled_update(
                     self.state,
-                    devices.dealt(batch, self.mesh),
+                    shard_batch(batch, self.mesh),
                     self.argument,
                     config=config.essence,
                     mesh=self.mesh,
@@ -190,7 +190,7 @@ class _Session:
             plan = planning.new_plan(self.config, self.state.parameters, self.stream, self.step)
             seconds = time.perf_counter() - began
             self.plan = plan
-            self.argument = planning.argument(plan, devices.everywhere(self.mesh))
+            self.argument = planning.argument(plan, replicated(self.mesh))
             path = Path("plans") / f"step-{self.step:06}.safetensors"
             (self.config.place / "plans").mkdir(exist_ok=True)
             plan.save(self.config.place / path)
@@ -320,7 +320,7 @@ def evaluate(
     total = count = 0.0
     for batch in stream.in_order(rows, how.windows or None):
         loss, targets = stepping.compiled_loss(
-            weights, devices.dealt(batch, mesh), plan, config=config.essence, mesh=mesh
+            weights, shard_batch(batch, mesh), plan, config=config.essence, mesh=mesh
         )
         total, count = total + float(loss), count + float(targets)
     return total / max(count, 1), int(count)

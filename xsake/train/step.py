@@ -10,6 +10,7 @@ sums over its own rows, the sums are added up, and all devices make the same upd
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import Mesh
 
 from xsake.data.stream import Batch
 from xsake.model import Transformer
-from xsake.parallel.mesh import over_rows
+from xsake.parallel.mesh import sum_over_batch
 from xsake.train import cross_entropy, optimizer
 from xsake.train.attention import Attention
 from xsake.train.config import Config
@@ -84,7 +85,15 @@ def summed_loss(
     model = transformer(config, parameters)
     segments = batch.segment_ids if config.data.separate else None
     mask = plan if plan is None or segments is None else Attention(plan, segments)
-    hidden = model.hidden(batch.tokens, mask=mask, segment_ids=segments)
+    return loss_of_hidden(
+        model, model.hidden(batch.tokens, mask=mask, segment_ids=segments), batch, config
+    )
+
+
+def loss_of_hidden(
+    model: Transformer, hidden: Array, batch: Batch, config: Config
+) -> tuple[Array, tuple[Array, Array]]:
+    """(Σ loss, (Σ loss, Σ weights)) of hidden states [B, T, width], all float32."""
     total = cross_entropy.summed(
         config.compute.loss_tokens,
         hidden.reshape(-1, hidden.shape[-1]),
@@ -95,10 +104,15 @@ def summed_loss(
     return total, (total, batch.weights.sum())
 
 
-def summed_gradient(parameters: Any, batch: Batch, plan: Any, config: Config) -> Any:
+Loss = Callable[[Any, Batch, Any, Config], tuple[Array, tuple[Array, Array]]]
+
+
+def summed_gradient(
+    parameters: Any, batch: Batch, plan: Any, config: Config, loss_fn: Loss = summed_loss
+) -> Any:
     """((Σ loss, Σ weights), gradient of Σ loss) over rows, a micro-batch at a time."""
     pieces = config.optimizer.accumulate
-    slope = jax.value_and_grad(summed_loss, has_aux=True)
+    slope = jax.value_and_grad(loss_fn, has_aux=True)
 
     def one(part: Batch) -> Any:
         (_, sums), gradient = slope(parameters, part, plan, config)
@@ -117,11 +131,16 @@ def summed_gradient(parameters: Any, batch: Batch, plan: Any, config: Config) ->
 
 
 def update(
-    state: State, batch: Batch, plan: Any, config: Config, mesh: Mesh | None = None
+    state: State,
+    batch: Batch,
+    plan: Any,
+    config: Config,
+    mesh: Mesh | None = None,
+    loss_fn: Loss = summed_loss,
 ) -> tuple[State, Metrics]:
-    """One step; batch has all rows of the update, dealt out to the devices of `mesh`."""
-    sums = functools.partial(summed_gradient, config=config)
-    (loss, targets), gradient = over_rows(sums, mesh)(state.parameters, batch, plan)
+    """One step; batch has all rows of the update, sharded over the devices of `mesh`."""
+    sums = functools.partial(summed_gradient, config=config, loss_fn=loss_fn)
+    (loss, targets), gradient = sum_over_batch(sums, mesh)(state.parameters, batch, plan)
     count = jnp.maximum(targets, 1)
     gradient = jax.tree.map(lambda x: x / count, gradient)
     loss, norm = loss / count, jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient)))
@@ -168,4 +187,4 @@ def compiled_loss(
     def sums(parameters: Any, batch: Batch, plan: Any) -> Any:
         return summed_loss(parameters, batch, plan, config)[1]
 
-    return over_rows(sums, mesh)(parameters, batch, plan)
+    return sum_over_batch(sums, mesh)(parameters, batch, plan)

@@ -1,1 +1,45 @@
-"""What `xsake bench --suite NAME` measures, a module each."""
+"""Suites, a module each: what is measured.
+
+A suite of `xsake bench --suite NAME` is a module with a function
+
+    parts(quick, model) -> parts        quick: smaller sizes; model: the checkpoint, if it needs one
+
+and an entry in `run.SUITES`. Its records are dictionaries with units in the names; a part measures
+the records of one case, so that an interrupted run can resume with the next case.
+
+    cpu                    time against density, memory, mask construction; jax.nn as the peer
+    hopper                 speed compared with peers, uneven heads, transposed lists
+    hopper_features        one case per feature, the xla backend on a GPU, memory
+    model                  loading, prefill and decode of a checkpoint
+
+The other modules are programs, python -m xsake.bench.suites.NAME:
+
+    counters               hardware counters of the Hopper kernels, by Nsight Compute
+    hads_table             HADS on one model: calibration, table of methods, speed
+    head_roles             previous-token, induction and sink heads of the shipped model
+    train_step             seconds, tokens/s and memory of whole training steps
+    train_profile          kernels of a training step, by what they do
+    training               finished training runs, compared
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+Record = dict[str, Any]  # one measurement: {"suite": …, "case": …, "median_seconds": …, …}
+
+
+class Part(NamedTuple):
+    """One case of a suite."""
+
+    case: str
+    measure: Callable[[list[Record]], Iterator[Record]]  # (records so far) -> this case's records
+
+
+class Suite(Protocol):
+    """A module in this package that `xsake bench --suite` can run."""
+
+    def parts(self, quick: bool, model: Path | None = None) -> Iterable[Part]:
+        """The suite's cases, in order."""

@@ -1,13 +1,14 @@
-"""Hardware counters of the Hopper kernels, by Nsight Compute: launch | read.
+"""Hardware counters of the Hopper kernels, by Nsight Compute: metrics | launch | read.
 
     ncu --profile-from-start off --clock-control none --cache-control none -k regex:xsake \
-        --section WarpStateStats --metrics $(python benchmarks/counters.py metrics) \
-        --csv --page raw --log-file cell.csv \
-        python benchmarks/counters.py launch 1 16384 128 0.43 --facts cell.json
-    python benchmarks/counters.py read cell.json … --out benchmarks/results/counters.json
+        --section WarpStateStats \
+        --metrics $(python -m xsake.bench.suites.counters metrics) \
+        --csv --page raw --log-file case.csv \
+        python -m xsake.bench.suites.counters launch 1 16384 128 0.43 --facts case.json
+    python -m xsake.bench.suites.counters read case.json … --out benchmarks/results/counters.json
 
-`launch` runs one forward and one backward of a block-sparse cell between the profiler's start and
-stop, each alone on an idle card, and leaves machine, versions and commit beside the counters.
+`launch` runs one forward and one backward of a block-sparse case in the profiler's range, each
+alone on an idle GPU, and writes their provenance next to the counters. `read` merges cases.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-METRICS = {  # name in the result file: ncu's
+from xsake.bench.suites import Record
+
+METRICS = {  # name in the result file: name in ncu
     "seconds": "gpu__time_duration.sum",
     "cycles": "sm__cycles_elapsed.max",
     "tensor_active_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
@@ -36,11 +39,11 @@ STALL = "smsp__average_warps_issue_stalled_"
 
 
 def launch(B: int, T: int, H: int, density: float, facts: Path) -> None:
-    """One forward and one backward of the cell that `xsake bench --suite hopper` draws."""
+    """Runs one forward and one backward of a block-sparse case of the suite `hopper`."""
     import jax
 
     from xsake.bench.cases import hopper_case
-    from xsake.bench.suites.hopper import attend_hopper
+    from xsake.bench.measure import attend_hopper
     from xsake.bench.timing import compile_directions, provenance
 
     case = hopper_case(B, T, H, density)
@@ -57,8 +60,8 @@ def launch(B: int, T: int, H: int, density: float, facts: Path) -> None:
     facts.write_text(json.dumps({**provenance(), "case": case.name}, indent=1) + "\n")
 
 
-def rows_of(facts: dict[str, Any], table: Path) -> list[dict[str, Any]]:
-    """One row a kernel: the counters, and why its warps waited, largest first."""
+def records_of(facts: dict[str, Any], table: Path) -> list[Record]:
+    """One record per kernel: its counters and its five largest stall reasons."""
     lines = [line for line in table.read_text().splitlines() if line.startswith('"')]
     units, *kernels = csv.DictReader(lines)
 
@@ -67,23 +70,26 @@ def rows_of(facts: dict[str, Any], table: Path) -> list[dict[str, Any]]:
 
     found = []
     for kernel in kernels:
-        row: dict[str, Any] = {"case": facts["case"], "kernel": kernel["Kernel Name"]}
+        record: Record = {"case": facts["case"], "kernel": kernel["Kernel Name"]}
         for name, metric in METRICS.items():
             scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}.get(units[metric], 1)
-            row[name] = scale * number(kernel[metric])
+            record[name] = scale * number(kernel[metric])
         stalls = {
             name.removeprefix(STALL).removesuffix("_per_issue_active.ratio"): number(value)
             for name, value in kernel.items()
             if name.startswith(STALL) and "selected" not in name
         }
-        row["stalled_warps_per_issue"] = dict(sorted(stalls.items(), key=lambda item: -item[1])[:5])
-        found.append(row)
+        largest = sorted(stalls.items(), key=lambda stall: -stall[1])[:5]
+        record["stalled_warps_per_issue"] = dict(largest)
+        found.append(record)
     return found
 
 
 def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = parser.add_subparsers(dest="kind", required=True)
     kinds.add_parser("metrics")
     one = kinds.add_parser("launch")
@@ -91,7 +97,9 @@ def main() -> None:
         one.add_argument(name, type=kind)
     one.add_argument("--facts", type=Path, required=True)
     several = kinds.add_parser("read")
-    several.add_argument("facts", type=Path, nargs="+", help="each beside its .csv")
+    several.add_argument(
+        "facts", type=Path, nargs="+", help="written by launch, each next to its .csv"
+    )
     several.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     if given.kind == "metrics":
@@ -99,10 +107,10 @@ def main() -> None:
     elif given.kind == "launch":
         launch(given.B, given.T, given.H, given.density, given.facts)
     else:
-        cells = [(json.loads(path.read_text()), path.with_suffix(".csv")) for path in given.facts]
-        rows = [row for facts, table in cells for row in rows_of(facts, table)]
-        first = {name: x for name, x in cells[0][0].items() if name != "case"}
-        given.out.write_text(json.dumps({**first, "results": rows}, indent=1) + "\n")
+        cases = [(json.loads(path.read_text()), path.with_suffix(".csv")) for path in given.facts]
+        records = [record for facts, table in cases for record in records_of(facts, table)]
+        first = {name: x for name, x in cases[0][0].items() if name != "case"}
+        given.out.write_text(json.dumps({**first, "results": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,38 +1,41 @@
-"""The CPU suite: what a density costs, beside jax.nn; temporary memory; building masks."""
+"""The suite `cpu`: time against density, temporary memory, mask construction; against jax.nn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.bench.cases import cpu_case
 from xsake.bench.checks import error_of
+from xsake.bench.suites import Part, Record
 from xsake.bench.timing import temporary_bytes, time_calls
 from xsake.block_mask import BlockMask
 
 
-def attend(q: Any, k: Any, v: Any, mask: Any, backend: str = "xla") -> Any:
-    """A backend as a user calls it."""
-    return dot_product_attention(q, k, v, mask=mask, implementation=backend)
+def attend(q: Array, k: Array, v: Array, mask: BlockMask) -> Array:
+    """Attention by the xla backend."""
+    return dot_product_attention(q, k, v, mask=mask, implementation="xla")
 
 
-def attend_gradients(q: Any, k: Any, v: Any, mask: Any, d_out: Any) -> Any:
-    """Forward and backward: the output, and what d_out gives to q, k and v."""
+def attend_and_gradients(q: Array, k: Array, v: Array, mask: BlockMask, d_out: Array) -> Any:
+    """The output, and the gradients with respect to q, k and v."""
     out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, mask), q, k, v)
     return out, pull_back(d_out)
 
 
-def densities(T: int, densities: tuple[float, ...], repeats: int) -> Iterator[dict[str, Any]]:
-    """Time against density: ours dense and ours sparse in one round; `jax.nn` causal after them.
+def densities(T: int, densities: tuple[float, ...], repeats: int) -> Iterator[Record]:
+    """Time against density: our dense and sparse calls interleaved, then causal `jax.nn`.
 
-    Ratios to dense are of times of the same round, the median over all rounds. `jax.nn` has rounds
-    of its own: what it frees, gigabytes, would slow down the calls that follow it.
+    Ratios to dense are medians over rounds. `jax.nn` is timed separately: it frees gigabytes of
+    temporary memory, which slows down the calls after it.
     """
     cases = {None: cpu_case(T, None)} | {d: cpu_case(T, d) for d in densities}
     q, k, v = (cases[None].arguments()[name] for name in ("query", "key", "value"))
@@ -48,7 +51,7 @@ def densities(T: int, densities: tuple[float, ...], repeats: int) -> Iterator[di
     d_out = jnp.cos(jnp.arange(q.size, dtype=q.dtype)).reshape(q.shape)
     for direction, fn, more in (
         ("forward", attend, ()),
-        ("forward+backward", attend_gradients, (d_out,)),
+        ("forward+backward", attend_and_gradients, (d_out,)),
     ):
         compiled = jax.jit(fn)
         calls: dict[str, Any] = {
@@ -56,28 +59,28 @@ def densities(T: int, densities: tuple[float, ...], repeats: int) -> Iterator[di
         }
         times = time_calls(calls, repeats)
         for d, mask in block_masks.items():
-            density, taken = float(mask.density()), times[str(d)]
-            row = {
+            density, timing = float(mask.density()), times[str(d)]
+            record = {
                 "suite": "cpu",
                 "case": cases[d].name,
                 "direction": direction,
                 "T": T,
                 "density_ratio": density,
-                "median_seconds": taken.median_seconds,
-                "least_seconds": taken.least_seconds,
-                "repeats": taken.repeats,
-                "over_density_times_dense": taken.over(times["None"]) / density,
+                "median_seconds": timing.median_seconds,
+                "least_seconds": timing.least_seconds,
+                "repeats": timing.repeats,
+                "over_density_times_dense": timing.over(times["None"]) / density,
                 "error": errors[d]["output" if direction == "forward" else "gradients"],
             }
             if d is None and direction == "forward":
                 theirs = time_calls({"jax.nn": (jax.jit(peer), (q, k, v))}, repeats)["jax.nn"]
-                row["jax_nn_seconds"] = theirs.median_seconds
-                row["times_faster_than_jax_nn"] = theirs.median_seconds / taken.median_seconds
-            yield row
+                record["jax_nn_seconds"] = theirs.median_seconds
+                record["times_faster_than_jax_nn"] = theirs.median_seconds / timing.median_seconds
+            yield record
 
 
-def memory(T: int) -> Iterator[dict[str, Any]]:
-    """Peak temporary memory, from the compiler; nothing of this size is run."""
+def memory(T: int) -> Iterator[Record]:
+    """Peak temporary memory, by the compiler; nothing is run."""
     shape = jax.ShapeDtypeStruct((1, T, 8, 64), jnp.float32)
     mask = jax.eval_shape(lambda: BlockMask.from_rule(masks.causal(), (T, T)))
 
@@ -95,7 +98,7 @@ def memory(T: int) -> Iterator[dict[str, Any]]:
     }
 
 
-def mask_building(repeats: int) -> Iterator[dict[str, Any]]:
+def mask_construction(repeats: int) -> Iterator[Record]:
     """Building masks for long sequences, compiled: seconds and temporary bytes."""
     window = masks.sliding_window(4096) & masks.causal()
     for rule, length in ((window, 1 << 20), (masks.causal(), 1 << 17)):
@@ -104,24 +107,28 @@ def mask_building(repeats: int) -> Iterator[dict[str, Any]]:
             return BlockMask.from_rule(rule, (length, length))
 
         compiled = jax.jit(build)
-        taken = time_calls({"build": (compiled, ())}, repeats)["build"]
+        timing = time_calls({"build": (compiled, ())}, repeats)["build"]
         mask = compiled()
         lists = sum(np.asarray(x).nbytes for x in (mask.kv_start, mask.kv_count, mask.kv_index))
         yield {
             "suite": "cpu",
             "case": f"build {rule}, {length} tokens",
             "T": length,
-            "median_seconds": taken.median_seconds,
-            "least_seconds": taken.least_seconds,
+            "median_seconds": timing.median_seconds,
+            "least_seconds": timing.least_seconds,
             "repeats": repeats,
             "temporary_bytes": temporary_bytes(build),
             "list_bytes": lists,
         }
 
 
-def suite(quick: bool = False) -> Iterator[dict[str, Any]]:
-    """What FEATURES promises of CPUs: time in proportion to density, little memory, quick masks."""
+def parts(quick: bool, model: Path | None = None) -> Iterator[Part]:
+    """The whole suite as one part."""
+    yield Part("cpu", lambda done: _records(quick))
+
+
+def _records(quick: bool) -> Iterator[Record]:
     for T, repeats in ((2048, 3),) if quick else ((4096, 31), (8192, 31)):
         yield from densities(T, (0.43, 0.25) if quick else (0.43, 0.25, 0.10), repeats)
     yield from memory(16384)
-    yield from mask_building(3 if quick else 15)
+    yield from mask_construction(3 if quick else 15)

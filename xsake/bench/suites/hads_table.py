@@ -1,12 +1,12 @@
-"""HADS on one model, from calibration to the table, resumable: prepare | profile | table | speed.
+"""HADS on one model, resumable: python -m xsake.bench.suites.hads_table COMMAND.
 
     prepare   a model's tokenizer + text files → a folder of .npy documents
-    profile   times a calibration, all curves, compiling included → JSON
+    profile   times a calibration with the cost curves of all selectors, compilation included → JSON
     table     calibrates (cached), then measures every method at every density → JSON and Markdown
     speed     times selection, sparse and dense attention, and decode → JSON
 
-Only `prepare` needs tokenizers, and only the command line tyro: the functions can be called.
-Profiles and densities that are there already are not measured again.
+The package tokenizers is needed by `prepare` only. Profiles and densities that exist already are
+not measured again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ import numpy as np
 from jax import Array, lax
 
 from xsake import block_scores, dot_product_attention, selection
-from xsake.bench.choices import observed
+from xsake.bench.method_times import activations
+from xsake.bench.suites import Record
 from xsake.bench.timing import provenance, time_queued
+from xsake.block_mask import BlockMask
 from xsake.data import documents as text
 from xsake.evaluate import table as tables
 from xsake.evaluate.decoding import budget_of, compare_decoding
 from xsake.evaluate.quality import compare, mean_and_error
 from xsake.hads import Plan, Profile, budget, make
 from xsake.hads.statistics import CURVES
-from xsake.model import huggingface
+from xsake.model import Transformer, huggingface
 from xsake.model.generate import REFRESH, stream
 from xsake.model.observer import Subject
 
@@ -47,7 +50,7 @@ def prepare(
     calibration: int = 16,
     evaluation: int = 8,
 ) -> None:
-    """Writes out/novels.npy, out/wikipedia.npy and out/held_out.npy, and what they are cut from."""
+    """Writes out/novels.npy, out/wikipedia.npy, out/held_out.npy, and their sources.json."""
     tokenizer = huggingface.load(model).tokenizer
     assert tokenizer is not None
     out.mkdir(parents=True, exist_ok=True)
@@ -57,8 +60,9 @@ def prepare(
         ("wikipedia", wikipedia, calibration, 0),
         ("held_out", held_out, evaluation, 1),
     ):
-        cut = np.stack(text.load_documents(files, tokenizer.encode, length, count, seed))
-        np.save(out / f"{name}.npy", cut.astype(np.uint16 if cut.max() < 1 << 16 else np.int32))
+        tokens = np.stack(text.load_documents(files, tokenizer.encode, length, count, seed))
+        narrow = np.uint16 if tokens.max() < 1 << 16 else np.int32
+        np.save(out / f"{name}.npy", tokens.astype(narrow))
         sources[name] = {"files": [file.name for file in files], "seed": seed}
         print(f"{name}: {count} × {length:,} tokens", flush=True)
     (out / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
@@ -87,17 +91,17 @@ def table(
       out: a folder for table-LENGTH-BLOCK.json and .md, and for the plans at density 0.43.
       profiles: a folder for the profiles, which are large.
       block: tokens per block.
-      length: of the documents.
-      short: length of the calibration that is to serve the long documents.
+      length: tokens of each document.
+      short: length of a second calibration, whose plans are extended to the long documents.
       calibration: documents to calibrate on.
       evaluation: documents to measure on.
-      densities: of every method.
-      curves: selectors to measure costs for.
-      dtype: that the model computes in.
-      implementation: of attention; default the fastest that can run.
+      densities: densities to measure every method at.
+      curves: selectors to measure cost curves for.
+      dtype: the model's compute dtype.
+      implementation: the attention backend; default the fastest that can run.
     """
     subject = _subject(model, dtype, implementation)
-    profiled = functools.partial(_profiled, subject, documents, profiles, block, calibration)
+    profiled = functools.partial(_cached_profile, subject, documents, profiles, block, calibration)
     known = profiled("novels", length, curves)
     others = {
         "from wikipedia": profiled("wikipedia", length, curves),
@@ -116,12 +120,12 @@ def table(
         make(known, 0.43, policy).save(out / f"plan-{policy}-0.43-{length}-{block}.safetensors")
     began = time.perf_counter()
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {what}", flush=True)
 
     name = out / f"table-{length}-{block}.json"
     tables.run_table(
-        subject, known, held_out, densities, name, others=others, provenance=facts, report=tell
+        subject, known, held_out, densities, name, others=others, provenance=facts, report=report
     )
 
 
@@ -130,7 +134,7 @@ def _subject(model: Path, dtype: str, implementation: str | None) -> Subject:
     return Subject(loaded.model)
 
 
-def _profiled(
+def _cached_profile(
     subject: Subject,
     documents: Path,
     profiles: Path,
@@ -140,12 +144,12 @@ def _profiled(
     length: int,
     curves: tuple[str, ...],
 ) -> Profile:
-    """A profile from its file, or measured now, with its seconds beside it."""
+    """A profile from its file; if there is none, measured now and saved with its timing."""
     path = profiles / f"{name}-{length}-{block}.safetensors"
     if not path.exists():
         profiles.mkdir(parents=True, exist_ok=True)
-        cut = text.load_documents([documents / f"{name}.npy"], None, length, count)
-        found, facts = _timed_profile(subject, cut, block, curves)
+        tokens = text.load_documents([documents / f"{name}.npy"], None, length, count)
+        found, facts = _timed_profile(subject, tokens, block, curves)
         print(path.stem, facts, flush=True)
         found.save(path)
         path.with_suffix(".json").write_text(json.dumps(facts) + "\n")
@@ -154,18 +158,18 @@ def _profiled(
 
 def _timed_profile(
     subject: Subject, documents: list[np.ndarray], block: int, curves: tuple[str, ...]
-) -> tuple[Profile, dict[str, Any]]:
-    """A profile, and the seconds it took with compiling; the first document has most of that."""
-    marks = [time.perf_counter()]
+) -> tuple[Profile, Record]:
+    """A profile and its seconds with compilation, most of which is in the first document."""
+    times = [time.perf_counter()]
     found = subject.profile(
-        documents, block=block, curves=curves, report=lambda _: marks.append(time.perf_counter())
+        documents, block=block, curves=curves, report=lambda _: times.append(time.perf_counter())
     )
     return found, {
         "documents": len(documents),
         "length": len(documents[0]),
         "curves": list(curves),
-        "seconds": time.perf_counter() - marks[0],
-        "first_document_seconds": marks[1] - marks[0],
+        "seconds": time.perf_counter() - times[0],
+        "first_document_seconds": times[1] - times[0],
     }
 
 
@@ -179,13 +183,13 @@ def profile(
     dtype: str = "bfloat16",
     implementation: str | None = None,
 ) -> None:
-    """Times a calibration on novels with every curve; writes the JSON file `out`."""
+    """Times a calibration on novels with all cost curves; writes the JSON file `out`."""
     subject = _subject(model, dtype, implementation)
-    cut = text.load_documents([documents / "novels.npy"], None, length, calibration)
-    _, facts = _timed_profile(subject, cut, block, CURVES)
-    row = {"kind": "profile", "model": model.name, "dtype": dtype, "block": block, **facts}
-    print(row, flush=True)
-    out.write_text(json.dumps({"provenance": provenance(), "rows": [row]}, indent=1) + "\n")
+    tokens = text.load_documents([documents / "novels.npy"], None, length, calibration)
+    _, facts = _timed_profile(subject, tokens, block, CURVES)
+    record = {"kind": "profile", "model": model.name, "dtype": dtype, "block": block, **facts}
+    print(record, flush=True)
+    out.write_text(json.dumps({"provenance": provenance(), "rows": [record]}, indent=1) + "\n")
 
 
 # -------------------------------------------------------------------------------------------- speed
@@ -206,47 +210,48 @@ def speed(
 ) -> None:
     """Times selection, selection + sparse attention and dense attention, and decode.
 
-    Three kinds of rows, written to the JSON file `out` as they come:
+    Three kinds of records, written to the JSON file `out` one by one:
 
-    headline    random q, k, v of `shapes`, with uniform budgets and with those of as many heads
-                of the plan, scaled to its density
-    activations all layers of the model on held-out documents under the plan: time and attention KL
-                of the same masks on the same q, k, v
-    decode      the model after a long prompt, whose heads read shares of the cache as in the plan
+    headline    random q, k, v of `shapes`; uniform budgets, and budgets of `heads` heads of the
+                plan, scaled to its density
+    activations all layers on held-out documents under the plan: time, and attention KL of the same
+                masks
+    decode      decoding after a long prompt; each head reads a share of the cache, as in the plan
     """
-    made = Plan.load(plan)
-    found: list[dict[str, Any]] = []
+    loaded = Plan.load(plan)
+    records: list[Record] = []
 
-    def tell(row: dict[str, Any]) -> None:
-        print(row, flush=True)
-        found.append(row)
-        facts = provenance() | {"plan": plan.name, "density": made.terms.density}
-        out.write_text(json.dumps({"provenance": facts, "rows": found}, indent=1) + "\n")
+    def write(record: Record) -> None:
+        print(record, flush=True)
+        records.append(record)
+        facts = provenance() | {"plan": plan.name, "density": loaded.terms.density}
+        out.write_text(json.dumps({"provenance": facts, "rows": records}, indent=1) + "\n")
 
     for B, T in shapes:
-        _headline(made, selectors, (B, T, heads, head_size), implementation, tell)
+        for record in _headline(loaded, selectors, (B, T, heads, head_size), implementation):
+            write(record)
     subject = _subject(model, "bfloat16", implementation)
-    length = made.terms.length
+    length = loaded.terms.length
     held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
     for selector in selectors:
-        terms = dataclasses.replace(made.terms, selector=selector)
-        plan_of_it = dataclasses.replace(made, terms=terms)
-        tell(_on_activations(subject, plan_of_it, np.stack(held_out), implementation))
-    narrow = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
+        terms = dataclasses.replace(loaded.terms, selector=selector)
+        selecting = dataclasses.replace(loaded, terms=terms)
+        write(_on_activations(subject, selecting, np.stack(held_out), implementation))
+    unstacked = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
     quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
-    half, some = (budget_of(made, share) for share in (0.43, 0.25))
-    policy = made.terms.policy
-    for name, wanted, refresh, batches in (
+    by_plan, by_plan_less = (budget_of(loaded, share) for share in (0.43, 0.25))
+    policy = loaded.terms.policy
+    for name, shares, refresh, batches in (
         ("dense", None, 1, (1, 8)),
-        (policy, half, REFRESH, (1, 8)),
-        (policy, some, REFRESH, (1, 8)),
-        (policy, some, 1, (1,)),
-        (policy, some, 4, (1,)),
+        (policy, by_plan, REFRESH, (1, 8)),
+        (policy, by_plan_less, REFRESH, (1, 8)),
+        (policy, by_plan_less, 1, (1,)),
+        (policy, by_plan_less, 4, (1,)),
         ("uniform", quarter, REFRESH, (1,)),
     ):
         for batch in batches:
-            row = _decoding(narrow, held_out, new, batch, wanted, refresh)
-            tell({"budget": name, "refresh": refresh, **row})
+            record = _decoding(unstacked, held_out, new, batch, shares, refresh)
+            write({"budget": name, "refresh": refresh, **record})
 
 
 def _dense(q: Array, k: Array, v: Array) -> Array:
@@ -256,60 +261,61 @@ def _dense(q: Array, k: Array, v: Array) -> Array:
 
 
 def _headline(
-    plan: Plan, selectors: Any, shape: tuple[int, ...], implementation: str | None, tell: Any
-) -> None:
+    plan: Plan, selectors: tuple[str, ...], shape: tuple[int, ...], implementation: str | None
+) -> Iterator[Record]:
     B, T, N, H = shape
-    block, density = plan.terms.block, plan.terms.density
+    block = plan.terms.block
     q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(3))
     dense_seconds = time_queued(jax.jit(_dense), q, k, v).median_seconds
-    n = T // block
-    # heads of the plan from the sparsest to the densest, evenly taken
-    every = np.asarray(plan.at(T).counts).reshape(-1, n)
-    taken = np.argsort(every.sum(-1), kind="stable")[
-        np.linspace(0, len(every) - 1, N).round().astype(int)
-    ]
-    budgets = {
-        "uniform": budget.uniform(density, 1, N, n).counts[0],
-        plan.terms.policy: budget.filled(every[taken][None].astype(float), density, n).counts[0],
-    }
     for selector in selectors:
 
-        def choose(q: Array, k: Array, counts: Array, selector: str = selector) -> Any:
+        def select(q: Array, k: Array, counts: Array, selector: str = selector) -> BlockMask:
             scores = jax.vmap(lambda q, k: block_scores.estimate(selector, q, k, block))(q, k)
             return selection.to_mask(selection.keep_top(scores, counts), T, block)
 
-        def both(q: Array, k: Array, v: Array, counts: Array, choose: Any = choose) -> Array:
-            mask = choose(q, k, counts)
+        def both(q: Array, k: Array, v: Array, counts: Array, select: Any = select) -> Array:
+            mask = select(q, k, counts)
             return dot_product_attention(q, k, v, mask=mask, implementation=implementation)
 
-        for name, numbers in budgets.items():
-            counts = jnp.asarray(numbers)
-            alone = time_queued(jax.jit(choose), q, k, counts).median_seconds
+        for name, counts in _budgets(plan, T, N).items():
+            alone = time_queued(jax.jit(select), q, k, counts).median_seconds
             together = time_queued(jax.jit(both), q, k, v, counts).median_seconds
-            tell(
-                {
-                    "kind": "headline",
-                    "shape": "·".join(map(str, (B, N, T, H))),
-                    "block": block,
-                    "selector": selector,
-                    "budget": name,
-                    "density_ratio": float(jax.jit(choose)(q, k, counts).density()),
-                    "dense": "cudnn" if jax.default_backend() == "gpu" else "jax.nn",
-                    "dense_seconds": dense_seconds,
-                    "selection_seconds": alone,
-                    "selection_and_sparse_seconds": together,
-                    "selection_over_dense": alone / dense_seconds,
-                    "selection_and_sparse_over_dense": together / dense_seconds,
-                }
-            )
+            yield {
+                "kind": "headline",
+                "shape": "·".join(map(str, (B, N, T, H))),
+                "block": block,
+                "selector": selector,
+                "budget": name,
+                "density_ratio": float(jax.jit(select)(q, k, counts).density()),
+                "dense": "cudnn" if jax.default_backend() == "gpu" else "jax.nn",
+                "dense_seconds": dense_seconds,
+                "selection_seconds": alone,
+                "selection_and_sparse_seconds": together,
+                "selection_over_dense": alone / dense_seconds,
+                "selection_and_sparse_over_dense": together / dense_seconds,
+            }
+
+
+def _budgets(plan: Plan, T: int, N: int) -> dict[str, Array]:
+    """Counts [N, T / block]: uniform, and those of N heads of the plan, evenly by density rank."""
+    n, density = T // plan.terms.block, plan.terms.density
+    every = np.asarray(plan.at(T).counts).reshape(-1, n)
+    ranks = np.linspace(0, len(every) - 1, N).round().astype(int)
+    heads = np.argsort(every.sum(-1), kind="stable")[ranks]
+    return {
+        "uniform": jnp.asarray(budget.uniform(density, 1, N, n).counts[0]),
+        plan.terms.policy: jnp.asarray(
+            budget.filled(every[heads][None].astype(float), density, n).counts[0]
+        ),
+    }
 
 
 def _on_activations(
     subject: Subject, plan: Plan, tokens: np.ndarray, implementation: str | None
-) -> dict[str, Any]:
-    """All layers one after the other, on the dense model's own q, k, v [layers, B, T, …]."""
+) -> Record:
+    """Time and quality of the plan's masks on the dense model's q, k, v, layer by layer."""
     layers = jnp.arange(subject.layers)
-    q, k, v, kernel = observed(subject, tokens)
+    q, k, v, kernel = activations(subject, tokens)
 
     def dense(q: Array, k: Array, v: Array) -> Array:
         return lax.map(lambda x: _dense(*x), (q, k, v))
@@ -323,28 +329,28 @@ def _on_activations(
         return lax.map(one, (layers, q, k, v))
 
     @jax.jit
-    def judged(q: Array, k: Array, v: Array, kernel: Array) -> tuple[Array, Array, Array]:
+    def quality(q: Array, k: Array, v: Array, kernel: Array) -> tuple[Array, Array, Array]:
         """(KL [layers], squared error [layers], blocks kept) of one document."""
 
         def one(x: Any) -> Any:
             layer, q, k, v, kernel = x
             blocks = plan.blocks(layer, q[None], k[None])
-            found = compare(q, k, v, kernel, blocks, block=plan.terms.block)
-            return found.kl.mean(), found.error[0], blocks.sum()
+            metrics = compare(q, k, v, kernel, blocks, block=plan.terms.block)
+            return metrics.kl.mean(), metrics.error[0], blocks.sum()
 
         return lax.map(one, (layers, q, k, v, kernel))
 
-    judgements = [judged(q[:, b], k[:, b], v[:, b], kernel) for b in range(len(tokens))]
-    kl, kl_error = mean_and_error([float(x[0].mean()) for x in judgements])
-    error, error_error = mean_and_error([float(jnp.sqrt(x[1].mean())) for x in judgements])
+    found = [quality(q[:, b], k[:, b], v[:, b], kernel) for b in range(len(tokens))]
+    kl, kl_error = mean_and_error([float(x[0].mean()) for x in found])
+    error, error_error = mean_and_error([float(jnp.sqrt(x[1].mean())) for x in found])
     n = plan.counts.shape[-1]
-    kept = np.mean([float(x[2].sum()) for x in judgements])
+    kept = np.mean([float(x[2].sum()) for x in found])
     dense_seconds = time_queued(jax.jit(dense), q, k, v).median_seconds / subject.layers
     seconds = time_queued(jax.jit(sparse), q, k, v).median_seconds / subject.layers
     return {
         "kind": "activations",
-        "what": "the mean layer of the model on held-out documents, masks by the plan from these q "
-        "and k; KL and error of these masks on these q, k, v",
+        "what": "mean per layer on held-out documents; the plan selects the masks from these q and "
+        "k; KL and error of these masks on these q, k, v",
         "shape": "·".join(map(str, (q.shape[1], q.shape[3], q.shape[2], q.shape[4]))),
         "kv_heads": k.shape[3],
         "block": plan.terms.block,
@@ -363,32 +369,40 @@ def _on_activations(
 
 
 def _decoding(
-    model: Any, documents: list[np.ndarray], new: int, batch: int, wanted: Any, refresh: int
-) -> dict[str, Any]:
-    """Tokens per second after the burst that compiles, and logit KL against the whole cache."""
+    model: Transformer,
+    documents: list[np.ndarray],
+    new: int,
+    batch: int,
+    shares: np.ndarray | None,
+    refresh: int,
+) -> Record:
+    """Tokens per second after compilation, and logit KL against decoding with the full cache.
+
+    `shares` [layers, N] are the shares of the cached blocks that each head reads; None is all.
+    """
     prompts = [documents[i % len(documents)][:-new].tolist() for i in range(batch)]
     burst = 16
-    how: dict[str, Any] = {"budget": wanted, "refresh": refresh, "burst": burst}
+    how: dict[str, Any] = {"budget": shares, "refresh": refresh, "burst": burst}
     tokens = stream(model, prompts, max_tokens=new, stop=(), **how)
-    marks = [time.perf_counter() for _ in tokens]
-    seconds = float(np.median(np.diff(marks)[1:]))
-    row: dict[str, Any] = {
+    times = [time.perf_counter() for _ in tokens]
+    seconds = float(np.median(np.diff(times)[1:]))
+    record: Record = {
         "kind": "decode",
         "tokens": len(documents[0]),
         "batch": batch,
-        "density_ratio": 1.0 if wanted is None else float(np.mean(wanted)),
+        "density_ratio": 1.0 if shares is None else float(np.mean(shares)),
         "tokens_per_second": batch * burst / seconds,
     }
-    if wanted is None or batch > 1:
-        return row
-    said = [compare_decoding(model, tokens, new, wanted, refresh) for tokens in documents]
-    row["logit_kl"], row["logit_kl_standard_error"] = mean_and_error(
-        [float(x.logit_kl) for x in said]
+    if shares is None or batch > 1:
+        return record
+    compared = [compare_decoding(model, tokens, new, shares, refresh) for tokens in documents]
+    record["logit_kl"], record["logit_kl_standard_error"] = mean_and_error(
+        [float(x.logit_kl) for x in compared]
     )
-    row["perplexity_gap"], row["perplexity_gap_standard_error"] = mean_and_error(
-        [float(np.expm1(x.loss - x.dense_loss)) for x in said]
+    record["perplexity_gap"], record["perplexity_gap_standard_error"] = mean_and_error(
+        [float(np.expm1(x.loss - x.dense_loss)) for x in compared]
     )
-    return row
+    return record
 
 
 if __name__ == "__main__":

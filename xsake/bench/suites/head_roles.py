@@ -1,12 +1,12 @@
-"""What the heads of the shipped model do: attention to the token before, to a repeat, to the start.
+"""Previous-token, sink and induction heads of the shipped model.
 
-python benchmarks/head_roles.py --out benchmarks/results/head-roles.json
+    python -m xsake.bench.suites.head_roles --out benchmarks/results/head-roles.json
 
-previous   weight on the token before, mean over queries, on text
+previous   weight on the previous token, mean over queries, on text
 sink       weight on the first token, mean over queries from the 64th on, on text
 induction  weight on the token after the last occurrence of this one, on random tokens repeated
 
-Texts begin as the model's tokenizer begins them; random ones do, too.
+All inputs start with the tokenizer's bos, the random ones too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake import shipped
 from xsake.bench.timing import provenance
@@ -29,10 +30,10 @@ from xsake.model import Transformer, huggingface
 PERIOD = 256  # tokens until the random text repeats
 
 
-def weights_at(model: Transformer, tokens: np.ndarray, back: int, first: int) -> Any:
-    """Mean weight on the key `back` tokens before a query from `first` on; on key 0 if back is 0.
+def weights_at(model: Transformer, tokens: np.ndarray, back: int, first: int) -> Array:
+    """Mean attention weight from queries ≥ `first` to the key `back` tokens earlier.
 
-    float32 [layers, N].
+    With back = 0, to key 0. float32 [layers, N].
     """
     T = len(tokens)
     queries = np.arange(first, T)
@@ -49,28 +50,30 @@ def weights_at(model: Transformer, tokens: np.ndarray, back: int, first: int) ->
 
 
 def main() -> None:
-    """Measures and writes one row for each role."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measures and writes one record per role."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     loaded = huggingface.load(shipped.FOLDER)
     model = loaded.model
     assert loaded.tokenizer is not None
     texts = load_documents([shipped.HELD_OUT_TEXT], loaded.tokenizer.encode, 2 * PERIOD, 4)
-    drawn = np.random.default_rng(0).integers(1, model.config.vocab_size, (4, PERIOD))
-    before = loaded.tokenizer.encode("")
-    repeated = [np.asarray([*before, *line, *line]) for line in drawn]
+    random = np.random.default_rng(0).integers(1, model.config.vocab_size, (4, PERIOD))
+    bos = loaded.tokenizer.encode("")
+    repeated = [np.asarray([*bos, *line, *line]) for line in random]
     roles = {
         "previous": (texts, 1, 1),
         "sink": (texts, 0, 64),
-        "induction": (repeated, PERIOD - 1, PERIOD + len(before)),
+        "induction": (repeated, PERIOD - 1, PERIOD + len(bos)),
     }
-    rows = []
+    records = []
     for role, (lines, back, first) in roles.items():
         found = np.mean([weights_at(model, line, back, first) for line in lines], axis=0)
-        rows.append({"role": role, "weight_by_layer_and_head": found.round(4).tolist()})
+        records.append({"role": role, "weight_by_layer_and_head": found.round(4).tolist()})
         print(role, f"{found.max():.3f}", np.argwhere(found > 0.1).tolist(), flush=True)
-    given.out.write_text(json.dumps({**provenance(), "results": rows}, indent=1) + "\n")
+    given.out.write_text(json.dumps({**provenance(), "results": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Where the time of a training step goes on a GPU: kernels of a trace, summed by what they do.
 
-    python benchmarks/train_profile.py --out benchmarks/results/train-profile.json
+    python -m xsake.bench.suites.train_profile --out benchmarks/results/train-profile.json
 
-The step is that of train_step.py. A kernel is known by its name, and by the HLO instruction that it
-is: the compiled program says which line of which file an instruction comes from, and whether it
-belongs to the forward, the backward or neither. Every variant has a process of its own, without
-CUDA graphs, since within those the trace does not say which instruction a kernel is.
+The step is that of train_step. Kernels are classified by their name and by the metadata of their
+HLO instruction: its source file, and whether it belongs to the forward or the backward. Every
+variant runs in its own process, without CUDA graphs: a trace of those lacks the HLO instructions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from xsake.bench.suites import train_step
+from xsake.bench.suites import Record, train_step
 
 CLASSES = (
     "attention forward",
@@ -53,8 +52,8 @@ def origins(hlo: str) -> dict[str, Origin]:
     for line in hlo.splitlines():
         if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             table = tables.setdefault(line, {})
-        elif table is not None and (row := re.match(r"(\d+) (.+)", line)):
-            table[int(row[1])] = row[2].strip('"')
+        elif table is not None and (entry := re.match(r"(\d+) (.+)", line)):
+            table[int(entry[1])] = entry[2].strip('"')
         elif match := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line):
             table = None
             found[match[1]] = _origin(match[2], tables)
@@ -71,41 +70,41 @@ def _origin(text: str, tables: dict[str, dict[int, str]]) -> Origin:
     name = file[1] if file else ""
     if frame := number("stack_frame_id", text):
         location = number("file_location_id", tables.get("StackFrames", {}).get(frame, ""))
-        place = tables.get("FileLocations", {}).get(location, "")
-        name = tables.get("FileNames", {}).get(number("file_name_id", place), "")
+        position = tables.get("FileLocations", {}).get(location, "")
+        name = tables.get("FileNames", {}).get(number("file_name_id", position), "")
     return Origin(
         op[1] if op else "", name[max(name.rfind("xsake/"), 0) :], text.partition("metadata=")[0]
     )
 
 
 def class_of(kernel: str, origin: Origin | None) -> str:
-    """What a kernel does, one of CLASSES; the first rule that fits decides."""
+    """What a kernel does, one of CLASSES; the first condition that holds decides."""
     low = kernel.lower()
     if low.startswith(("memcpy", "memset")):
         return "copies"
-    said = origin or Origin()
-    backward = "transpose(" in said.op_name
-    is_own = "backends/" in said.file or "mosaic" in low or "mosaic" in said.code
-    if is_own or re.search(r"cudnn.*(sdpa|flash|fmha)|fmha", low + said.code.lower()):
-        backward |= bool(re.search(r"bprop|bwd|backward", low + said.code.lower()))
+    source = origin or Origin()
+    backward = "transpose(" in source.op_name
+    is_own = "backends/" in source.file or "mosaic" in low or "mosaic" in source.code
+    if is_own or re.search(r"cudnn.*(sdpa|flash|fmha)|fmha", low + source.code.lower()):
+        backward |= bool(re.search(r"bprop|bwd|backward", low + source.code.lower()))
         return "attention backward" if backward else "attention forward"
-    if re.search(r"hads/|train/attention|block_mask|block_lists|masks/", said.file):
+    if re.search(r"hads/|selection|block_scores|train/attention|block_mask|masks/", source.file):
         return "selection"
     if re.search(r"gemm|nvjet|cutlass|xmma|cublas", low) or re.search(
-        r" dot\(|cublas|gemm", said.code
+        r" dot\(|cublas|gemm", source.code
     ):
         return "matmuls"
-    if not said.op_name.startswith("jit("):
+    if not source.op_name.startswith("jit("):
         return "not known"
-    if "jvp" not in said.op_name:
+    if "jvp" not in source.op_name:
         return "optimizer"
-    if said.file.endswith(("train/step.py", "train/cross_entropy.py")):
+    if source.file.endswith(("train/step.py", "train/cross_entropy.py")):
         return "loss"
     return "other backward" if backward else "other forward"
 
 
 def kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The kernels of a trace's events, in the order in which they began."""
+    """The kernels of a trace's events, in the order of their start."""
     events = list(events)
     named = [e for e in events if e.get("ph") == "M"]
     gpus = {
@@ -122,19 +121,21 @@ def kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda e: e["ts"])
 
 
-def summed(ran: Iterable[dict[str, Any]], known: dict[str, Origin], steps: int) -> dict[str, Any]:
-    """Seconds of a step by class, and the kernels that take most of it."""
+def by_class_and_kernel(
+    ran: Iterable[dict[str, Any]], instructions: dict[str, Origin], steps: int
+) -> Record:
+    """Seconds per step by class, and the 40 kernels that take most of it."""
     by_class: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     by_name: dict[tuple[str, str, str], list[float]] = collections.defaultdict(list)
     for event in ran:
         name = event["name"]
         op = event.get("args", {}).get("hlo_op", name)
-        origin = known.get(op) or known.get(name)
+        origin = instructions.get(op) or instructions.get(name)
         kind = class_of(name, origin)
         seconds = event["dur"] * 1e-6 / steps
         by_class[kind] += seconds
         by_name[name[:120], kind, "" if origin is None else origin.op_name[-80:]].append(seconds)
-    most = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:40]
+    most = sorted(by_name.items(), key=lambda kernel: -sum(kernel[1]))[:40]
     return {
         "class_seconds": by_class,
         "kernel_seconds": sum(by_class.values()),
@@ -146,25 +147,23 @@ def summed(ran: Iterable[dict[str, Any]], known: dict[str, Origin], steps: int) 
     }
 
 
-def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> dict[str, Any]:
-    """One row: step seconds without a trace, then kernel seconds by class within one."""
+def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> Record:
+    """One record: step seconds without a trace, then kernel seconds by class with one."""
     import jax
 
-    from xsake.train import step
-
-    config, state, batch, plan = train_step.problem(variant, length, tokens, block)
-    program = step.compiled_update.lower(state, batch, plan, config=config).compile()
-    taken = []
+    update, state, batch, plan, config = train_step.problem(variant, length, tokens, block)
+    program = update.lower(state, batch, plan).compile()
+    times = []
     for _ in range(steps + 2):
         began = time.perf_counter()
-        state, said = program(state, batch, plan)
-        float(said.loss)
-        taken.append(time.perf_counter() - began)
+        state, metrics = program(state, batch, plan)
+        float(metrics.loss)
+        times.append(time.perf_counter() - began)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(steps):
-                state, said = program(state, batch, plan)
-            float(said.loss)
+                state, metrics = program(state, batch, plan)
+            float(metrics.loss)
         path = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)[0]
         with gzip.open(path) as file:
             events = json.load(file)["traceEvents"]
@@ -178,13 +177,14 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
         "length": length,
         "rows": config.data.rows,
         "block": block,
-        "median_seconds": statistics.median(taken[2:]),
+        "median_seconds": statistics.median(times[2:]),
         "traced_seconds": busy * 1e-6 / steps,
-        **summed(ran, origins(program.as_text()), steps),
+        **by_class_and_kernel(ran, origins(program.as_text() or ""), steps),
     }
 
 
 if __name__ == "__main__":
-    # within CUDA graphs the trace would not say which instruction a kernel is
-    given = train_step.parsed(__doc__, [4096], 5)
-    train_step.run(__file__, measure, given, "--xla_gpu_enable_command_buffer=")
+    given = train_step.parse_arguments(__doc__, [4096], 5)
+    # no CUDA graphs: see above
+    no_graphs = "--xla_gpu_enable_command_buffer="
+    train_step.run("xsake.bench.suites.train_profile", measure, given, no_graphs)

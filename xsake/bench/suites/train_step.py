@@ -1,30 +1,48 @@
 """Times whole training steps of a GPT-2-small shape: dense by cuDNN, dense by XSAKE, HADS.
 
-    python benchmarks/train_step.py --out benchmarks/results/train-step.json
+    python -m xsake.bench.suites.train_step --out benchmarks/results/train-step.json
 
-Every variant runs in a process of its own, so that its peak memory is its own. Rows are one text
-each. HADS rows choose blocks at run time with the same budget for every head, which costs what a
-calibrated plan costs.
+Every variant runs in its own process, so that its peak memory is its own. A batch row is one
+document. HADS selects blocks at run time with a uniform budget for every head; a calibrated plan
+takes the same time.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xsake.bench.suites import Record
+from xsake.bench.timing import command_line, provenance
+
+if TYPE_CHECKING:
+    from xsake.train.config import Config
 
 VARIANTS = ("dense cudnn", "dense", "hads 0.43", "hads 0.20")
 
 
-def problem(variant: str, length: int, tokens: int, block: int) -> tuple[Any, Any, Any, Any]:
-    """(config, state, batch, plan): what `step.compiled_update` takes."""
+class Problem(NamedTuple):
+    """A compiled-on-first-call update and what it is called with: update(state, batch, plan)."""
+
+    update: Any  # jax.jit of (state, batch, plan) -> (state, metrics); state is donated
+    state: Any
+    batch: Any
+    plan: Any  # of the form that `planning.argument` returns
+    config: Config
+
+
+def problem(variant: str, length: int, tokens: int, block: int) -> Problem:
+    """One training step of a variant, on random tokens."""
     if variant not in VARIANTS:
         raise ValueError(f"variant {variant!r} is not one of {list(VARIANTS)}")
     import jax
@@ -33,16 +51,10 @@ def problem(variant: str, length: int, tokens: int, block: int) -> tuple[Any, An
     from xsake.data.stream import Batch
     from xsake.hads import Plan, budget, row_blocks
     from xsake.hads.plan import Terms
-    from xsake.model import PRESETS, attend
+    from xsake.model import PRESETS
     from xsake.train import planning, step
     from xsake.train.config import Compute, Config, Data
 
-    if variant == "dense cudnn":
-
-        def by_cudnn(q: Any, k: Any, v: Any, mask: Any, implementation: Any) -> Any:
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-        attend.dot_product_attention = by_cudnn  # type: ignore[assignment]
     model = dataclasses.replace(PRESETS["gpt2"], context=length, vocab_size=50_304)
     count = max(1, tokens // length)
     config = Config(
@@ -59,25 +71,50 @@ def problem(variant: str, length: int, tokens: int, block: int) -> tuple[Any, An
     text = np.random.default_rng(0).integers(0, 50_257, (count, length + 1)).astype(np.int32)
     ones = np.ones((count, length), np.float32)
     batch = jax.device_put(Batch(text[:, :-1], text[:, 1:], np.zeros_like(text[:, 1:]), ones))
-    return config, step.initial(config), batch, planning.argument(plan)
+    loss_fn = cudnn_loss if variant == "dense cudnn" else step.summed_loss
+    update = functools.partial(step.update, config=config, loss_fn=loss_fn)
+    return Problem(
+        jax.jit(update, donate_argnums=0),
+        step.initial(config),
+        batch,
+        planning.argument(plan),
+        config,
+    )
 
 
-def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> dict[str, Any]:
-    """One row: seconds of a step (median), tokens/s, MFU and peak memory."""
+def cudnn_loss(parameters: Any, batch: Any, plan: None, config: Config) -> Any:
+    """`step.summed_loss` with cuDNN's causal attention in every layer."""
+    import jax
+    import jax.numpy as jnp
+
+    from xsake.train import step
+
+    def attend(layer: Any, q: Any, k: Any, v: Any, state: Any) -> tuple[Any, Any]:
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return out, state
+
+    model = step.transformer(config, parameters)
+    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+    hidden, _ = model.run(batch.tokens, positions, attend)
+    return step.loss_of_hidden(model, hidden, batch, config)
+
+
+def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> Record:
+    """One record: seconds of a step (median), tokens/s, MFU and peak memory."""
     import jax
 
-    from xsake.train import flops, planning, step
+    from xsake.train import flops, planning
 
-    config, state, batch, given = problem(variant, length, tokens, block)
-    density, count = planning.density(given), config.data.rows
-    taken = []
+    update, state, batch, plan, config = problem(variant, length, tokens, block)
+    density, count = planning.density(plan), config.data.rows
+    times = []
     for number in range(steps + 3):
         began = time.perf_counter()
-        state, said = step.compiled_update(state, batch, given, config=config)
-        loss = float(said.loss)
+        state, metrics = update(state, batch, plan)
+        loss = float(metrics.loss)
         if number >= 3:
-            taken.append(time.perf_counter() - began)
-    seconds = statistics.median(taken)
+            times.append(time.perf_counter() - began)
+    seconds = statistics.median(times)
     speed = count * length / seconds
     return {
         "case": f"gpt2-small training step, {length} tokens, {variant}",
@@ -87,7 +124,7 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
         "block": block,
         "density_ratio": density,
         "median_seconds": seconds,
-        "least_seconds": min(taken),
+        "least_seconds": min(times),
         "tokens_per_second": speed,
         "mfu_ratio": flops.utilisation(
             speed, flops.per_token(config.model, length, density), "bfloat16"
@@ -97,51 +134,67 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> d
     }
 
 
-def parsed(description: str | None, lengths: list[int], steps: int) -> argparse.Namespace:
+def parse_arguments(description: str | None, lengths: list[int], steps: int) -> argparse.Namespace:
     """The flags of a program that measures variants of this step."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--tokens", type=int, default=32_768, help="of one step, over its rows")
+    parser.add_argument("--tokens", type=int, default=32_768, help="per step, over the batch")
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--only", help="one variant, in this process; prints its row")
+    parser.add_argument("--only", help="one variant, in this process; prints its record")
     return parser.parse_args()
 
 
-def run(script: str, measure: Any, given: argparse.Namespace, flags: str = "") -> None:
-    """All variants at all lengths, each by `script --only` in a process of its own; one JSON.
+def run(
+    module: str, measure: Callable[..., Record], given: argparse.Namespace, xla_flags: str = ""
+) -> None:
+    """All variants at all lengths, each by `python -m module --only` in a new process; one JSON.
 
-    `flags` are added to XLA_FLAGS of those processes and told in the JSON.
+    `xla_flags` are added to XLA_FLAGS of those processes and recorded in the JSON.
     """
     if given.only:
-        row = measure(given.only, given.lengths[0], given.tokens, given.block, given.steps)
-        from xsake.bench.timing import provenance
-
-        print("ROW " + json.dumps([provenance(), row]))
+        record = measure(given.only, given.lengths[0], given.tokens, given.block, given.steps)
+        print("RECORD " + json.dumps([provenance(), record]))
         return
-    found: list[dict[str, Any]] = []
-    facts: dict[str, Any] = {}  # of the processes that measure; this one leaves the device alone
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    records: list[Record] = []
+    facts: dict[str, Any] = {}  # provenance of the measuring processes; this one uses no device
+    xla_flags = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
     for length in given.lengths:
         for variant in given.variants:
-            words = [sys.executable, script, "--only", variant, "--lengths", str(length)]
-            words += ["--tokens", str(given.tokens), "--block", str(given.block)]
-            words += ["--steps", str(given.steps)]
-            env = {**os.environ, "XLA_FLAGS": flags}
-            ended = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
-            told = [x[4:] for x in ended.stdout.splitlines() if x.startswith("ROW ")]
-            why = [x for x in ended.stderr.splitlines() if "Error" in x][-1:]
-            failed = [facts, {"variant": variant, "length": length, "error": why}]
-            facts, row = json.loads(told[0]) if told else failed
-            found.append(row)
-            print(json.dumps({x: y for x, y in row.items() if x != "kernels"}), flush=True)
-            if given.out:  # after each row, so that a stopped run keeps what it has
-                asked = {"command": " ".join(sys.argv), "xla_flags": flags}
-                whole = {**facts, **asked, "results": found}
+            facts, record = _measured_apart(module, variant, length, given, xla_flags, facts)
+            records.append(record)
+            print(json.dumps({x: y for x, y in record.items() if x != "kernels"}), flush=True)
+            if given.out:  # after every record, so that an interrupted run keeps what it measured
+                asked = {"command": command_line(), "xla_flags": xla_flags}
+                whole = {**facts, **asked, "results": records}
                 given.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
+def _measured_apart(
+    module: str,
+    variant: str,
+    length: int,
+    given: argparse.Namespace,
+    xla_flags: str,
+    facts: dict[str, Any],
+) -> tuple[dict[str, Any], Record]:
+    """(provenance, record) of one variant by a new process; `facts` and the error if it fails."""
+    command = [sys.executable, "-m", module, "--only", variant, "--lengths", str(length)]
+    command += ["--tokens", str(given.tokens), "--block", str(given.block)]
+    command += ["--steps", str(given.steps)]
+    env = {**os.environ, "XLA_FLAGS": xla_flags}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    for line in ended.stdout.splitlines():
+        if line.startswith("RECORD "):
+            found, record = json.loads(line.removeprefix("RECORD "))
+            return found, record
+    errors = [line for line in ended.stderr.splitlines() if "Error" in line][-1:]
+    return facts, {"variant": variant, "length": length, "error": errors}
+
+
 if __name__ == "__main__":
-    run(__file__, measure, parsed(__doc__, [4096, 16_384], 10))
+    run("xsake.bench.suites.train_step", measure, parse_arguments(__doc__, [4096, 16_384], 10))

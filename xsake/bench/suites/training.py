@@ -1,10 +1,10 @@
-"""Finished runs side by side: `python -m xsake.bench.suites.training RUN… --out FILE`.
+"""Compares finished training runs: `python -m xsake.bench.suites.training RUN… --out FILE`.
 
-    runs/dense-0 ─┐                ┌─ FILE            one row a run: perplexity of each file, and
-    runs/hads-0  ─┼─ the events ───┤                  its gap to the first run's, last and by step
-    runs/dense-1 ─┘                └─ FILE without its suffix/RUN.jsonl: events, thinned, to replay
+    runs/dense-0 ─┐                ┌─ FILE.json       a record per run: perplexity of each file, its
+    runs/hads-0  ─┼─ events ───────┤                  gap to the first run, at the end and by step
+    runs/dense-1 ─┘                └─ FILE/RUN.jsonl  the run's events, subsampled
 
-The first run is what the others are compared with; the same settings with another seed show how
+All runs are compared with the first one. A run with the same settings and another seed shows how
 much of a gap is noise.
 """
 
@@ -15,21 +15,21 @@ import datetime
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
+from xsake.bench.suites import Record
 from xsake.observe import sinks
 from xsake.observe.events import Evaluated, PlanSwapped, RunStarted, Stopped, TrainStep
 from xsake.observe.excerpt import write_excerpt
 
 
-def row_of(run: Path) -> dict[str, Any]:
-    """What a finished run reached, and its perplexity by file and step."""
+def record_of(run: Path) -> Record:
+    """Final metrics of a finished run, and its perplexity by file and step."""
     events = sinks.read(run / "events.jsonl")
     began = next(event for event in events if isinstance(event, RunStarted))
     last = events[-1]
     if not isinstance(last, Stopped) or last.reason != "finished":
         raise ValueError(
-            f"{run} is at step {last.step} of {began.steps}; finish it before it is compared"
+            f"{run} is at step {last.step} of {began.steps}; finish it before comparing it"
         )
     steps = [event for event in events if isinstance(event, TrainStep)]
     curves: dict[str, dict[int, float | None]] = {}
@@ -60,33 +60,34 @@ def row_of(run: Path) -> dict[str, Any]:
     }
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with perplexity_gap and perplexity_gap_by_step, against the first of them."""
-    first = rows[0]
-    for row in rows:
-        if (row["data_hash"], row["steps"]) != (first["data_hash"], first["steps"]):
+def with_gaps(records: list[Record]) -> list[Record]:
+    """Adds perplexity_gap and perplexity_gap_by_step against the first record."""
+    first = records[0]
+    for record in records:
+        if (record["data_hash"], record["steps"]) != (first["data_hash"], first["steps"]):
             raise ValueError(
-                f"{row['run']} has other data or another number of steps than {first['run']}; "
+                f"{record['run']} has other data or another number of steps than {first['run']}; "
                 "compare runs that differ in seed and hads only"
             )
-        row["perplexity_gap"] = {
-            file: value / first["perplexity"][file] - 1 for file, value in row["perplexity"].items()
+        record["perplexity_gap"] = {
+            file: value / first["perplexity"][file] - 1
+            for file, value in record["perplexity"].items()
         }
-        row["perplexity_gap_by_step"] = {
+        record["perplexity_gap_by_step"] = {
             file: [
                 [step, value / other - 1]
                 for (step, value), (_, other) in zip(
                     curve, first["perplexity_by_step"][file], strict=True
                 )
             ]
-            for file, curve in row["perplexity_by_step"].items()
+            for file, curve in record["perplexity_by_step"].items()
         }
-    return rows
+    return records
 
 
 def write(runs: list[Path], out: Path, every: int, command: str) -> None:
-    """Writes the comparison, with the first run's machine and versions, and the excerpts."""
-    rows = compared([row_of(run) for run in runs])
+    """Writes the comparison with the first run's machine and versions, and the event excerpts."""
+    records = with_gaps([record_of(run) for run in runs])
     began = sinks.read(runs[0] / "events.jsonl")[0]
     assert isinstance(began, RunStarted)
     when = datetime.datetime.fromtimestamp(began.time_unix_seconds, datetime.UTC)
@@ -96,7 +97,7 @@ def write(runs: list[Path], out: Path, every: int, command: str) -> None:
         "versions": began.versions,
         "commit": began.commit,
         "command": command,
-        "results": rows,
+        "results": records,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
@@ -107,11 +108,15 @@ def write(runs: list[Path], out: Path, every: int, command: str) -> None:
 
 
 def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=100, help="steps between those that are kept")
+    parser.add_argument(
+        "--every", type=int, default=100, help="steps between the TrainStep events that are kept"
+    )
     given = parser.parse_args()
     names = " ".join(run.name for run in given.runs)
     command = f"python -m xsake.bench.suites.training {names} --out {given.out.name}"

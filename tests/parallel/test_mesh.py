@@ -1,4 +1,4 @@
-"""Rows dealt out to devices: the numbers are those of one, and a run may change its devices."""
+"""Data-parallel training equals training on one device, and a run may resume on another count."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from xsake.parallel import mesh as devices
+from xsake.parallel.mesh import make_mesh
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_eight_devices_train_as_one_does(tmp_path):
-    told = subprocess.run(
+def test_training_on_eight_devices_equals_training_on_one(tmp_path):
+    ended = subprocess.run(
         [sys.executable, "-m", "tests.train.sharded", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
@@ -24,10 +24,10 @@ def test_eight_devices_train_as_one_does(tmp_path):
         text=True,
         check=False,
     )
-    assert told.returncode == 0, told.stdout + told.stderr[-2000:]
-    assert told.stdout.count(": ok\n") == 7
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
+    assert ended.stdout.count(": ok\n") == 7
 
 
-def test_more_devices_than_there_are_is_refused():
+def test_more_devices_than_exist_raise():
     with pytest.raises(ValueError, match=r"run.devices = 99, but there are \d+; ask for fewer"):
-        devices.make_mesh(99, 99, 1)
+        make_mesh(99, 99, 1)

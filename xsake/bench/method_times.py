@@ -1,7 +1,7 @@
-"""How long attention takes by each choice of blocks, on a model's own q, k and v.
+"""Attention time of each block selection method, on a model's own q, k and v.
 
-tokens [T] ─ dense pass ─ q, k, v of every layer ─┬─ dense attention          ─ seconds
-                                                  └─ choose blocks, visit them ─ seconds
+tokens [T] ─ dense pass ─ q, k, v of every layer ─┬─ dense attention            ─ seconds
+                                                  └─ select blocks, visit them ─ seconds
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 
@@ -24,14 +25,14 @@ from xsake.model.observer import Subject
 
 
 def time_attention(
-    subject: Subject, tokens: Any, methods: Sequence[Method], block: int, repeats: int = 3
+    subject: Subject, tokens: np.ndarray, methods: Sequence[Method], block: int, repeats: int = 3
 ) -> dict[str, Timing]:
-    """Seconds of all layers' attention by the methods' names, and of "dense", on tokens [T].
+    """Seconds of all layers' attention by method name, and of "dense", on tokens [T].
 
-    A method that looks at the input pays for its looking; oracles, which look at everything, are
-    not for this.
+    The time includes the selection of blocks. Oracles are not meant to be timed: they compute dense
+    attention in order to select.
     """
-    qkv = tuple(x[:, 0] for x in observed(subject, tokens[None])[:3])
+    qkv = tuple(x[:, 0] for x in activations(subject, tokens[None])[:3])
     calls: dict[str, Any] = {"dense": (_dense, qkv)}
     for method in methods:
         run = functools.partial(_sparse, source=SOURCES[int(method.source)], block=block)
@@ -39,8 +40,8 @@ def time_attention(
     return time_calls(calls, repeats)
 
 
-def observed(subject: Subject, tokens: Any) -> tuple[Array, Array, Array, Array]:
-    """What every layer's attention is given on tokens [B, T], and what it is projected with.
+def activations(subject: Subject, tokens: np.ndarray) -> tuple[Array, Array, Array, Array]:
+    """q, k, v and the output projection of every layer, on tokens [B, T].
 
     (q, k, v [layers, B, T, heads, H], kernel [layers, N, H, width]).
     """
