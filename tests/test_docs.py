@@ -8,7 +8,7 @@ import pytest
 from tools import tables as report
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A number with a unit of something measured. Sizes that are chosen (tokens, heads, bytes of an
 # argument) and ratios that define something are not figures.
 FIGURE = re.compile(
