@@ -17,9 +17,9 @@ def test_the_training_run_takes_the_place_of_an_earlier_one(tmp_path, monkeypatc
     asked = []
 
     def instead(config, *sinks):
-        config.write(config.place / "config.json")
+        config.write(config.run_folder / "config.json")
         asked.append(config)
-        return loop.Outcome(0, "finished", config.place)
+        return loop.Outcome(0, "finished", config.run_folder)
 
     monkeypatch.setattr(loop, "train", instead)
     for steps in (60, 90):  # other settings, which a run that exists would refuse
