@@ -172,9 +172,16 @@ def test_evaluation_is_the_mean_over_targets_of_the_exported_model(undisturbed, 
 def test_sequences_begin_with_bos_if_data_bos_is_set(whole, monkeypatch):
     """In training and in evaluation."""
     seen = []
-    dealt = loop.devices.dealt
-    note = lambda batch, mesh: seen.append(batch.tokens) or dealt(batch, mesh)  # noqa: E731
-    monkeypatch.setattr(loop.devices, "dealt", note)
+
+    def recorded(compiled):
+        def call(weights, batch, plan, **static):
+            seen.append(batch.tokens)
+            return compiled(weights, batch, plan, **static)
+
+        return call
+
+    for name in ("compiled_update", "compiled_loss"):
+        monkeypatch.setattr(step, name, recorded(getattr(step, name)))
     model = dataclasses.replace(whole.model, bos=7)
     loop.train(changed(whole, model=model, data__bos=True, run__stop_at=1, evaluation__every=1))
     assert len(seen) > 2
