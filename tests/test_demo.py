@@ -17,9 +17,9 @@ def test_the_training_run_replaces_an_earlier_one(tmp_path, monkeypatch):
     asked = []
 
     def train_stub(config, *sinks):
-        config.write(config.place / "config.json")
+        config.write(config.run_folder / "config.json")
         asked.append(config)
-        return loop.Outcome(0, "finished", config.place)
+        return loop.Outcome(0, "finished", config.run_folder)
 
     monkeypatch.setattr(loop, "train", train_stub)
     for steps in (60, 90):  # an existing run would reject changed settings

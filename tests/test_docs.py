@@ -8,7 +8,7 @@ import pytest
 from tools import tables
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A number with a unit of measurement. Configured sizes (tokens, heads, bytes of an argument) and
 # ratios in definitions are exempt.
 MEASURED = re.compile(

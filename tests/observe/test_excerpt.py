@@ -1,4 +1,4 @@
-"""A run's events with fewer steps still tell its story."""
+"""A downsampled event log keeps the essential events."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def step(number):
     )
 
 
-def test_steps_are_thinned_and_what_is_said_of_a_step_keeps_it(tmp_path):
-    told = [step(number) for number in range(1, 24)]
+def test_an_excerpt_keeps_every_nth_step_and_steps_with_other_events(tmp_path):
+    logged = [step(number) for number in range(1, 24)]
     saved = events.CheckpointSaved(step=15, path="checkpoints/15")
     evaluated = events.Evaluated(
         step=15, file="a", data_hash="", loss_nats=1.0, perplexity=2.7, targets=1, density_ratio=1.0
     )
     stopped = events.Stopped(step=23, reason="finished")
-    told[15:15] = [saved, evaluated]
-    lines = [event.to_json() for event in (*told, stopped)]
+    logged[15:15] = [saved, evaluated]
+    lines = [event.to_json() for event in (*logged, stopped)]
     (tmp_path / "events.jsonl").write_text("".join(line + "\n" for line in lines))
     excerpt.write_excerpt(tmp_path, tmp_path / "few.jsonl", 10)
     few = sinks.read(tmp_path / "few.jsonl")

@@ -1,4 +1,4 @@
-"""Events survive their file, and every sink tells the same numbers."""
+"""Events round-trip through their file, and all sinks report the same values."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ EVENTS = [STARTED, trained(1), trained(2), SWAPPED, evaluated(2), trained(3)]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda x: type(x).__name__)
-def test_a_line_gives_the_event_back(event):
+def test_an_event_round_trips_through_json(event):
     assert parse(event.to_json()) == event
 
 
-def test_what_is_not_finite_is_null_and_the_line_is_still_json():
+def test_a_value_that_is_not_finite_is_written_as_null():
     line = trained(1, float("nan")).to_json()
 
     def refuse(name):
@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_null_and_the_line_is_still_json():
     assert json.loads(line, parse_constant=refuse)["loss_nats"] is None
 
 
-def test_fields_of_a_later_version_are_left_out_and_unknown_events_refused():
+def test_unknown_fields_are_ignored_and_unknown_events_raise():
     line = json.dumps({**json.loads(trained(1).to_json()), "colour": "blue"})
     assert parse(line).loss_nats == 2.5
     with pytest.raises(ValueError, match="no such event"):
@@ -101,7 +101,7 @@ def written(path, events, step=0):
     file.close()
 
 
-def test_a_file_opened_at_a_step_keeps_what_was_said_up_to_it(tmp_path):
+def test_reopening_a_file_at_a_step_removes_later_events(tmp_path):
     path = tmp_path / "events.jsonl"
     written(path, [*EVENTS, Stopped(step=3, reason="signal")])
     with path.open("a") as file:
@@ -118,7 +118,7 @@ def test_a_file_opened_before_the_first_step_is_empty(tmp_path):
     assert sinks.read(path) == [STARTED]
 
 
-def test_a_reader_passes_over_a_line_that_is_being_written(tmp_path):
+def test_an_incomplete_last_line_is_ignored(tmp_path):
     path = tmp_path / "events.jsonl"
     written(path, EVENTS[:2])
     with path.open("a") as file:
@@ -126,7 +126,7 @@ def test_a_reader_passes_over_a_line_that_is_being_written(tmp_path):
     assert sinks.read(path) == EVENTS[:2]
 
 
-def test_damage_in_the_middle_is_told_and_not_repaired_in_silence(tmp_path):
+def test_a_damaged_line_in_the_middle_raises(tmp_path):
     path = tmp_path / "events.jsonl"
     written(path, EVENTS)
     lines = path.read_text().splitlines()
@@ -135,7 +135,7 @@ def test_damage_in_the_middle_is_told_and_not_repaired_in_silence(tmp_path):
         sinks.EventFile(path, 3)
 
 
-def test_scalars_have_places_and_no_clock():
+def test_scalars_have_prefixes_and_exclude_step_and_time():
     assert sinks.scalars(evaluated(2))["evaluation/valid/perplexity"] == 9.0
     found = sinks.scalars(trained(1))
     assert found["train/loss_nats"] == 2.5
@@ -168,12 +168,12 @@ def test_tensorboard_has_every_scalar(tmp_path):
         sink.write(event)
     sink.close()
     (path,) = tmp_path.iterdir()
-    content, place, found = path.read_bytes(), 0, {}
-    while place < len(content):
-        size = int.from_bytes(content[place : place + 8], "little")
-        record = Record.FromString(content[place + 12 : place + 12 + size])
+    content, offset, found = path.read_bytes(), 0, {}
+    while offset < len(content):
+        size = int.from_bytes(content[offset : offset + 8], "little")
+        record = Record.FromString(content[offset + 12 : offset + 12 + size])
         found |= {(x.tag, record.step): x.simple_value for x in record.summary.value}
-        place += 16 + size
+        offset += 16 + size
     expected = {(name, e.step): x for e in EVENTS for name, x in sinks.scalars(e).items()}
     assert found == pytest.approx(expected)
 
@@ -187,15 +187,15 @@ def test_wandb_writes_offline_and_nowhere_else(tmp_path):
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_the_terminal_says_a_step_in_one_line(capsys):
+def test_the_terminal_prints_one_line_per_step(capsys):
     sink = sinks.Terminal(steps=3)
     for event in [Resumed(step=1, commit="", device="", note="look out"), *EVENTS[2:]]:
         sink.write(event)
     sink.close()
-    said = capsys.readouterr().out
-    assert "goes on from step 1. look out" in said
-    assert "step 3/3  loss 2.500  128 tokens/s  MFU 25.0%  density 0.43" in said
-    assert "step 2: perplexity 9.00 on valid" in said
+    printed = capsys.readouterr().out
+    assert "resumed at step 1. look out" in printed
+    assert "step 3/3  loss 2.500  128 tokens/s  MFU 25.0%  density 0.43" in printed
+    assert "step 2: perplexity 9.00 on valid" in printed
 
 
 def test_runs_are_listed_with_their_hashes_and_results(tmp_path):
@@ -214,7 +214,7 @@ def test_runs_are_listed_with_their_hashes_and_results(tmp_path):
         list(registry.runs(tmp_path / "none"))
 
 
-def test_a_damaged_run_is_listed_as_such(tmp_path):
+def test_a_damaged_run_is_listed_as_damaged(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text("{}")
     (tmp_path / "a" / "events.jsonl").write_text("nonsense\n")

@@ -57,7 +57,7 @@ def config(folder: Path, *files: tokens.TokenFile, **changes: Any) -> Config:
 
 
 def changed(whole: Config, **changes: Any) -> Config:
-    """changed(config, run__name="other"): the leaf run.name is another."""
+    """changed(config, run__name="other") returns the config with run.name replaced."""
     for path, value in changes.items():
         group, _, leaf = path.partition("__")
         if leaf:

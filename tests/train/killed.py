@@ -1,8 +1,8 @@
 """A run that is killed -9 again and again; `python -m tests.train.killed FOLDER KILLS SEED`.
 
-One process imports everything and computes nothing; every attempt is a fork of it that trains until
-it is killed, at a moment drawn at random after it has told of so many more steps. What the last
-attempt leaves is compared with an undisturbed run, of which there is one fork too.
+The parent process imports everything and computes nothing. Every attempt is a fork that trains
+until it is killed, at a random time after it has logged a number of further steps. The result of
+the last attempt is compared with an undisturbed run, which is a fork too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xsake.train import loop
 
 
 def forked(work) -> int:
-    """The id of a child that does this and nothing else."""
+    """Forks a child that only does this work; returns its process id."""
     if child := os.fork():
         return child
     code = 1
@@ -38,7 +38,7 @@ def lines(path: Path) -> int:
 
 
 def main(folder: Path, kills: int, seed: int) -> None:
-    """Prints one line for each attempt: where it was when it was killed."""
+    """Prints one line per attempt: how many steps were logged when it was killed."""
     jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     text = TokenFile.open(token_file(folder).folder)
@@ -47,7 +47,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
     assert os.waitpid(forked(lambda: loop.train(calm)), 0)[1] == 0
     stormy = config(folder, text, run__name="stormy", **steps)
     draw = random.Random(seed)
-    events, killed = stormy.place / "events.jsonl", 0
+    events, killed = stormy.run_folder / "events.jsonl", 0
     while True:
         child = forked(lambda: loop.train(stormy))
         goal = (killed + 1) * 36 // kills + draw.randint(-1, 1) if killed < kills else None
@@ -65,7 +65,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         killed += 1
-        print(f"killed with {lines(events)} steps told", flush=True)
+        print(f"killed with {lines(events)} steps logged", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Training on 8 CPU devices and on one: `python -m tests.train.sharded FOLDER`.
 
-A process of its own, because the number of devices is settled when JAX starts. Prints one line for
-each claim, and ends with 1 if any does not hold.
+It runs in a separate process, because the number of devices is fixed when JAX starts. It prints one
+line per claim and exits with 1 if any does not hold.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def main(folder: Path) -> int:
     loop.train(eight)
     loop.train(changed(moved, run__devices=8, run__stop_at=4))
     loop.train(moved)
-    said = sinks.read(eight.place / "events.jsonl")
-    places = one.place, eight.place, moved.place
+    said = sinks.read(eight.run_folder / "events.jsonl")
+    places = one.run_folder, eight.run_folder, moved.run_folder
     steps = [losses(place, TrainStep) for place in places]
     tests = [losses(place, Evaluated) for place in places]
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint gives back every bit, and one that a disk has damaged is noticed and passed over."""
+"""Checkpoints restore every bit, and damaged ones are detected and skipped."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("plan", [None, plan_of(1), plan_of(1, "mean_query")])
-def test_what_is_read_is_what_was_saved(whole, plan):
+def test_a_checkpoint_restores_what_was_saved(whole, plan):
     like, state = state_of(whole, 0, 9)
     checkpoints = Checkpoints(whole, "data")
     assert checkpoints.restore(like) is None
@@ -96,7 +96,7 @@ def lose_plan(folder):
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, lose_facts, lose_plan])
-def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(whole, saved, damage):
+def test_a_damaged_newest_checkpoint_is_moved_and_the_previous_one_restored(whole, saved, damage):
     folder, like, states = saved
     damage(folder / "6")
     checkpoints = Checkpoints(whole, "data")
@@ -104,12 +104,12 @@ def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(whole, save
     assert_same(found.state, states[3])
     assert "checkpoint 6 is damaged and set aside in damaged/6" in found.note
     assert (folder.parent / "damaged" / "6").is_dir()
-    checkpoints.save(states[6], None)  # the run comes by step 6 again
+    checkpoints.save(states[6], None)  # the run reaches step 6 again
     checkpoints.close()
     assert_same(Checkpoints(whole, "data").restore(like).state, states[6])
 
 
-def test_a_run_does_not_begin_anew_in_silence_when_all_are_damaged(whole, saved):
+def test_restore_raises_if_all_checkpoints_are_damaged(whole, saved):
     folder, like, _ = saved
     truncate(folder / "3")
     truncate(folder / "6")
@@ -117,7 +117,7 @@ def test_a_run_does_not_begin_anew_in_silence_when_all_are_damaged(whole, saved)
         Checkpoints(whole, "data").restore(like)
 
 
-def test_a_checkpoint_of_other_data_or_another_config_is_refused(whole, saved):
+def test_a_checkpoint_of_other_data_or_another_config_raises(whole, saved):
     folder, like, _ = saved
     with pytest.raises(ValueError, match="has data_hash data, this run other"):
         Checkpoints(whole, "other").restore(like)
@@ -135,7 +135,7 @@ def test_the_newest_and_the_best_are_kept(whole):
     checkpoints.close()
 
 
-def test_what_was_cut_off_while_it_was_written_is_no_checkpoint(whole, saved):
+def test_an_incomplete_checkpoint_is_ignored(whole, saved):
     folder, like, states = saved
     (folder / "6").rename(folder / "9.orbax-checkpoint-tmp-0")
     assert_same(Checkpoints(whole, "data").restore(like).state, states[3])

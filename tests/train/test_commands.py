@@ -17,7 +17,7 @@ from xsake.train.config import PRESETS, Config
 
 @pytest.fixture
 def xsake(monkeypatch, capsys, tmp_path):
-    """Runs a command line in a folder of its own; returns what it said."""
+    """Runs a command line in a folder of its own; returns its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.console, "width", 200)
 
@@ -45,7 +45,9 @@ def test_from_text_to_a_model_that_can_be_loaded(xsake, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     said = xsake("tokenize a.jsonl -o text --vocabulary 300 --tokenizer tokenizer.json")
     assert "40 documents, vocabulary 300, uint16, hash" in said
-    assert "goes on from here" in xsake(f"train --data.train text {SMALL} --run.stop-at 4")
+    assert "run the same command again to resume" in xsake(
+        f"train --data.train text {SMALL} --run.stop-at 4"
+    )
     config = Config.read("runs/a/config.json")
     assert (config.model.layers, config.data.rows, config.model.heads) == (1, 2, 4)
     assert "runs/a" in xsake("train --config runs/a/config.json --run.stop-at 0")
@@ -57,7 +59,7 @@ def test_from_text_to_a_model_that_can_be_loaded(xsake, tmp_path):
     assert "6/6" in said
     assert config.hash[:8] in said
     said = xsake(f"train --data.train text {SMALL} --seed 3", code=1)
-    assert "begun with other settings (seed: 0 → 3)" in said
+    assert "started with other settings (seed: 0 → 3)" in said
 
 
 def test_user_errors_are_one_sentence(xsake, tmp_path):

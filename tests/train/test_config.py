@@ -1,4 +1,4 @@
-"""One tree: what is written is read back, what is unknown is refused, what counts is hashed."""
+"""The config round-trips through JSON, refuses unknown keys, and hashes what affects results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xsake.train.flops import per_token
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_config_json_gives_the_config_back(name, tmp_path):
+def test_a_config_round_trips_through_json(name, tmp_path):
     config = PRESETS[name]
     config.write(tmp_path / "config.json")
     found = Config.read(tmp_path / "config.json")
@@ -21,7 +21,7 @@ def test_config_json_gives_the_config_back(name, tmp_path):
     assert found.hash == config.hash
 
 
-def test_unknown_keys_are_refused_at_any_depth():
+def test_unknown_keys_raise_at_any_depth():
     with pytest.raises(ValueError, match="Config has no 'optimiser'; did you mean 'optimizer'"):
         Config.from_dict({"optimiser": {}})
     with pytest.raises(ValueError, match="hads has no 'densty'; did you mean 'density'"):
@@ -30,7 +30,7 @@ def test_unknown_keys_are_refused_at_any_depth():
         Config.from_dict({"model": {**PRESETS["tiny"].model.to_dict(), "layer": 1}})
 
 
-def test_the_hash_covers_what_changes_the_numbers_and_nothing_else():
+def test_the_hash_covers_what_affects_results_and_nothing_else():
     config = PRESETS["tiny"]
     same = changed(config, run__name="b", checkpoint__every=3, observe__every=9, data__train=("x",))
     assert same.hash == config.hash
@@ -46,7 +46,7 @@ def test_the_hash_covers_what_changes_the_numbers_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"data__length": 300}, "data.length = 300 is more than model.context = 256"),
         ({"data__bos": True}, "model.bos, which is None; set model.bos to the id of a token"),
@@ -60,12 +60,12 @@ def test_the_hash_covers_what_changes_the_numbers_and_nothing_else():
         ({"optimizer__learning_rate": float("nan")}, "learning_rate must not be negative, got nan"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(change, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_settings_raise(change, message):
+    with pytest.raises(ValueError, match=message):
         changed(PRESETS["tiny"], **change)
 
 
-def test_the_density_goes_down_in_a_line_after_the_dense_steps():
+def test_the_density_falls_linearly_after_the_dense_steps():
     hads = Hads(density=0.4, warmup_steps=10, every=5, from_density=1.0, ramp_steps=20)
     assert [hads.density_at(x) for x in (0, 9)] == [None, None]
     found = [hads.density_at(x) for x in (10, 15, 20, 30, 99)]
@@ -74,7 +74,7 @@ def test_the_density_goes_down_in_a_line_after_the_dense_steps():
     assert not any(Hads().is_due(x) for x in range(200))
 
 
-def test_the_presets_have_the_sizes_they_are_meant_to():
+def test_the_presets_have_their_documented_sizes():
     sizes = {}
     for name, config in PRESETS.items():
         shapes = parameter_shapes(config.model).values()
@@ -83,15 +83,15 @@ def test_the_presets_have_the_sizes_they_are_meant_to():
     assert 30e6 < sizes["gpt-37m"] < 40e6
 
 
-def test_rows_begin_with_bos_where_the_preset_says_so():
-    """And a run that was begun without is another run."""
+def test_data_bos_is_on_in_the_preset_shipped_only():
+    """And it changes the config hash."""
     shipped = PRESETS["shipped"]
     assert {name for name, config in PRESETS.items() if config.data.bos} == {"shipped"}
     assert changed(shipped, data__bos=False).hash != shipped.hash
 
 
-def test_arithmetic_by_hand_for_a_model_without_frills():
-    """4 width² + 3 width · 1024 weights a layer, the head, and T / 2 keys a query."""
+def test_flops_per_token_equal_a_count_by_hand():
+    """4 width² + 3 width · 1024 weights per layer, the head, and T / 2 keys per query."""
     model = PRESETS["gpt-37m"].model
     width, layers = 384, 10
     matrices = layers * (4 * width**2 + 3 * width * 1024) + 50_304 * width

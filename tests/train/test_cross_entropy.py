@@ -1,4 +1,4 @@
-"""The loss and the gradient that it brings along, against the formula written out."""
+"""The loss and its custom gradient equal the formula written out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def closeness(found, wanted):
 
 
 @pytest.mark.parametrize("at_once", [0, 8, 37, 64])
-def test_value_and_every_gradient_are_those_of_the_formula(at_once):
+def test_value_and_every_gradient_equal_the_formula(at_once):
     hidden, kernel, targets, weights = draw()
     ours = jax.value_and_grad(cross_entropy.summed, argnums=(1, 2, 4))
     theirs = jax.value_and_grad(written_out, argnums=(0, 1, 3))
@@ -60,11 +60,11 @@ def test_in_half_precision_the_kernel_gets_a_float32_gradient():
     wanted = jax.grad(written_out, argnums=(0, 1))(hidden, kernel, targets, weights)
     assert slopes[0].dtype == jnp.bfloat16
     assert slopes[1].dtype == jnp.float32
-    # rounded to 8 bits are the kernel and the slope of every logit
+    # the kernel and the gradients of the logits are rounded to bfloat16
     assert all(closeness(a, b) < 1e-2 for a, b in zip(slopes, wanted, strict=True))
 
 
-def test_tokens_that_weigh_nothing_give_nothing():
+def test_tokens_of_weight_0_have_no_gradient():
     hidden, kernel, targets, weights = draw()
     slope = jax.grad(cross_entropy.summed, argnums=1)(8, hidden, kernel, targets, weights)
     assert not slope[5].any()

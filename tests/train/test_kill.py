@@ -1,4 +1,4 @@
-"""kill -9 at random moments: the loss curve is that of an undisturbed run, bit for bit."""
+"""kill -9 at random times: the loss curve is bit-identical to that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_loop import said
+from tests.train.test_loop import logged
 from xsake.observe import sinks
 from xsake.observe.events import PlanSwapped, Resumed, TrainStep
 
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(600)  # for ten kills, or three on a busy machine
 @pytest.mark.parametrize(("kills", "seed"), [(3, 0), pytest.param(10, 1, marks=[pytest.mark.slow])])
-def test_a_killed_run_is_the_undisturbed_run(tmp_path, kills, seed):
+def test_a_killed_run_is_bit_identical_to_an_undisturbed_one(tmp_path, kills, seed):
     """float32 on the CPU, plans swapped every four steps, a checkpoint every three."""
     if kills > 3 and not os.environ.get("XSAKE_SLOW"):
         pytest.skip("ten kills take minutes; XSAKE_SLOW=1 runs them")
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-m", "tests.train.killed", str(tmp_path), str(kills), str(seed)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
@@ -31,9 +31,9 @@ def test_a_killed_run_is_the_undisturbed_run(tmp_path, kills, seed):
         timeout=560,
         check=False,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert told.stdout.count("killed with") == kills
-    calm, stormy = said(tmp_path / "calm"), said(tmp_path / "stormy")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("killed with") == kills
+    calm, stormy = logged(tmp_path / "calm"), logged(tmp_path / "stormy")
     for _, values in (calm[0], stormy[0]):
         values.pop("run")
     assert [x for x, _ in calm].count(TrainStep.__name__) == 40

@@ -1,4 +1,4 @@
-"""Decay touches matrices only, and the chain is optax's AdamW at our rate."""
+"""Weight decay applies to kernels only, and the chain equals optax's AdamW."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xsake.train import optimizer
 from xsake.train.config import Optimizer, Schedule
 
 
-def test_weight_decay_is_on_kernels_by_name_and_on_nothing_else():
+def test_weight_decay_applies_to_kernels_only():
     """GPT-2 has every kind: embeddings, positions, norms with biases, biases of linear maps."""
     config = dataclasses.replace(PRESETS["gpt2"], tied=False, qk_norm=True)
     mask = optimizer.decayed(parameter_shapes(config))
@@ -32,8 +32,8 @@ def test_weight_decay_is_on_kernels_by_name_and_on_nothing_else():
     }
 
 
-def test_updates_shrink_exactly_the_masked_parameters():
-    """With a gradient of 0, decay alone is left."""
+def test_updates_decay_exactly_the_masked_parameters():
+    """With a gradient of 0, the update is the decay alone."""
     ones = {"layers.up.kernel": jnp.ones((2, 3, 3)), "layers.up.bias": jnp.ones((2, 3))}
     chain = optimizer.make(Optimizer(weight_decay=0.25))
     change, _ = chain.update(jax.tree.map(jnp.zeros_like, ones), chain.init(ones), ones)
@@ -41,7 +41,7 @@ def test_updates_shrink_exactly_the_masked_parameters():
     np.testing.assert_array_equal(change["layers.up.bias"], np.zeros((2, 3)))
 
 
-def test_the_chain_is_optax_adamw_after_clipping():
+def test_the_chain_equals_optax_adamw_after_clipping():
     draw = np.random.default_rng(0)
     parameters = {"up.kernel": jnp.asarray(draw.normal(size=(4, 5)), jnp.float32)}
     parameters["up.bias"] = jnp.asarray(draw.normal(size=5), jnp.float32)
@@ -69,7 +69,7 @@ def test_the_chain_is_optax_adamw_after_clipping():
         change, sb = other.update(gradient, sb, b)
         b = optax.apply_updates(b, change)
     for name in a:
-        np.testing.assert_allclose(a[name], b[name], rtol=2e-7 * 20)  # an ulp or two a step
+        np.testing.assert_allclose(a[name], b[name], rtol=2e-7 * 20)  # an ulp or two per step
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def stream(tmp_path_factory):
 
 @pytest.fixture
 def whole(tmp_path):
-    return config(tmp_path).essence
+    return config(tmp_path).static
 
 
 slope = jax.jit(jax.value_and_grad(step.summed_loss, has_aux=True), static_argnums=3)

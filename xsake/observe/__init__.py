@@ -1,1 +1,1 @@
-"""What runs say, where it goes, and where to find it again."""
+"""Events of training runs, the sinks that they are written to, and the list of runs."""

@@ -1,8 +1,8 @@
-"""Event: what a run says. One JSON object a line in events.jsonl, {"event": "TrainStep", …}.
+"""Events logged by a training run: one JSON object per line of events.jsonl.
 
-Units are in the names, ratios run from 0 to 1, losses are in nats; null is "not known" or "not
-finite". `step` counts updates done when the event is written, so that a run which goes on from
-step s keeps the events up to s and writes the later ones again.
+Units are in the names, ratios run from 0 to 1, losses are in nats; null means unknown or not
+finite. `step` is the number of completed updates when the event is written. A run that resumes at
+step s keeps the events up to s and logs the later ones again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event has."""
+    """The fields that every event has."""
 
     step: int
     time_unix_seconds: float = dataclasses.field(default_factory=time.time)
@@ -26,14 +26,14 @@ class Event:
         Event.kinds[cls.__name__] = cls
 
     def to_json(self) -> str:
-        """One line, without its end."""
+        """One JSON line without the trailing newline."""
         values = {"event": type(self).__name__, **dataclasses.asdict(self)}
         return json.dumps(_finite(values), allow_nan=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A run begins, at step 0."""
+    """A run starts, at step 0."""
 
     run: str
     config_hash: str
@@ -44,12 +44,12 @@ class RunStarted(Event):
     parameters: int
     steps: int
     tokens_per_step: int
-    devices: int = 1  # that share the rows of a batch
+    devices: int = 1  # number of devices that share a batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """A run goes on from a checkpoint; `note` says what was passed over."""
+    """A run resumes from a checkpoint; `note` names damaged checkpoints that were skipped."""
 
     commit: str
     device: str
@@ -58,36 +58,37 @@ class Resumed(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainStep(Event):
-    """The last of the steps since the event before; the speed is the mean over them."""
+    """Metrics of one step; times are the mean over the steps since the previous TrainStep."""
 
     loss_nats: float | None
     learning_rate: float
     gradient_norm: float | None
-    skipped_steps: int  # so far, of all: their loss or gradient was not finite
-    density_ratio: float  # that the plan allows, 1 without one
+    skipped_steps: int  # total so far of steps whose loss or gradient was not finite
+    density_ratio: float  # of the plan; 1 without a plan
     tokens_seen: int
     step_seconds: float
     tokens_per_second: float
     mfu_ratio: float | None = None
     peak_bytes: int | None = None
-    visited_density_ratio: float | None = None  # of this step's rows, their documents apart
+    # Density that this batch visited, with its document boundaries; None if unknown.
+    visited_density_ratio: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
-    """Loss on other text; perplexity is e to the loss."""
+    """Loss on held-out text; perplexity is e to the loss."""
 
     file: str
     data_hash: str
     loss_nats: float | None
     perplexity: float | None
     targets: int
-    density_ratio: float  # that the plan allows
+    density_ratio: float  # of the plan; 1 without a plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanSwapped(Event):
-    """The steps that follow attend by another plan."""
+    """A new plan is used from the next step on."""
 
     path: str
     plan_hash: str
@@ -99,20 +100,20 @@ class PlanSwapped(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """A checkpoint is being written; one that was cut off is not counted on resume."""
+    """A checkpoint is being written; an incomplete one is ignored on resume."""
 
     path: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stopped(Event):
-    """The run ends for now: "finished", "signal", "seconds", "stop_at" or "not finite"."""
+    """The run stops: "finished", "signal", "seconds", "stop_at" or "not finite"."""
 
     reason: str
 
 
 def parse(line: str) -> Event:
-    """The event of a line; fields that this version does not know are left out.
+    """The event of a JSON line; fields that this version does not know are ignored.
 
     >>> parse(Stopped(step=3, reason="finished").to_json()).reason
     'finished'

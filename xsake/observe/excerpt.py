@@ -1,4 +1,4 @@
-"""A run's events with fewer steps: small enough to be kept, whole enough to be replayed."""
+"""A downsampled event log: fewer TrainStep events, all the others."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from xsake.observe.events import CheckpointSaved, Event, TrainStep
 
 
 def excerpt(events: Iterable[Event], every: int) -> Iterator[Event]:
-    """The first TrainStep, each that is `every` steps after the last one kept, and the last.
+    """The first and last TrainStep, and one every `every` steps; steps with other events too.
 
-    Other events stay, but for those of checkpoints, which are not kept with it.
+    All other events are kept except CheckpointSaved, because an excerpt has no checkpoints.
     """
-    kept, waiting = None, None
+    kept, skipped = None, None  # step of the last TrainStep kept; the TrainStep skipped since
     for event in events:
         if isinstance(event, CheckpointSaved):
             continue
         if not isinstance(event, TrainStep):
-            if waiting is not None and event.step == waiting.step:
-                yield waiting  # what is said of a step stands after it
-                kept, waiting = waiting.step, None
+            if skipped is not None and event.step == skipped.step:
+                yield skipped  # the TrainStep comes before other events of its step
+                kept, skipped = skipped.step, None
             yield event
         elif kept is None or event.step - kept >= every:
-            kept, waiting = event.step, None
+            kept, skipped = event.step, None
             yield event
         else:
-            waiting = event
-    if waiting is not None:
-        yield waiting
+            skipped = event
+    if skipped is not None:
+        yield skipped
 
 
 def write_excerpt(run: str | Path, out: str | Path, every: int) -> None:

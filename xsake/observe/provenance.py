@@ -1,4 +1,4 @@
-"""Which code ran: the commit and the versions that make a number a measurement."""
+"""The commit and package versions that are recorded with results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Python's version and those of jax, jaxlib, numpy and more packages."""
+    """Versions of Python, jax, jaxlib, numpy and the packages named."""
     names = ("jax", "jaxlib", "numpy", *packages)
     return {"python": platform.python_version(), **{x: metadata.version(x) for x in names}}
 
 
 def commit() -> str:
-    """XSAKE_COMMIT where it is set; else the checkout's, with a + when files differ from it."""
-    if said := os.environ.get("XSAKE_COMMIT"):
-        return said
+    """XSAKE_COMMIT if it is set; else the commit of the checkout, with a + if files differ."""
+    if given := os.environ.get("XSAKE_COMMIT"):
+        return given
     git = ["git", "-C", str(Path(__file__).parent)]
-    say = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
     try:
-        head = say([*git, "rev-parse", "HEAD"]).stdout.strip()
-        changes = say([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+        head = run([*git, "rev-parse", "HEAD"]).stdout.strip()
+        changes = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+" if changes else "")

@@ -1,9 +1,9 @@
-"""Which runs there are: a run is a folder with config.json, and events.jsonl says the rest.
+"""The list of runs: a run is a folder with config.json; its state is read from events.jsonl.
 
     runs/NAME/config.json, events.jsonl, checkpoints/STEP/, plans/*.safetensors, model/
 
-Runs, checkpoints, plans and measurements find each other by content: the config's hash, the data's
-hash, the plan's hash and the commit are in the events.
+Runs, checkpoints, plans and results are linked by content hashes in the events: those of config,
+data and plan, and the commit.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from xsake.observe.events import Evaluated, PlanSwapped, Resumed, RunStarted, St
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What one line of `xsake runs` says."""
+    """One line of `xsake runs`."""
 
     name: str
     config_hash: str = ""
     data_hash: str = ""
     commit: str = ""
     device: str = ""
-    state: str = "not started"  # or running | the reason it stopped for
+    state: str = "not started"  # or "running", or the reason of the last stop
     step: int = 0
     steps: int = 0
     loss_nats: float | None = None
     density_ratio: float = 1.0
     checkpoints: tuple[int, ...] = ()
-    plan: str = ""  # its hash
+    plan: str = ""  # hash of the current plan
     plans: int = 0
     perplexity: dict[str, float] = dataclasses.field(default_factory=dict)  # by file
 
 
 def runs(folder: str | Path) -> Iterator[Summary]:
-    """Every run in a folder, by name."""
+    """The runs in a folder, sorted by name."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}; `xsake train` makes it")
+        raise FileNotFoundError(f"there is no folder {folder}; `xsake train` creates it")
     for config in sorted(folder.glob("*/config.json")):
         yield summary(config.parent)
 
 
 def summary(folder: Path) -> Summary:
-    """What the folder of a run holds; a damaged run is told as such, not passed over."""
+    """The summary of a run's folder; a damaged run is reported as damaged, not skipped."""
     path = folder / "events.jsonl"
     try:
         events = sinks.read(path) if path.is_file() else []

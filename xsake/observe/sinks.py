@@ -1,9 +1,9 @@
-"""Where events go: a sink is an object with write(event) and close().
+"""Sinks of events: a sink is an object with write(event) and close().
 
-Event ─┬─ EventFile     events.jsonl, always: the truth
-       ├─ Terminal      a line that moves, or lines where there is no terminal
+Event ─┬─ EventFile     events.jsonl, always written; the source of truth
+       ├─ Terminal      a progress bar, or plain lines if the output is not a terminal
        ├─ Prometheus    /metrics on a port
-       ├─ Wandb         offline, beside the events
+       ├─ Wandb         an offline run in the run's folder
        └─ TensorBoard   scalars
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,25 +30,25 @@ from xsake.observe.events import (
 
 @runtime_checkable
 class Sink(Protocol):
-    """What an event is handed to."""
+    """Receives events."""
 
     def write(self, event: Event) -> None:
-        """Takes one event."""
+        """Writes one event."""
 
     def close(self) -> None:
-        """No more come."""
+        """Called once, after the last event."""
 
 
 class EventFile:
-    """events.jsonl: one line an event, flushed at once.
+    """events.jsonl: one line per event, flushed at once.
 
-    Opened at step s, it keeps what was said up to s and drops the rest, which will be said again; a
-    last line that was cut off is dropped too.
+    A file opened at step s keeps the events up to s. Later events and an incomplete last line are
+    removed: the run will log them again.
     """
 
     def __init__(self, path: Path, step: int = 0) -> None:
         if path.exists():
-            _keep(path, step)
+            _truncate(path, step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: Event) -> None:
@@ -55,17 +56,17 @@ class EventFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Puts what was written on the disk; before a checkpoint, which counts on it."""
+        """fsync; called before each checkpoint."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
 
 
-def _keep(path: Path, step: int) -> None:
-    """Rewrites the file with the whole lines up to `step`, by way of a new one.
+def _truncate(path: Path, step: int) -> None:
+    """Atomically replaces the file by its complete lines up to `step`.
 
-    Where the run ended before does not stay: `Stopped` is said of the end of the file.
+    Earlier Stopped events are removed, because Stopped is the last event of a file.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = []
@@ -76,7 +77,7 @@ def _keep(path: Path, step: int) -> None:
             if number == len(lines):
                 continue
             raise ValueError(
-                f"{path}, line {number} is damaged: {error}; remove it to go on"
+                f"{path}, line {number} is damaged: {error}; remove it to resume"
             ) from error
         if event["step"] <= step and event["event"] != Stopped.__name__:
             kept.append(line)
@@ -86,7 +87,7 @@ def _keep(path: Path, step: int) -> None:
 
 
 def read(path: str | Path) -> list[Event]:
-    """The events of a file that may still be written to: a cut-off last line is passed over."""
+    """The events of a file that may still be written to: an incomplete last line is ignored."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     return [parse(line) for line in lines[:-1] if line]
 
@@ -96,18 +97,18 @@ def read(path: str | Path) -> list[Event]:
 
 def scalars(event: Event) -> dict[str, float]:
     """The numbers of an event by name: "train/loss_nats", "evaluation/enwiki-test/loss_nats" …."""
-    places = {"TrainStep": "train", "PlanSwapped": "plan"}
+    prefixes = {"TrainStep": "train", "PlanSwapped": "plan"}
     if isinstance(event, Evaluated):
-        place = f"evaluation/{event.file}"
-    elif type(event).__name__ in places:
-        place = places[type(event).__name__]
+        prefix = f"evaluation/{event.file}"
+    elif type(event).__name__ in prefixes:
+        prefix = prefixes[type(event).__name__]
     else:
         return {}
-    left_out = ("step", "time_unix_seconds")
+    excluded = ("step", "time_unix_seconds")
     return {
-        f"{place}/{name}": float(value)
+        f"{prefix}/{name}": float(value)
         for name, value in vars(event).items()
-        if isinstance(value, int | float) and name not in left_out
+        if isinstance(value, int | float) and name not in excluded
     }
 
 
@@ -124,8 +125,8 @@ class Prometheus:
 
     def write(self, event: Event) -> None:
         for name, value in scalars(event).items():
-            place, *file, last = name.split("/")
-            self._gauge(f"xsake_{place}_{last}", file[0] if file else "").set(value)
+            prefix, *file, last = name.split("/")
+            self._gauge(f"xsake_{prefix}_{last}", file[0] if file else "").set(value)
         self._gauge("xsake_step", "").set(event.step)
 
     def _gauge(self, name: str, file: str) -> Any:
@@ -142,13 +143,13 @@ class Prometheus:
 
 
 class Wandb:
-    """A W&B run that stays on this machine; `wandb sync` sends it if anyone wants to."""
+    """An offline W&B run; `wandb sync` uploads it."""
 
-    def __init__(self, folder: Path, run: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, run: str, config: Mapping[str, object]) -> None:
         import wandb
 
         self._run = wandb.init(
-            mode="offline", project="xsake", name=run, id=run, dir=str(folder), config=config
+            mode="offline", project="xsake", name=run, id=run, dir=str(folder), config=dict(config)
         )
 
     def write(self, event: Event) -> None:
@@ -160,7 +161,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard; what a resumed run says again is purged."""
+    """Scalars for TensorBoard; on resume, scalars after the restored step are purged."""
 
     def __init__(self, folder: Path, step: int = 0) -> None:
         from tensorboardX import SummaryWriter
@@ -176,7 +177,7 @@ class TensorBoard:
 
 
 class Terminal:
-    """Progress on a terminal; elsewhere a line every ten seconds."""
+    """A progress bar on a terminal; elsewhere a line every ten seconds."""
 
     def __init__(self, steps: int, step: int = 0) -> None:
         from rich.console import Console
@@ -189,9 +190,9 @@ class Terminal:
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
         )
-        moves = self._console.is_terminal
-        self._progress = Progress(*columns, console=self._console) if moves else None
-        self._steps, self._told = steps, 0.0
+        is_terminal = self._console.is_terminal
+        self._progress = Progress(*columns, console=self._console) if is_terminal else None
+        self._steps, self._last_line = steps, 0.0
         if self._progress is not None:
             self._task = self._progress.add_task("", total=steps, completed=step)
             self._progress.start()
@@ -200,26 +201,26 @@ class Terminal:
         if isinstance(event, TrainStep):
             self._step(event)
         elif isinstance(event, RunStarted):
-            self._say(f"{event.parameters:,} parameters, {event.devices} × {event.device}")
+            self._print(f"{event.parameters:,} parameters, {event.devices} × {event.device}")
         elif isinstance(event, Evaluated) and event.perplexity is not None:
-            self._say(f"step {event.step}: perplexity {event.perplexity:.2f} on {event.file}")
+            self._print(f"step {event.step}: perplexity {event.perplexity:.2f} on {event.file}")
         elif isinstance(event, PlanSwapped):
-            self._say(f"step {event.step}: a plan of density {event.density_ratio:.3f}")
+            self._print(f"step {event.step}: new plan of density {event.density_ratio:.3f}")
         elif isinstance(event, Resumed):
-            self._say(". ".join(filter(None, [f"goes on from step {event.step}", event.note])))
+            self._print(". ".join(filter(None, [f"resumed at step {event.step}", event.note])))
         elif isinstance(event, Stopped):
-            self._say(f"step {event.step}: {event.reason}")
+            self._print(f"step {event.step}: {event.reason}")
 
     def _step(self, event: TrainStep) -> None:
-        what = one_line(event)
+        line = one_line(event)
         if self._progress is not None:
-            self._progress.update(self._task, completed=event.step, description=what)
-        elif time.monotonic() - self._told > 10 or event.step == self._steps:
-            self._told = time.monotonic()
-            self._say(f"step {event.step}/{self._steps}  {what}")
+            self._progress.update(self._task, completed=event.step, description=line)
+        elif time.monotonic() - self._last_line > 10 or event.step == self._steps:
+            self._last_line = time.monotonic()
+            self._print(f"step {event.step}/{self._steps}  {line}")
 
-    def _say(self, what: str) -> None:
-        self._console.print(what, markup=False)
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -227,7 +228,7 @@ class Terminal:
 
 
 def one_line(event: TrainStep) -> str:
-    """Loss, speed, MFU and density of a step, for a reader."""
+    """Loss, speed, MFU and density of a step as text."""
     loss = "skipped" if event.loss_nats is None else f"loss {event.loss_nats:.3f}"
     parts = [loss, f"{event.tokens_per_second:,.0f} tokens/s"]
     if event.mfu_ratio is not None:

@@ -1,6 +1,6 @@
-"""Training that can be killed at any step and goes on bit for bit, dense or by a plan.
+"""Training with dense or HADS-sparse attention; a killed run resumes bit-identically.
 
-text ─ tokens.tokenize ─ TokenFile ─ data.Stream ─ batch(step) ─┐
-config.Config ─ optimizer.make ─────────────────────────────────┼─ loop.train ─ runs/NAME/
-hads: calibrate every n steps ─ Plan ───────────────────────────┘
+text ─ tokens.tokenize ─ TokenFile ─ stream.Stream ─ batch(step) ─┐
+config.Config ─ optimizer.make ───────────────────────────────────┼─ loop.train ─ runs/NAME/
+hads: a new plan every n steps ─ Plan ────────────────────────────┘
 """

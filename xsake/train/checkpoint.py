@@ -1,13 +1,12 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, written by Orbax.
+"""Checkpoints: everything that a run needs to resume exactly, written by Orbax.
 
     checkpoints/STEP/state   every array of the state, by name
-                     plan    the plan's arrays, where there is one
+                     plan    the plan's arrays, if there is a plan
                      facts   JSON: config and data hash, the plan's terms, a checksum of each array
 
-The step is the position in the data, and all randomness is a function of (seed, step): neither
-needs more. Orbax writes beside the run, in the background, and renames when all is there. What
-disks do to a finished checkpoint is found by the checksums: it is set aside, and the one before it
-is used.
+No data-loader or RNG state is saved: both are functions of (seed, step). Orbax writes in the
+background to a temporary folder and renames it when it is complete. Checksums detect damage to a
+complete checkpoint; it is moved to damaged/, and the previous one is used.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from xsake.train.step import State
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What was read, and what had to be passed over."""
+    """The restored state and plan, and a note about damaged checkpoints that were skipped."""
 
     state: State
     plan: Plan | None
@@ -41,10 +40,10 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run; `close` waits for what is being written."""
+    """The checkpoints of one run; `close` waits until all are written."""
 
     def __init__(self, config: Config, data_hash: str) -> None:
-        self.folder = (config.place / "checkpoints").absolute()
+        self.folder = (config.run_folder / "checkpoints").absolute()
         self._hashes = {"config_hash": config.hash, "data_hash": data_hash}
         kept: list[Any] = [preserve.LatestN(config.checkpoint.keep)]
         if config.checkpoint.best:
@@ -65,14 +64,14 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Of the finished ones, rising."""
+        """Steps of the complete checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
     def save(self, state: State, plan: Plan | None, loss: float | None = None) -> None:
-        """Begins to write; `loss` is what the best are chosen by, None if it was not measured."""
+        """Starts to write a checkpoint; `loss` ranks the best ones, None if not evaluated."""
         step = int(state.step)
         arrays = _named(state)
-        if _jax.platform() == "cpu":  # where NumPy may share memory that the next step overwrites
+        if _jax.platform() == "cpu":  # NumPy may share memory that the next step overwrites
             arrays = jax.tree.map(jnp.copy, arrays)
         found = planning.arrays(plan)
         facts = {
@@ -86,36 +85,37 @@ class Checkpoints:
         metrics = None if loss is None else {"loss_nats": loss}
         self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
-    def restore(self, like: Any) -> Restored | None:
-        """The newest that can be read, None if there is none at all.
+    def restore(self, shapes: State) -> Restored | None:
+        """The newest checkpoint that can be read; None if there is no checkpoint at all.
 
-        `like` is a State of shapes. A damaged one is moved to `damaged/` and named in the note.
+        `shapes` is a State of `jax.ShapeDtypeStruct`s. A damaged checkpoint is moved to `damaged/`
+        and named in the note.
         """
         notes: list[str] = []
         for step in reversed(self.steps()):
             try:
-                state, plan = self._read(step, like)
+                state, plan = self._read(step, shapes)
                 return Restored(state, plan, "; ".join(notes))
             except _OtherRunError:
                 raise
-            except Exception as error:  # whatever a damaged file makes its reader raise
+            except Exception as error:  # a damaged file may raise anything
                 aside = self._set_aside(step)
                 why = str(error).split("\n")[0][:120]
                 notes.append(f"checkpoint {step} is damaged and set aside in {aside}: {why}")
         if notes:
             raise ValueError(
                 f"no checkpoint of {self.folder.parent} can be read ({'; '.join(notes)}); "
-                "remove the folder to begin anew"
+                "remove the folder to start again"
             )
         return None
 
-    def _read(self, step: int, like: Any) -> tuple[State, Plan | None]:
+    def _read(self, step: int, like: State) -> tuple[State, Plan | None]:
         facts = self._item(step, "facts", ocp.args.JsonRestore())
         for name, value in self._hashes.items():
             if facts[name] != value:
                 raise _OtherRunError(
                     f"checkpoint {step} of {self.folder.parent} has {name} {facts[name]}, this "
-                    f"run {value}; give the run another name"
+                    f"run {value}; name another run with run.name"
                 )
         shapes = _named(like)
         arrays = self._item(step, "state", ocp.args.StandardRestore(shapes))
@@ -143,20 +143,20 @@ class Checkpoints:
         return Path("damaged") / str(step)
 
     def wait(self) -> None:
-        """Returns when everything is on the disk."""
+        """Waits until everything is on disk."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits and ends the threads."""
+        """Waits, then stops the background threads."""
         self._manager.close()
 
 
 class _OtherRunError(ValueError):
-    """A sound checkpoint that belongs to another config or other data."""
+    """An undamaged checkpoint of another config or other data."""
 
 
-def _named(state: Any) -> dict[str, Any]:
-    """Every leaf by its path, in the order of the tree."""
+def _named(state: State) -> dict[str, Any]:
+    """The leaves of the state by their paths, in tree order."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="|"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -170,7 +170,7 @@ def _checksums(arrays: dict[str, Any]) -> dict[str, int]:
 
 @jax.jit
 def _sums(arrays: dict[str, Array]) -> dict[str, Array]:
-    """Σ bits · (odd number of the place) mod 2³²: any one changed number changes it."""
+    """Σ bits[i] · odd[i] mod 2³² for each array: detects any single changed element."""
 
     def one(x: Array) -> Array:
         bits = lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)

@@ -1,4 +1,4 @@
-"""`xsake train`: every leaf of the config is a flag, a preset or a config.json its default."""
+"""`xsake train`: every config field is a flag; a preset or a config.json sets the defaults."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from xsake.train import loop
 from xsake.train.config import PRESETS, Config
 
 
-def train_from(words: list[str]) -> Callable[..., None]:
-    """The command, its defaults those of the --preset or --config among its words."""
+def train_from(arguments: list[str]) -> Callable[..., None]:
+    """The `train` command, with the defaults of the --preset or --config among its arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--config", type=Path)
-    chosen, _ = parser.parse_known_args(words)
+    chosen, _ = parser.parse_known_args(arguments)
     default = PRESETS.get(chosen.preset, PRESETS["tiny"])
     if chosen.config is not None:
         default = Config.read(chosen.config)
@@ -29,16 +29,16 @@ def train_from(words: list[str]) -> Callable[..., None]:
         preset: Literal["tiny", "shipped", "gpt-37m"] = "tiny",
         config: Path | None = None,
     ) -> None:
-        """Trains a model, or goes on with a run of this name; see docs/training.md.
+        """Trains a model, or resumes the run of this name; see docs/training.md.
 
         Args:
-          settings: runs/NAME/config.json holds them all.
-          preset: where the defaults of the other flags come from.
-          config: a config.json that they come from instead.
+          settings: all settings; runs/NAME/config.json records them.
+          preset: sets the defaults of the other flags.
+          config: a config.json that sets these defaults instead.
         """
         outcome = loop.train(settings, Terminal(settings.schedule.steps))
         if outcome.reason != "finished":
-            print("the same command goes on from here")
+            print("run the same command again to resume")
         print(f"written: {outcome.folder}")
 
     return train

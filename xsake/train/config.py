@@ -1,10 +1,10 @@
-"""Config: everything that a run is told. One tree of dataclasses is API, flags and config.json.
+"""Training config: one nested dataclass defines the Python API, the flags and config.json.
 
-    Config ─┬─ model, seed, data, optimizer, schedule, hads, compute    change the numbers: hashed
-            └─ evaluation, checkpoint, observe, run                     do not: free on resume
+    Config ─┬─ model, seed, data, optimizer, schedule, hads, compute    affect the results: hashed
+            └─ evaluation, checkpoint, observe, run                     may change on resume
 
-`xsake train --preset tiny --optimizer.learning-rate 1e-3` sets one leaf; runs/NAME/config.json
-holds the whole tree, and `Config.read` takes it back.
+`xsake train --preset tiny --optimizer.learning-rate 1e-3` sets one field. runs/NAME/config.json
+holds all of them, and `Config.read` reads it.
 """
 
 from __future__ import annotations
@@ -26,58 +26,58 @@ from xsake.model import Config as Model
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is read. Files are folders that `xsake tokenize` wrote."""
+    """Training text. Files are folders written by `xsake tokenize`."""
 
-    train: tuple[str, ...] = ()  # read as one text, in this order
-    length: int = 256  # T, tokens of a row
-    rows: int = 8  # of one update, over all micro-batches
-    separate: bool = True  # documents in a row do not see each other
-    bos: bool = False  # every row begins with the model's bos token
-    verify: bool = True  # read every byte once at the start and compare its hash
+    train: tuple[str, ...] = ()  # token files, concatenated in this order
+    length: int = 256  # T, tokens per sequence
+    rows: int = 8  # sequences per update, over all micro-batches
+    separate: bool = True  # documents in a sequence do not attend to each other
+    bos: bool = False  # every sequence begins with the model's bos token
+    verify: bool = True  # check the hash of the files at the start
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW on matrices and Adam on the rest, after clipping."""
+    """AdamW after gradient clipping; weight decay on matrices only."""
 
-    learning_rate: float = 1e-3  # at its peak
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1  # of kernels; embeddings, norms and biases are not decayed
-    clip_norm: float = 1.0  # longest gradient over all parameters; 0: never clipped
-    accumulate: int = 1  # micro-batches of one update
-    ema_decay: float = 0.0  # of an average of the parameters; 0: none is kept
+    learning_rate: float = 1e-3  # peak learning rate
+    beta1: float = 0.9  # decay of Adam's first moment
+    beta2: float = 0.95  # decay of Adam's second moment
+    epsilon: float = 1e-8  # Adam's epsilon
+    weight_decay: float = 0.1  # on kernels; embeddings, norms and biases are not decayed
+    clip_norm: float = 1.0  # maximum global gradient norm; 0 disables clipping
+    accumulate: int = 1  # micro-batches per update
+    ema_decay: float = 0.0  # decay of a moving average of the parameters; 0 keeps none
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to the peak, then a cosine down to final_ratio of it."""
+    """Linear warm-up to the peak learning rate, then a cosine to final_ratio of it."""
 
-    steps: int = 100
-    warmup_steps: int = 10
-    final_ratio: float = 0.1
+    steps: int = 100  # updates in all
+    warmup_steps: int = 10  # updates of the warm-up
+    final_ratio: float = 0.1  # last learning rate ÷ peak
 
 
 @dataclasses.dataclass(frozen=True)
 class Hads:
-    """Dense for warmup_steps, then by a plan that is made anew every so many steps."""
+    """Dense attention for warmup_steps, then sparse with a plan recalibrated periodically."""
 
-    density: float | None = None  # of all layers and heads together; None: dense to the end
-    warmup_steps: int = 50  # dense before the first plan
-    every: int = 50  # steps from one plan to the next
-    from_density: float = 1.0  # of the first plan, if ramp_steps > 0
-    ramp_steps: int = 0  # from from_density down to density, in a straight line
-    documents: int = 4  # windows to calibrate on
+    density: float | None = None  # over all layers and heads; None: always dense
+    warmup_steps: int = 50  # dense steps before the first plan
+    every: int = 50  # steps between two plans
+    from_density: float = 1.0  # density of the first plan, if ramp_steps > 0
+    ramp_steps: int = 0  # steps of the linear ramp from from_density to density
+    documents: int = 4  # windows of training text to calibrate on
     policy: str = "output"  # uniform | entropy | kl | output
-    # static | pooled | antidiagonal | gaussian | mean_query | past_query, which looks at no later
-    # token: the others let a model see, by what it may see, a little of what it is to predict
+    # static | pooled | antidiagonal | gaussian | mean_query | past_query. past_query is strictly
+    # causal; the other run-time selectors leak information about future tokens
     selector: str = "past_query"
-    block: int = 64
+    block: int = 64  # tokens per block
     band: int = 0  # blocks before the diagonal that are always kept
 
     def density_at(self, step: int) -> float | None:
-        """What a plan made after `step` updates has; None while attention is dense."""
+        """Target density of a plan made after `step` updates; None while attention is dense."""
         if self.density is None or step < self.warmup_steps:
             return None
         if not self.ramp_steps:
@@ -86,70 +86,70 @@ class Hads:
         return self.from_density + done * (self.density - self.from_density)
 
     def is_due(self, step: int) -> bool:
-        """Whether a plan is made after `step` updates."""
+        """Whether a new plan is made after `step` updates."""
         return self.density_at(step) is not None and (step - self.warmup_steps) % self.every == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How a step is computed."""
+    """Precision, memory and backend of a step."""
 
-    dtype: str = "float32"  # of activations; parameters and their sums are float32
-    scan: bool = True  # one compiled layer for all: compiles sooner, runs slower
-    remat: bool = False  # compute activations again in the backward, for memory
-    loss_tokens: int = 0  # whose logits are in memory at once; 0: all of a micro-batch
-    implementation: str | None = None  # of attention; None: the fastest that can run
+    dtype: str = "float32"  # of activations; parameters and sums are float32
+    scan: bool = True  # scan over layers: compiles faster, runs slower
+    remat: bool = False  # recompute activations in the backward to save memory
+    loss_tokens: int = 0  # tokens whose logits are in memory at once; 0: a whole micro-batch
+    implementation: str | None = None  # attention backend; None: the fastest that can run
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Loss and perplexity on other text, as the model attends at that step."""
+    """Loss and perplexity on held-out text, with the attention in use at that step."""
 
-    files: tuple[str, ...] = ()  # each is measured on its own
-    every: int = 50  # steps; the last step is always followed by one
-    windows: int = 32  # of each file, from its beginning; 0: all
-    rows: int = 8
+    files: tuple[str, ...] = ()  # token files, each evaluated separately
+    every: int = 50  # steps between evaluations; there is always one after the last step
+    windows: int = 32  # sequences per file, from its beginning; 0: all
+    rows: int = 8  # sequences per batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What is kept to go on from."""
+    """When checkpoints are saved, and which are kept."""
 
-    every: int = 50  # steps; a stop, whatever its cause, saves one too
-    keep: int = 2  # the newest
-    best: int = 1  # and those of lowest loss on the first evaluation file
-    export: bool = True  # at the end, a folder `model` of safetensors
-    export_dtype: str = "float32"
+    every: int = 50  # steps between checkpoints; one is also saved when a run stops
+    keep: int = 2  # how many of the newest to keep
+    best: int = 1  # how many with the lowest loss on the first evaluation file to keep
+    export: bool = True  # write a folder `model` of safetensors at the end
+    export_dtype: str = "float32"  # float32 | bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
 class Observe:
-    """Who is told. events.jsonl always is."""
+    """Where events are logged, in addition to events.jsonl."""
 
-    every: int = 1  # steps from one TrainStep event to the next
-    prometheus_port: int = 0  # serves /metrics; 0: not
-    wandb: bool = False  # offline, in the run's folder
-    tensorboard: bool = False
+    every: int = 1  # steps between two TrainStep events
+    prometheus_port: int = 0  # port that serves /metrics; 0: none
+    wandb: bool = False  # log to an offline W&B run in the run's folder
+    tensorboard: bool = False  # log to TensorBoard files in the run's folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where a run is, and when it stops before its time."""
+    """Output folder, devices and early-stop conditions."""
 
-    name: str = "first"
-    folder: str = "runs"
-    seconds: float = 0.0  # stops with a checkpoint after so long; 0: never
-    stop_at: int = 0  # the same at this step
-    devices: int = 0  # that share the rows of a batch evenly; 0: as many as can
-    bad_steps: int = 5  # in a row without a finite loss and gradient, before it gives up
+    name: str = "first"  # name of the run
+    folder: str = "runs"  # folder that contains the runs
+    seconds: float = 0.0  # save and stop after this time; 0: no limit
+    stop_at: int = 0  # save and stop at this step; 0: no limit
+    devices: int = 0  # devices that share a batch; 0: the most that divide it evenly
+    bad_steps: int = 5  # raise after this many non-finite losses or gradients in a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The whole tree."""
+    """All settings of a training run."""
 
     model: Model = MODELS["tiny"]
-    seed: int = 0  # of initial weights, the order of data and the choice of calibration text
+    seed: int = 0  # of initial weights, data order and calibration text
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
@@ -164,19 +164,23 @@ class Config:
         _check(self)
 
     @property
-    def place(self) -> Path:
-        """The run's folder."""
+    def run_folder(self) -> Path:
+        """runs/NAME."""
         return Path(self.run.folder) / self.run.name
 
     @property
     def hash(self) -> str:
-        """Of all that changes the numbers; where files lie does not, and data has its own hash."""
-        values = self.numbers()
+        """Hash of all settings that affect results; data is hashed separately, paths are not."""
+        values = self.hashed_settings()
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def essence(self) -> Config:
-        """This config with defaults for all that is not hashed: compiled code goes by it."""
+    def static(self) -> Config:
+        """This config with defaults for all fields that are not hashed.
+
+        Compiled functions take it as their static argument, so that other settings recompile
+        nothing.
+        """
         return Config(
             model=self.model,
             seed=self.seed,
@@ -187,19 +191,19 @@ class Config:
             compute=self.compute,
         )
 
-    def numbers(self) -> dict[str, Any]:
-        """What is hashed, as plain values."""
+    def hashed_settings(self) -> dict[str, Any]:
+        """The settings that `hash` covers, as plain values."""
         names = ("model", "seed", "data", "optimizer", "schedule", "hads", "compute")
-        values = self.essence.to_dict()
+        values = self.static.to_dict()
         return {name: values[name] for name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `from_dict` reads them."""
+        """The settings as plain values for JSON; the inverse of `from_dict`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """A Config of plain values; what is absent has its default, an unknown key is refused.
+        """A Config of plain values; absent keys have their defaults, unknown keys raise.
 
         >>> Config.from_dict({"data": {"lenght": 3}})
         Traceback (most recent call last):
@@ -220,14 +224,14 @@ class Config:
             raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def _from_dict(cls: Any, values: Mapping[str, Any], place: str) -> Any:
+def _from_dict(cls: Any, values: Mapping[str, Any], path: str) -> Any:
     types = typing.get_type_hints(cls)
     given: dict[str, Any] = {}
     for key, value in values.items():
         if key not in types:
             near = difflib.get_close_matches(key, types, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(types)}"
-            raise ValueError(f"{place} has no {key!r}; {hint}")
+            raise ValueError(f"{path} has no {key!r}; {hint}")
         kind = types[key]
         if kind is Model:
             value = Model.from_dict(value)
@@ -240,10 +244,40 @@ def _from_dict(cls: Any, values: Mapping[str, Any], place: str) -> Any:
 
 
 def _check(config: Config) -> None:
+    _check_ranges(config)
+    _check_choices(config)
     data, hads, optimizer = config.data, config.hads, config.optimizer
-    counts = {
-        "data.length": data.length,
-        "data.rows": data.rows,
+    if data.rows % optimizer.accumulate:
+        raise ValueError(
+            f"data.rows = {data.rows} is not a multiple of optimizer.accumulate = "
+            f"{optimizer.accumulate}, the number of micro-batches; change one of them"
+        )
+    if config.schedule.warmup_steps > config.schedule.steps:
+        raise ValueError(
+            f"schedule.warmup_steps = {config.schedule.warmup_steps} is more than "
+            f"schedule.steps = {config.schedule.steps}; lower it"
+        )
+    if data.length > config.model.context:
+        raise ValueError(
+            f"data.length = {data.length} is more than model.context = {config.model.context}; "
+            "raise the context"
+        )
+    if data.bos and config.model.bos is None:
+        raise ValueError(
+            "data.bos begins every sequence with model.bos, which is None; set model.bos to the id "
+            "of a token, or data.bos to False"
+        )
+    if hads.density is not None:
+        blocks = row_blocks.count_blocks(data.length, hads.block)
+        heads = config.model.layers * config.model.heads
+        row_blocks.blocks_of_density(hads.density, blocks, heads, hads.band)
+
+
+def _check_ranges(config: Config) -> None:
+    optimizer, hads = config.optimizer, config.hads
+    at_least_one = {
+        "data.length": config.data.length,
+        "data.rows": config.data.rows,
         "optimizer.accumulate": optimizer.accumulate,
         "schedule.steps": config.schedule.steps,
         "hads.every": hads.every,
@@ -256,10 +290,10 @@ def _check(config: Config) -> None:
         "observe.every": config.observe.every,
         "run.bad_steps": config.run.bad_steps,
     }
-    for name, count in counts.items():
+    for name, count in at_least_one.items():
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
-    for name, size in {
+    not_negative = {
         "run.devices": config.run.devices,
         "hads.warmup_steps": hads.warmup_steps,
         "hads.ramp_steps": hads.ramp_steps,
@@ -267,56 +301,36 @@ def _check(config: Config) -> None:
         "optimizer.weight_decay": optimizer.weight_decay,
         "optimizer.clip_norm": optimizer.clip_norm,
         "optimizer.learning_rate": optimizer.learning_rate,
-    }.items():
+    }
+    for name, size in not_negative.items():
         if not size >= 0:
             raise ValueError(f"{name} must not be negative, got {size}")
-    if data.rows % optimizer.accumulate:
-        raise ValueError(
-            f"data.rows = {data.rows} is not a multiple of optimizer.accumulate = "
-            f"{optimizer.accumulate}, into which they are split"
-        )
-    if config.schedule.warmup_steps > config.schedule.steps:
-        raise ValueError(
-            f"schedule.warmup_steps = {config.schedule.warmup_steps} is more than "
-            f"schedule.steps = {config.schedule.steps}"
-        )
     if not 0 <= optimizer.ema_decay < 1:
         raise ValueError(
             f"optimizer.ema_decay must be at least 0 and below 1, got {optimizer.ema_decay}"
         )
-    if data.length > config.model.context:
-        raise ValueError(
-            f"data.length = {data.length} is more than model.context = {config.model.context}; "
-            "raise the context"
-        )
-    if data.bos and config.model.bos is None:
-        raise ValueError(
-            "data.bos begins every row with model.bos, which is None; set model.bos to the id of "
-            "a token, or data.bos to False"
-        )
+
+
+def _check_choices(config: Config) -> None:
     for name, choice, choices in (
         ("compute.dtype", config.compute.dtype, ("float32", "bfloat16", "float16")),
         ("checkpoint.export_dtype", config.checkpoint.export_dtype, ("float32", "bfloat16")),
-        ("hads.policy", hads.policy, budget.POLICIES),
-        ("hads.selector", hads.selector, SELECTORS),
+        ("hads.policy", config.hads.policy, budget.POLICIES),
+        ("hads.selector", config.hads.selector, SELECTORS),
     ):
         if choice not in choices:
             raise ValueError(f"{name} {choice!r} is not one of {list(choices)}")
-    if hads.density is not None:
-        blocks = row_blocks.count_blocks(data.length, hads.block)
-        heads = config.model.layers * config.model.heads
-        row_blocks.blocks_of_density(hads.density, blocks, heads, hads.band)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> list[str]:
-    """Leaves that differ, as "optimizer.beta1: 0.9 → 0.8"."""
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+    """The fields that differ, as "optimizer.beta1: 0.9 → 0.8"."""
     found: list[str] = []
     for key in sorted({*old, *new}):
-        a, b, where = old.get(key), new.get(key), f"{place}{key}"
+        a, b, name = old.get(key), new.get(key), f"{path}{key}"
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, where + ".")
+            found += differences(a, b, name + ".")
         elif a != b:
-            found.append(f"{where}: {a} → {b}")
+            found.append(f"{name}: {a} → {b}")
     return found
 
 
@@ -324,7 +338,7 @@ def _model(**sizes: Any) -> Model:
     return Model(**{"tied": True, "bos": 0, "eos": (0,), **sizes})
 
 
-# 8 layers of 8 heads in 5.5 M parameters, 11 MB in bfloat16; tokens of its own BPE
+# 8 layers of 8 heads, 5.5 M parameters, 11 MB in bfloat16; its own BPE tokenizer
 _SHIPPED = Config(
     model=_model(
         vocab_size=8192,
@@ -346,7 +360,7 @@ _SHIPPED = Config(
     run=Run(name="shipped"),
 )
 
-# GPT-2's vocabulary filled up to a multiple of 128, 38 M parameters of which 19 M are embeddings
+# GPT-2's vocabulary padded to a multiple of 128; 38 M parameters, 19 M of them embeddings
 _GPT = Config(
     model=_model(
         vocab_size=50_304,
@@ -371,7 +385,7 @@ _GPT = Config(
     run=Run(name="gpt-37m"),
 )
 
-# for first steps on a CPU, with room for any tokenizer of up to 8,192 entries
+# for first steps on a CPU, with any tokenizer of up to 8,192 entries
 _TINY = Config(model=dataclasses.replace(MODELS["tiny"], vocab_size=8192), run=Run(name="tiny"))
 
 PRESETS: dict[str, Config] = {"tiny": _TINY, "shipped": _SHIPPED, "gpt-37m": _GPT}

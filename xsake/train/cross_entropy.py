@@ -1,12 +1,13 @@
-"""Σ weight · -log p(target) from hidden states, a part of the tokens at a time.
+"""Σ weight · -log p(target) from hidden states, for a chunk of the tokens at a time.
 
     hidden [M, width] ┐
     kernel [width, V] ┴─ logits ─ softmax p ─┬─ -log p(target)
                                              └─ (p - 1[target]) · weight ─┬─ · kernelᵀ   d_hidden
                                                                           └─ hiddenᵀ ·   d_kernel
 
-The gradient of a sum is known as soon as its logits are. So it is taken with them, and the backward
-only scales it: logits are computed once and never kept, and products get the model's own type.
+The gradient with respect to the logits is known as soon as the logits are (softmax minus one-hot).
+The forward therefore computes all gradients, and the backward only scales them by the cotangent.
+Logits are computed once and never stored. Matmuls run in the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def summed(at_once: int, hidden: Any, kernel: Any, targets: Any, weights: Any) -> Array:
+def summed(
+    at_once: int,
+    hidden: Float[Array, "M width"],
+    kernel: Float[Array, "width V"],
+    targets: Int[Array, M],
+    weights: Float[Array, M],
+) -> Float[Array, ""]:
     """Σ weight · -log p(target), float32.
 
     Args:
-      at_once: tokens whose logits are in memory together; 0: all.
-      hidden: [M, width], whose type the products are fed.
-      kernel: [width, V].
-      targets: int [M].
-      weights: float32 [M].
+      at_once: tokens whose logits are in memory at once; 0: all.
+      hidden: hidden states; the inputs of the matmuls are cast to its dtype.
+      kernel: the output head.
+      targets: token ids.
+      weights: one per token.
     """
     kernel = kernel.astype(hidden.dtype)
 
@@ -64,7 +72,7 @@ def _summed_fwd(at_once: int, hidden: Any, kernel: Any, targets: Any, weights: A
 def _summed_bwd(at_once: int, saved: Any, cotangent: Array) -> Any:
     d_hidden, d_kernel, lost = saved
     scaled = [(cotangent * x).astype(x.dtype) for x in (d_hidden, d_kernel, lost)]
-    no_slope = np.zeros(lost.shape, jax.dtypes.float0)  # of the targets, which are numbers of words
+    no_slope = np.zeros(lost.shape, jax.dtypes.float0)  # cotangent of the integer targets
     return scaled[0], scaled[1], no_slope, scaled[2]
 
 
@@ -72,12 +80,12 @@ summed.defvjp(_summed_fwd, _summed_bwd)
 
 
 def _parts(at_once: int, *arrays: Any) -> tuple[Array, ...]:
-    """[M, …] -> [parts, at_once, …], filled up with zeros, which weigh nothing."""
+    """[M, …] -> [parts, at_once, …], padded with zeros, whose weight is 0."""
     M = len(arrays[0])
     at_once = min(at_once or M, M)
-    room = -M % at_once
+    padding = -M % at_once
     return tuple(
-        jnp.pad(x, [(0, room), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, at_once, *x.shape[1:])
+        jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, at_once, *x.shape[1:])
         for x in arrays
     )
 

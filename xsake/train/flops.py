@@ -1,11 +1,11 @@
-"""How much arithmetic a token costs, and how much the device could do: their ratio is MFU."""
+"""FLOPs per token, and model FLOPs utilisation (MFU) of the device."""
 
 from __future__ import annotations
 
 from xsake import _jax
 from xsake.model import Config, parameter_shapes
 
-# Dense bfloat16 multiply-adds in FLOP/s, by JAX's name of the device, from the makers' data sheets.
+# Peak FLOP/s of dense bfloat16 matmuls by JAX's device name, from the vendors' data sheets.
 PEAK = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -17,12 +17,12 @@ PEAK = {
 
 
 def per_token(config: Config, length: int, density: float = 1.0) -> float:
-    """Of forward and backward: 6 for each weight of a matrix, and attention over visited blocks.
+    """FLOPs of forward and backward: 6 per matmul weight, plus attention over visited blocks.
 
-        6 Σ kernel sizes (the head's too) + 6 · layers · N · H · T · density
+        6 Σ kernel sizes (with the head) + 6 · layers · N · H · T · density
 
-    A query sees T / 2 keys on average, each for 2 · 2H operations forward and twice that backward.
-    Documents within a row and activations that are computed again are not counted.
+    A query sees T / 2 keys on average; each takes 2 · 2H operations forward, twice that backward.
+    Document boundaries in a sequence and recomputed activations are not taken into account.
 
     >>> from xsake.model import PRESETS
     >>> f"{per_token(PRESETS['gpt2'], 1024):.3g}"
@@ -43,7 +43,7 @@ def per_token(config: Config, length: int, density: float = 1.0) -> float:
 
 
 def utilisation(tokens_per_second: float, flops_per_token: float, dtype: str) -> float | None:
-    """MFU, 0 to 1; None where the device's peak for this dtype is not known."""
+    """MFU, 0 to 1; None if the peak of the device for this dtype is unknown."""
     peak = PEAK.get(_jax.device_kind())
     if peak is None or dtype == "float32":
         return None

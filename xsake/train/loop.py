@@ -1,14 +1,14 @@
-"""train(config): from a config to runs/NAME, stopped and taken up as often as need be.
+"""train(config): runs training in runs/NAME; it can be interrupted and resumed at any time.
 
-    restore or begin ─ for every step:  batch(step) ─ update ─┬─ events, every so many steps
-                                                              ├─ a new plan, when one is due
+    restore or start ─ for every step:  batch(step) ─ update ─┬─ TrainStep event, if one is due
+                                                              ├─ a new plan, if one is due
                                                               ├─ evaluation
                                                               └─ checkpoint
-                       until: steps done | signal | seconds | bad steps in a row
+                       until: last step | signal | time limit | too many bad steps in a row
 
-What happens after a step happens in this order, and the checkpoint is last: it holds the plan of
-its step, and all events up to it are on the disk. Killed anywhere, the run goes on from the
-checkpoint and says the later events again, the same to the last bit on one machine.
+The actions after a step run in this order. The checkpoint is last: it contains the plan of its
+step, and all earlier events are on disk before it. After a kill at any point, the run resumes from
+the checkpoint and logs the later events again, bit-identical on the same machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import fcntl
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 
 from xsake import _jax
@@ -35,14 +37,13 @@ from xsake.observe import events, provenance, sinks
 from xsake.parallel.mesh import make_mesh, replicated, shard_batch
 from xsake.train import flops, planning
 from xsake.train import step as stepping
-from xsake.train.attention import visited_density
 from xsake.train.checkpoint import Checkpoints, Restored
 from xsake.train.config import Config, differences
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended."""
+    """The result of a call of `train`."""
 
     step: int
     reason: str  # finished | signal | seconds | stop_at
@@ -53,148 +54,177 @@ class NotFiniteError(ArithmeticError):
     """Loss or gradient was not finite for too many steps in a row."""
 
 
-def train(config: Config, *more: sinks.Sink) -> Outcome:
-    """Trains until it is done or stopped; called again with the same config, goes on.
+def train(config: Config, *extra_sinks: sinks.Sink) -> Outcome:
+    """Trains until the last step or a stop condition; called again with the same config, resumes.
 
     Args:
-      config: what to do.
-      more: sinks beside those that the config asks for.
+      config: the settings.
+      extra_sinks: receive every event, in addition to the sinks that the config names.
     """
     stream = _stream(config, _files(config), config.seed)
-    others = {Path(x).name: _stream(config, [_checked(config, x)]) for x in config.evaluation.files}
-    with _claimed(config), _stop_signals() as stop:
-        return _Session(config, stream, others, more).run(stop)
+    held_out = {
+        Path(x).name: _stream(config, [_checked(config, x)]) for x in config.evaluation.files
+    }
+    with _locked_folder(config), _stop_signals() as signals:
+        return _Session(config, stream, held_out, extra_sinks).run(signals)
+
+
+class _Pending(NamedTuple):
+    """A step whose metrics are still on the device."""
+
+    step: int
+    metrics: stepping.Metrics
+    segment_ids: np.ndarray
 
 
 class _Session:
-    """One process's part of a run: the state, and everyone who is told of it."""
+    """Training state and event sinks of one process."""
 
     def __init__(
-        self, config: Config, stream: Stream, others: dict[str, Stream], more: Any
+        self,
+        config: Config,
+        stream: Stream,
+        held_out: dict[str, Stream],
+        extra_sinks: tuple[sinks.Sink, ...],
     ) -> None:
-        self.config, self.stream, self.others = config, stream, others
+        self.config, self.stream, self.held_out = config, stream, held_out
         pieces = config.optimizer.accumulate
         self.mesh = make_mesh(config.run.devices, config.data.rows, pieces)
         self.checkpoints = Checkpoints(config, stream.hash)
-        sharding = replicated(self.mesh)
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(lambda: stepping.initial(config)),
-        )
-        found = self.checkpoints.restore(like)
-        begun = found is not None
-        if found is None:
-            found = Restored(jax.device_put(stepping.initial(config), sharding), None)
-        self.state, self.plan = found.state, found.plan
-        self.argument = planning.argument(self.plan, sharding)
+        restored = self._restore()
+        is_new = restored is None
+        if restored is None:
+            initial = jax.device_put(stepping.initial(config), replicated(self.mesh))
+            restored = Restored(initial, None)
+        self.state = restored.state
+        self._use_plan(restored.plan)
         self.step = int(self.state.step)
-        self.file = sinks.EventFile(config.place / "events.jsonl", self.step if begun else -1)
-        self.sinks: list[sinks.Sink] = [self.file, *_asked_for(config, self.step), *more]
-        self.waiting: list[tuple[int, Any, Any]] = []  # steps whose metrics were not looked at yet
-        self.clock = time.perf_counter()
-        self.began = time.monotonic()
-        if begun:
-            self._resume(found.note)
+        path = config.run_folder / "events.jsonl"
+        self.event_file = sinks.EventFile(path, -1 if is_new else self.step)
+        self.sinks: list[sinks.Sink] = [
+            self.event_file,
+            *_configured_sinks(config, self.step),
+            *extra_sinks,
+        ]
+        self.pending: list[_Pending] = []
+        self.timer = time.perf_counter()  # when the first pending step began
+        self.started = time.monotonic()
+        if is_new:
+            self._start()
         else:
-            self._begin()
+            self._log_resume(restored.note)
 
-    def run(self, stop: list[int]) -> Outcome:
-        """Steps until there is a reason not to."""
+    def _restore(self) -> Restored | None:
+        sharding = replicated(self.mesh)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(lambda: stepping.initial(self.config)),
+        )
+        return self.checkpoints.restore(shapes)
+
+    def _use_plan(self, plan: Plan | None) -> None:
+        self.plan = plan
+        self.device_plan = planning.argument(plan, replicated(self.mesh))
+
+    def run(self, signals: list[int]) -> Outcome:
+        """Runs training steps until a stop condition holds."""
         config = self.config
         try:
-            while (reason := self._reason(stop)) is None:
+            while (reason := self._stop_reason(signals)) is None:
                 batch = self.stream.batch(self.step, config.data.rows)
                 self.state, metrics = stepping.compiled_update(
                     self.state,
                     shard_batch(batch, self.mesh),
-                    self.argument,
-                    config=config.essence,
+                    self.device_plan,
+                    config=config.static,
                     mesh=self.mesh,
                 )
                 self.step += 1
-                self.waiting.append((self.step, metrics, batch.segment_ids))
-                self._after()
+                self.pending.append(_Pending(self.step, metrics, batch.segment_ids))
+                self._after_step()
             self._save()
             self.checkpoints.wait()
             if reason == "finished" and config.checkpoint.export:
                 self._export()
-            self.tell(events.Stopped(step=self.step, reason=reason))
-            return Outcome(self.step, reason, config.place)
+            self.emit(events.Stopped(step=self.step, reason=reason))
+            return Outcome(self.step, reason, config.run_folder)
         finally:
             self.checkpoints.close()
             for sink in self.sinks:
                 sink.close()
 
-    def tell(self, event: events.Event) -> None:
-        """Hands an event to every sink."""
+    def emit(self, event: events.Event) -> None:
+        """Writes an event to every sink."""
         for sink in self.sinks:
             sink.write(event)
 
     # ------------------------------------------------------------------------------ after a step
 
-    def _after(self) -> None:
+    def _after_step(self) -> None:
         config, step = self.config, self.step
         is_last = step == config.schedule.steps
-        if self._is_told(step):
-            self._look()
+        if self._is_logged(step):
+            self._log_pending()
         if config.hads.is_due(step) and not is_last:
-            self._swap()
+            self._swap_plan()
         loss = None
-        if self.others and (step % config.evaluation.every == 0 or is_last):
+        if self.held_out and (step % config.evaluation.every == 0 or is_last):
             loss = self._evaluate()
         if step % config.checkpoint.every == 0 or is_last:
             self._save(loss)
 
-    def _is_told(self, step: int) -> bool:
+    def _is_logged(self, step: int) -> bool:
         return step % self.config.observe.every == 0 or step == self.config.schedule.steps
 
-    def _look(self) -> None:
-        """Waits for the steps since the last look, and tells of those that are due."""
-        if not self.waiting:
+    def _log_pending(self) -> None:
+        """Fetches pending metrics from the device and emits the TrainStep events that are due."""
+        if not self.pending:
             return
-        seen = jax.device_get(self.waiting)
+        fetched = jax.device_get(self.pending)
         now = time.perf_counter()
-        seconds, self.clock = (now - self.clock) / len(seen), now
-        self.waiting.clear()
-        for step, metrics, segment_ids in seen:
-            if self._is_told(step):
-                self.tell(self._told(step, metrics, seconds, segment_ids))
-        if (worst := max(int(x.bad_steps) for _, x, _ in seen)) >= self.config.run.bad_steps:
-            self._give_up(worst)
+        seconds, self.timer = (now - self.timer) / len(fetched), now
+        self.pending.clear()
+        for pending in fetched:
+            if self._is_logged(pending.step):
+                self.emit(self._step_event(pending, seconds))
+        worst = max(int(x.metrics.bad_steps) for x in fetched)
+        if worst >= self.config.run.bad_steps:
+            self._fail(worst)
 
-    def _told(
-        self, step: int, metrics: stepping.Metrics, seconds: float, segment_ids: np.ndarray
-    ) -> events.TrainStep:
-        config, count = self.config, 1 if self.mesh is None else self.mesh.size
-        each = config.data.rows * config.data.length
+    def _step_event(self, pending: _Pending, seconds: float) -> events.TrainStep:
+        config, metrics = self.config, pending.metrics
+        device_count = 1 if self.mesh is None else self.mesh.size
+        tokens = config.data.rows * config.data.length
         density = planning.density(self.plan)
         cost = flops.per_token(config.model, config.data.length, density)
         return events.TrainStep(
-            step=step,
+            step=pending.step,
             loss_nats=float(metrics.loss),
             learning_rate=float(metrics.learning_rate),
             gradient_norm=float(metrics.gradient_norm),
             skipped_steps=int(metrics.skipped_steps),
             density_ratio=density,
-            visited_density_ratio=visited_density(config, self.plan, segment_ids),
-            tokens_seen=step * each,
+            visited_density_ratio=planning.visited_density(config, self.plan, pending.segment_ids),
+            tokens_seen=pending.step * tokens,
             step_seconds=seconds,
-            tokens_per_second=each / seconds,
-            mfu_ratio=flops.utilisation(each / seconds / count, cost, config.compute.dtype),
+            tokens_per_second=tokens / seconds,
+            mfu_ratio=flops.utilisation(
+                tokens / seconds / device_count, cost, config.compute.dtype
+            ),
             peak_bytes=_peak_bytes(),
         )
 
-    def _swap(self) -> None:
-        with self._off_the_clock():
+    def _swap_plan(self) -> None:
+        """Calibrates a new plan, saves it and uses it from the next step on."""
+        with self._untimed():
             began = time.perf_counter()
             plan = planning.new_plan(self.config, self.state.parameters, self.stream, self.step)
             seconds = time.perf_counter() - began
-            self.plan = plan
-            self.argument = planning.argument(plan, replicated(self.mesh))
+            self._use_plan(plan)
             path = Path("plans") / f"step-{self.step:06}.safetensors"
-            (self.config.place / "plans").mkdir(exist_ok=True)
-            plan.save(self.config.place / path)
-            self.tell(
+            (self.config.run_folder / "plans").mkdir(exist_ok=True)
+            plan.save(self.config.run_folder / path)
+            self.emit(
                 events.PlanSwapped(
                     step=self.step,
                     path=str(path),
@@ -207,14 +237,14 @@ class _Session:
             )
 
     def _evaluate(self) -> float | None:
-        """Tells of every file, and returns the first one's loss if it is finite."""
+        """Evaluates every file, emits an event for each, returns the first loss if it is finite."""
         losses = []
-        with self._off_the_clock():
+        with self._untimed():
             weights = self.state.average or self.state.parameters
-            for name, stream in self.others.items():
-                loss, targets = evaluate(self.config, weights, self.argument, stream, self.mesh)
+            for name, stream in self.held_out.items():
+                loss, targets = evaluate(self.config, weights, self.device_plan, stream, self.mesh)
                 losses.append(loss)
-                self.tell(
+                self.emit(
                     events.Evaluated(
                         step=self.step,
                         file=name,
@@ -228,28 +258,28 @@ class _Session:
         return losses[0] if math.isfinite(losses[0]) else None
 
     def _save(self, loss: float | None = None) -> None:
-        """Saves this step if it is not saved, once all that was said of it is on the disk."""
-        with self._off_the_clock():
-            self._look()
+        """Saves a checkpoint of this step unless there is one, after all events are on disk."""
+        with self._untimed():
+            self._log_pending()
             self.checkpoints.wait()
             if self.step in self.checkpoints.steps():
                 return
-            self.tell(events.CheckpointSaved(step=self.step, path=f"checkpoints/{self.step}"))
-            self.file.sync()
+            self.emit(events.CheckpointSaved(step=self.step, path=f"checkpoints/{self.step}"))
+            self.event_file.sync()
             self.checkpoints.save(self.state, self.plan, loss)
 
     @contextlib.contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
-        """What is done inside does not count as time of the steps."""
-        self._look()
+    def _untimed(self) -> Iterator[None]:
+        """Excludes what runs inside from the time of the steps."""
+        self._log_pending()
         yield
-        self.clock = time.perf_counter()
+        self.timer = time.perf_counter()
 
-    # ------------------------------------------------------------------------- beginning and end
+    # ------------------------------------------------------------------------- start and stop
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         config = self.config
-        self.tell(
+        self.emit(
             events.RunStarted(
                 step=0,
                 run=config.run.name,
@@ -265,41 +295,41 @@ class _Session:
             )
         )
         if config.hads.is_due(0):
-            self._swap()
+            self._swap_plan()
 
-    def _resume(self, note: str) -> None:
+    def _log_resume(self, note: str) -> None:
         device = _jax.device_kind()
-        self.tell(
+        self.emit(
             events.Resumed(step=self.step, commit=provenance.commit(), device=device, note=note)
         )
 
-    def _reason(self, stop: list[int]) -> str | None:
+    def _stop_reason(self, signals: list[int]) -> str | None:
         config = self.config
         if self.step >= config.schedule.steps:
             return "finished"
-        if stop:
+        if signals:
             return "signal"
         if config.run.stop_at and self.step >= config.run.stop_at:
             return "stop_at"
-        if config.run.seconds and time.monotonic() - self.began >= config.run.seconds:
+        if config.run.seconds and time.monotonic() - self.started >= config.run.seconds:
             return "seconds"
         return None
 
-    def _give_up(self, count: int) -> None:
-        self.tell(events.Stopped(step=self.step, reason="not finite"))
+    def _fail(self, count: int) -> None:
+        self.emit(events.Stopped(step=self.step, reason="not finite"))
         saved = self.checkpoints.steps()
-        place = f"checkpoint {saved[-1]}" if saved else "no checkpoint"
         raise NotFiniteError(
             f"loss or gradient was not finite for {count} steps in a row at step {self.step}; "
-            f"{place} is the last good one: lower optimizer.learning_rate and begin another run"
+            f"last good checkpoint: {saved[-1] if saved else 'none'}; "
+            "lower optimizer.learning_rate and start a new run"
         )
 
     def _export(self) -> None:
-        """The folder `model`: safetensors, config and the tokenizer of the training text."""
+        """Writes the folder `model`: safetensors, config and the tokenizer of the training text."""
         from xsake.data.tokenizer import read_tokenizer
         from xsake.model import huggingface
 
-        out = self.config.place / "model"
+        out = self.config.run_folder / "model"
         if (out / "config.json").exists():
             return
         weights = self.state.average or self.state.parameters
@@ -312,15 +342,20 @@ class _Session:
 
 
 def evaluate(
-    config: Config, weights: Any, plan: Plan | None, stream: Stream, mesh: Mesh | None = None
+    config: Config,
+    weights: Mapping[str, Array],
+    plan: Plan | None,
+    stream: Stream,
+    mesh: Mesh | None = None,
 ) -> tuple[float, int]:
-    """Mean loss in nats over the config's evaluation windows, and how many targets they have."""
-    how, each = config.evaluation, 1 if mesh is None else mesh.size
-    rows = -(-how.rows // each) * each  # rows of weight 0 fill up what devices share
+    """Mean loss in nats over the evaluation windows of a file, and their number of targets."""
+    settings, device_count = config.evaluation, 1 if mesh is None else mesh.size
+    # batches are padded with sequences of weight 0 to a multiple of the device count
+    rows = -(-settings.rows // device_count) * device_count
     total = count = 0.0
-    for batch in stream.in_order(rows, how.windows or None):
+    for batch in stream.in_order(rows, settings.windows or None):
         loss, targets = stepping.compiled_loss(
-            weights, shard_batch(batch, mesh), plan, config=config.essence, mesh=mesh
+            weights, shard_batch(batch, mesh), plan, config=config.static, mesh=mesh
         )
         total, count = total + float(loss), count + float(targets)
     return total / max(count, 1), int(count)
@@ -353,14 +388,14 @@ def _checked(config: Config, path: str) -> TokenFile:
     return file
 
 
-def _asked_for(config: Config, step: int) -> Iterator[sinks.Sink]:
-    how, place = config.observe, config.place
-    if how.prometheus_port:
-        yield sinks.Prometheus(how.prometheus_port, config.run.name)
-    if how.wandb:
-        yield sinks.Wandb(place, config.run.name, config.to_dict())
-    if how.tensorboard:
-        yield sinks.TensorBoard(place / "tensorboard", step)
+def _configured_sinks(config: Config, step: int) -> Iterator[sinks.Sink]:
+    settings, folder = config.observe, config.run_folder
+    if settings.prometheus_port:
+        yield sinks.Prometheus(settings.prometheus_port, config.run.name)
+    if settings.wandb:
+        yield sinks.Wandb(folder, config.run.name, config.to_dict())
+    if settings.tensorboard:
+        yield sinks.TensorBoard(folder / "tensorboard", step)
 
 
 def _peak_bytes() -> int | None:
@@ -369,24 +404,24 @@ def _peak_bytes() -> int | None:
 
 
 @contextlib.contextmanager
-def _claimed(config: Config) -> Iterator[None]:
-    """The run's folder for this process alone, with this config in it and no other."""
-    place = config.place
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "lock").open("w") as lock:
+def _locked_folder(config: Config) -> Iterator[None]:
+    """Locks the run's folder for this process, checks its config.json and writes the new one."""
+    folder = config.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"{place} is in use by another process; wait for it or name another run"
+                f"{folder} is in use by another process; wait for it or name another run"
             ) from None
-        path = place / "config.json"
+        path = folder / "config.json"
         if path.exists():
             old = Config.read(path)
             if old.hash != config.hash:
-                changes = differences(old.numbers(), config.numbers())
+                changes = differences(old.hashed_settings(), config.hashed_settings())
                 raise ValueError(
-                    f"{place} was begun with other settings ({'; '.join(changes)}); "
+                    f"{folder} was started with other settings ({'; '.join(changes)}); "
                     "name another run with run.name"
                 )
         part = path.with_suffix(".part")
@@ -397,21 +432,22 @@ def _claimed(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and SIGINT are put in; the second SIGINT interrupts at once."""
-    seen: list[int] = []
+    """A list that collects SIGTERM and SIGINT; the second SIGINT interrupts at once."""
+    received: list[int] = []
 
-    def note(number: int, frame: Any) -> None:
-        if seen and number == signal.SIGINT:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        seen.append(number)
+        received.append(number)
 
+    numbers = (signal.SIGTERM, signal.SIGINT)
     try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever runs it has to stop it
-        yield seen
+        previous = {number: signal.signal(number, handle) for number in numbers}
+    except ValueError:  # only the main thread may set handlers; a caller elsewhere stops it itself
+        yield received
         return
     try:
-        yield seen
+        yield received
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""AdamW as optax has it: clipped, decayed where it should be, its rate a function of the step.
+"""optax AdamW with gradient clipping, weight decay on kernels and a learning-rate schedule.
 
 gradient ─ clip to clip_norm ─ Adam ─ + weight_decay · kernel ─ × -rate(step) ─ update
 """
@@ -6,19 +6,19 @@ gradient ─ clip to clip_norm ─ Adam ─ + weight_decay · kernel ─ × -rat
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jaxtyping import Float, Int
 
 from xsake.train.config import Optimizer, Schedule
 
 
 def decayed(names: Iterable[str]) -> dict[str, bool]:
-    """Which parameters weight decay shrinks: the matrices of linear maps, and nothing else.
+    """Which parameters have weight decay: the kernels of linear layers only.
 
-    By name, since stacked biases and norms have as many axes as matrices.
+    They are selected by name, because stacked biases and norms have as many axes as matrices.
 
     >>> decayed(["embed.tokens", "layers.up.kernel", "layers.up.bias", "norm.scale"])
     {'embed.tokens': False, 'layers.up.kernel': True, 'layers.up.bias': False, 'norm.scale': False}
@@ -27,9 +27,10 @@ def decayed(names: Iterable[str]) -> dict[str, bool]:
 
 
 def make(config: Optimizer) -> optax.GradientTransformation:
-    """The chain above but for its last part, the rate, which `step` multiplies with.
+    """The chain above without the learning rate, which step.py applies.
 
-    A step that is skipped so leaves no trace in the optimizer, and the rate keeps to the step.
+    This way a skipped step does not change the optimizer state, while the schedule still advances
+    with the step count.
     """
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     decay = optax.add_decayed_weights(config.weight_decay, decayed)
@@ -37,10 +38,10 @@ def make(config: Optimizer) -> optax.GradientTransformation:
     return optax.chain(*clip, adam, decay)
 
 
-def rate(config: Optimizer, schedule: Schedule, step: Any) -> Array:
-    """The learning rate of the update that follows `step` others, float32 [].
+def rate(config: Optimizer, schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array, ""]:
+    """Learning rate of update number `step`, counted from 0, float32.
 
-    peak · (step + 1) / warmup while that is below the peak, then half a cosine down to
+    peak · (step + 1) / warmup_steps during the warm-up, then half a cosine down to
     final_ratio · peak at the last step.
     """
     warm = (step + 1) / max(schedule.warmup_steps, 1)

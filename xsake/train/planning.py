@@ -32,7 +32,7 @@ def new_plan(config: Config, parameters: Any, stream: Stream, step: int) -> Plan
     if density is None:
         raise ValueError(f"no plan is due at step {step}: attention is dense")
     profile = calibrate(
-        _observer(config.essence),
+        _observer(config.static),
         parameters,
         list(stream.long_windows(hads.documents, step)),
         layers=config.model.layers,
