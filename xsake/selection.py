@@ -21,6 +21,12 @@ from xsake.block_mask import BlockMask
 
 COUNTED = 64  # blocks of a row, up to which a GPU finds the best without sorting
 LARGE = 3e38  # finite in float32: scores that are not stay below the forced blocks
+FORCED_BLOCKS = 2  # the first block and the diagonal
+
+
+def is_forced(row: Any, column: Any, band: Any = 0) -> Any:
+    """Whether row block `row` always keeps a block: the first, the diagonal, `band` before it."""
+    return (column == 0) | ((column <= row) & (column >= row - band))
 
 
 @functools.partial(jax.jit, static_argnames="band")

@@ -181,7 +181,7 @@ def test_mass_is_the_attention_that_a_lists_queries_give_to_a_block(T, window, l
         ]
         + k
     )  # what no query sees may be NaN
-    found = decode.block_mass(
+    found = decode.attention_by_block(
         *map(jnp.asarray, (q, k, positions)),
         layer=LAYER,
         span=S,

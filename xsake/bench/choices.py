@@ -20,11 +20,11 @@ from xsake.attention import dot_product_attention
 from xsake.bench.timing import Timing, time_calls
 from xsake.block_mask import BlockMask
 from xsake.evaluate.methods import SOURCES, Activations, Method, scores_of
-from xsake.model.observer import Subject
+from xsake.model.observer import Observer
 
 
 def time_attention(
-    subject: Subject, tokens: Any, methods: Sequence[Method], block: int, repeats: int = 3
+    subject: Observer, tokens: Any, methods: Sequence[Method], block: int, repeats: int = 3
 ) -> dict[str, Timing]:
     """Seconds of all layers' attention by the methods' names, and of "dense", on tokens [T].
 
@@ -39,7 +39,7 @@ def time_attention(
     return time_calls(calls, repeats)
 
 
-def observed(subject: Subject, tokens: Any) -> tuple[Array, Array, Array, Array]:
+def observed(subject: Observer, tokens: Any) -> tuple[Array, Array, Array, Array]:
     """What every layer's attention is given on tokens [B, T], and what it is projected with.
 
     (q, k, v [layers, B, T, heads, H], kernel [layers, N, H, width]).

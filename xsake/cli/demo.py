@@ -40,13 +40,13 @@ def demo(
     from xsake.data import documents as texts
     from xsake.data.tokenizer import read_tokenizer
     from xsake.model import huggingface
-    from xsake.model.observer import Subject
+    from xsake.model.observer import Observer
 
     began = time.perf_counter()
     with _part("a mask: the first keys and a window, 1,536 tokens"):
         rule = masks.causal() & (masks.first(16) | masks.sliding_window(256))
         console.print(str(BlockMask.from_rule(rule, (1536, 1536))))
-    subject = Subject(huggingface.load(shipped.FOLDER, tokenizer=False).model)
+    subject = Observer(huggingface.load(shipped.FOLDER, tokenizer=False).model)
     encode = read_tokenizer(shipped.FOLDER / "tokenizer.json").encode
 
     def cut(path: Path, count: int) -> list[Any]:

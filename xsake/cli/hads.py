@@ -179,13 +179,13 @@ def _subject(
 ) -> tuple[Any, Any]:
     """The model, and its tokenizer's encode unless the documents are ready."""
     from xsake.model import huggingface
-    from xsake.model.observer import Subject
+    from xsake.model.observer import Observer
 
     ready = text[0].suffix == ".npy"
     loaded = huggingface.load(
         model, dtype=dtype, tokenizer=not ready, implementation=implementation
     )
-    return Subject(loaded.model), None if loaded.tokenizer is None else loaded.tokenizer.encode
+    return Observer(loaded.model), None if loaded.tokenizer is None else loaded.tokenizer.encode
 
 
 def _quality_table(density: str, found: list[dict[str, Any]]) -> Table:

@@ -34,14 +34,14 @@ from xsake.evaluate.methods import (
 from xsake.evaluate.quality import Quality, compare, compare_predictions, mean_and_error
 from xsake.hads import Profile, rows
 from xsake.hads.profile import hash_of
-from xsake.model.observer import Subject
+from xsake.model.observer import Observer
 
 COLUMNS = ("kl", "recall", "error", "logit_kl", "perplexity_gap")
 SCHEMA = 1
 
 
 def measure_methods(
-    subject: Subject,
+    subject: Observer,
     methods: Sequence[Method],
     documents: Sequence[np.ndarray],
     block: int,
@@ -116,7 +116,7 @@ def _dense_pass(
     methods: Method,
     corrected: Array,
     *,
-    subject: Subject,
+    subject: Observer,
     block: int,
     sources: tuple[str, ...],
 ) -> tuple[Quality, Array]:
@@ -143,7 +143,7 @@ def _dense_pass(
 
 
 @functools.partial(jax.jit, static_argnames=("subject",))
-def _dense_hidden(weights: Any, tokens: Any, *, subject: Subject) -> Array:
+def _dense_hidden(weights: Any, tokens: Any, *, subject: Observer) -> Array:
     return subject.hidden(weights, tokens)
 
 
@@ -154,7 +154,7 @@ def _sparse_pass(
     dense: Array,
     method: Method,
     *,
-    subject: Subject,
+    subject: Observer,
     block: int,
     sources: tuple[str, ...],
 ) -> Any:
@@ -172,7 +172,7 @@ def _sparse_pass(
 
 
 def run_table(
-    subject: Subject,
+    subject: Observer,
     profile: Profile,
     documents: Sequence[np.ndarray],
     densities: Sequence[float],

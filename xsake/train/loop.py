@@ -35,7 +35,6 @@ from xsake.observe import events, provenance, sinks
 from xsake.parallel import mesh as devices
 from xsake.train import flops, planning
 from xsake.train import step as stepping
-from xsake.train.attention import visited_density
 from xsake.train.checkpoint import Checkpoints, Restored
 from xsake.train.config import Config, differences
 
@@ -176,7 +175,7 @@ class _Session:
             gradient_norm=float(metrics.gradient_norm),
             skipped_steps=int(metrics.skipped_steps),
             density_ratio=density,
-            visited_density_ratio=visited_density(config, self.plan, segment_ids),
+            visited_density_ratio=planning.visited_density(config, self.plan, segment_ids),
             tokens_seen=step * each,
             step_seconds=seconds,
             tokens_per_second=each / seconds,

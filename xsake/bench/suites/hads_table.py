@@ -27,14 +27,15 @@ from xsake import block_scores, dot_product_attention, selection
 from xsake.bench.choices import observed
 from xsake.bench.timing import provenance, time_queued
 from xsake.data import documents as text
+from xsake.decode import REFRESH
 from xsake.evaluate import table as tables
-from xsake.evaluate.decoding import budget_of, compare_decoding
+from xsake.evaluate.decoding import compare_decoding
 from xsake.evaluate.quality import compare, mean_and_error
 from xsake.hads import Plan, Profile, budget, make
 from xsake.hads.statistics import CURVES
 from xsake.model import huggingface
-from xsake.model.generate import REFRESH, stream
-from xsake.model.observer import Subject
+from xsake.model.generate import stream
+from xsake.model.observer import Observer
 
 
 def prepare(
@@ -125,13 +126,13 @@ def table(
     )
 
 
-def _subject(model: Path, dtype: str, implementation: str | None) -> Subject:
+def _subject(model: Path, dtype: str, implementation: str | None) -> Observer:
     loaded = huggingface.load(model, dtype=dtype, tokenizer=False, implementation=implementation)
-    return Subject(loaded.model)
+    return Observer(loaded.model)
 
 
 def _profiled(
-    subject: Subject,
+    subject: Observer,
     documents: Path,
     profiles: Path,
     block: int,
@@ -153,7 +154,7 @@ def _profiled(
 
 
 def _timed_profile(
-    subject: Subject, documents: list[np.ndarray], block: int, curves: tuple[str, ...]
+    subject: Observer, documents: list[np.ndarray], block: int, curves: tuple[str, ...]
 ) -> tuple[Profile, dict[str, Any]]:
     """A profile, and the seconds it took with compiling; the first document has most of that."""
     marks = [time.perf_counter()]
@@ -234,7 +235,7 @@ def speed(
         tell(_on_activations(subject, plan_of_it, np.stack(held_out), implementation))
     narrow = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
     quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
-    half, some = (budget_of(made, share) for share in (0.43, 0.25))
+    half, some = (made.decode_budget(share) for share in (0.43, 0.25))
     policy = made.terms.policy
     for name, wanted, refresh, batches in (
         ("dense", None, 1, (1, 8)),
@@ -305,7 +306,7 @@ def _headline(
 
 
 def _on_activations(
-    subject: Subject, plan: Plan, tokens: np.ndarray, implementation: str | None
+    subject: Observer, plan: Plan, tokens: np.ndarray, implementation: str | None
 ) -> dict[str, Any]:
     """All layers one after the other, on the dense model's own q, k, v [layers, B, T, …]."""
     layers = jnp.arange(subject.layers)
