@@ -339,7 +339,7 @@ def test_bad_sampling_is_refused(options, message):
 
 
 def test_a_prompt_that_the_cache_cannot_hold_is_refused():
-    with pytest.raises(ValueError, match="holds 0 of 64 tokens, which leaves no room for 65 more"):
+    with pytest.raises(ValueError, match="holds 0 of 64 tokens, which leaves no space for 65 more"):
         module.prefill(model(), KVCache.empty(SHORT, 1, 64), [[1] * 65])
 
 

@@ -218,7 +218,7 @@ def prefill(
     """Reads the prompts into an empty cache: (cache, the last token's hidden state [B, width])."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, mask = int(lengths.max()), _prompt_mask(mask)
-    cache.check_room(longest)
+    cache.check_capacity(longest)
     if longest <= chunk:
         # Pad to a few lengths, so that few programs are compiled; an InputMask looks at whole
         # blocks, so its prompts are padded to the next one.
