@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int
 
 from xsake.masks.rule import Leaf
 from xsake.model.config import Config
@@ -70,7 +71,13 @@ class KVCache:
                 f"{tokens} more; make it with a larger capacity"
             )
 
-    def append(self, layer: Any, k: Array, v: Array, count: Array) -> KVCache:
+    def append(
+        self,
+        layer: Any,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        count: Int[Array, " B"],
+    ) -> KVCache:
         """Writes the first count[b] of k and v [B, T, K, H] after sequence b's tokens in one layer.
 
         `length` does not change here: all layers share it, and `advance` increments it after all of
@@ -85,6 +92,6 @@ class KVCache:
         )
         return dataclasses.replace(self, k=cached_k, v=cached_v)
 
-    def advance(self, count: Array) -> KVCache:
+    def advance(self, count: Int[Array, " B"]) -> KVCache:
         """Sequence b is longer by count[b] tokens, which every layer has appended."""
         return dataclasses.replace(self, length=self.length + count)

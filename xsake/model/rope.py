@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
 
@@ -91,14 +91,18 @@ def frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
     return (plain * keep + plain / rope.factor * (1 - keep)).astype(np.float32), magnitude
 
 
-def angles(rope: Rope, head_size: int, positions: Any) -> tuple[Array, Array]:
+def angles(
+    rope: Rope, head_size: int, positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
     """(cos, sin), float32 [B, T, 1, H/2] each, for positions [B, T]; the 1 is for the heads."""
     per_position, magnitude = frequencies(rope, head_size)
     angle = positions[..., None, None].astype(jnp.float32) * per_position
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
+) -> Float[Array, "B T N H"]:
     """Rotates x [B, T, N, H] in float32 and casts back to its dtype."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 from xsake.model import rope
 from xsake.model.attend import Attend, ModelMask, by_mask
@@ -104,7 +105,7 @@ class Transformer(nnx.Module):
 
     def __call__(
         self, tokens: Any, *, mask: ModelMask = None, positions: Any = None, segment_ids: Any = None
-    ) -> Array:
+    ) -> Float[Array, "B T vocab"]:
         """Logits of the next token, float32 [B, T, vocab].
 
         Args:
@@ -120,17 +121,17 @@ class Transformer(nnx.Module):
 
     def hidden(
         self, tokens: Any, *, mask: ModelMask = None, positions: Any = None, segment_ids: Any = None
-    ) -> Array:
+    ) -> Float[Array, "B T width"]:
         """Final hidden states [B, T, width], for a loss that never holds all logits in memory."""
         attend, positions = self._prepare(tokens, mask, positions, segment_ids)
         return self.run(tokens, positions, attend)[0]
 
-    def logits(self, hidden: Array) -> Array:
+    def logits(self, hidden: Float[Array, "*lead width"]) -> Float[Array, "*lead vocab"]:
         """hidden [..., width] -> float32 [..., vocab]."""
         kernel = self.head_kernel().astype(hidden.dtype)
         return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32).astype(jnp.float32)
 
-    def head_kernel(self) -> Array:
+    def head_kernel(self) -> Float[Array, "width vocab"]:
         """The matrix that maps hidden states to logits, [width, vocab]."""
         return self.embed.tokens[...].T if self.head is None else self.head.kernel[...]
 
@@ -160,7 +161,7 @@ class Transformer(nnx.Module):
 
     def run(
         self, tokens: Any, positions: Any, attend: Attend, state: Any = None
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Float[Array, "B T width"], Any]:
         """(hidden [B, T, width], state) after all layers; `attend` is each one's attention."""
         x = self.embed(tokens, positions).astype(self.dtype)
         angles = None
@@ -274,7 +275,7 @@ def _leaves(state: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
 
-def document_positions(batch: int, length: int, segment_ids: Any = None) -> Array:
+def document_positions(batch: int, length: int, segment_ids: Any = None) -> Int[Array, "B T"]:
     """0, 1, 2 … for every row, [B, T], from 0 again wherever the segment id changes.
 
     >>> document_positions(1, 5, jnp.array([[7, 7, 7, 2, 2]]))
