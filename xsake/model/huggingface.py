@@ -188,7 +188,7 @@ def _shards(folder: Path) -> list[Path]:
         if Path(shard).name != shard:
             raise ValueError(f"{index} names {shard!r}, which is not a file of this folder")
         if not (folder / shard).is_file():
-            raise FileNotFoundError(f"{index} names the shard {shard!r}, which does not exist")
+            raise FileNotFoundError(f"{index} names the shard {shard!r}, which is not there")
     return [folder / shard for shard in shards]
 
 

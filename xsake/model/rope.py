@@ -92,7 +92,7 @@ def frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
 
 
 def angles(
-    rope: Rope, head_size: int, positions: Int[Array, "B T"]
+    rope: Rope, head_size: int, positions: Int[Array | np.ndarray, "B T"]
 ) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
     """(cos, sin), float32 [B, T, 1, H/2] each, for positions [B, T]; the 1 is for the heads."""
     per_position, magnitude = frequencies(rope, head_size)
