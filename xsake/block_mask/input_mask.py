@@ -101,7 +101,7 @@ class _Lifted(InputMask):
 
 def lifted(
     mask: MaskFunction | InputMask, others: str = "a BlockMask, a rule of xsake.masks"
-) -> Any:
+) -> InputMask:
     """`mask` as an InputMask; the one place that tells functions from wrong types.
 
     Args:
