@@ -331,7 +331,7 @@ def choose(
         0 if window is None else jnp.maximum(positions.min(1)[:, None] - window + 1, 0) // block
     )
     visible = (j >= oldest) & (j <= last)  # [B, blocks]
-    forced = visible & is_forced(last, j, band=last - own)
+    forced = visible & (is_forced(own, j) | (j > own))
     ranked = jnp.where(visible[:, None], scores, -jnp.inf)
     ranked = jnp.where(forced[:, None], jnp.inf, ranked)
     order = jnp.argsort(-ranked, axis=-1, stable=True)

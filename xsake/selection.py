@@ -24,7 +24,7 @@ LARGE = 3e38  # finite in float32: scores that are not stay below the forced blo
 FORCED_BLOCKS = 2  # the first block and the diagonal
 
 
-def is_forced(row: Any, column: Any, band: Any = 0) -> Any:
+def is_forced(row: Any, column: Any, band: int = 0) -> Any:
     """Whether row block `row` always keeps a block: the first, the diagonal, `band` before it."""
     return (column == 0) | ((column <= row) & (column >= row - band))
 
