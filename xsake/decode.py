@@ -1,51 +1,227 @@
-"""One or a few new queries of every row against its cached keys: all of them, or chosen blocks.
+"""Decode: one or a few new queries of every sequence against its KV cache, whole or by blocks.
 
-    dense   out = softmax(scale · q kᵀ) v over the keys that a query may see
-    sparse  the same over the blocks that its head chose, which are all that is read:
+    CacheReader.read ─┬─ no budget: dense    softmax(scale · q kᵀ) v over the visible keys
+                      └─ budget:    sparse   the same over the blocks that each head selected
 
-        mass [B, L, blocks] ─ choose ─ one flat list of (head, block), as long as all budgets:
+    q, k ─ attention_by_block [B, L, blocks] ─ choose ─ one flat list of (head, block):
         ┌ head 0 ┬── head 1 ──┬ head 2 ┐
-        │ 0  5 7 │ 0 2 3 6 7  │ 0  7   │   each entry: one block of keys and values, gathered
-        └────────┴────────────┴────────┘   softmax over a head's entries together
+        │ 0  5 7 │ 0 2 3 6 7  │ 0  7   │   as long as the budgets of all heads together;
+        └────────┴────────────┴────────┘   only these blocks of keys and values are gathered
 
-Key slot s of a row holds the token at position s. A query at position p sees slots s ≤ p, with a
-window w only s > p - w. L is N where every query head chooses for itself, or K where the query
-heads of a kv head choose together and read together. What is not seen may hold anything, NaN too.
+Key slot s of a sequence holds the token at position s. A query at position p sees slots s ≤ p, with
+a window w only s > p - w. L is N where every query head selects its own blocks, or K where the
+query heads of a kv head share one selection. Slots that no query sees may hold anything, NaN too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from xsake.masks.rule import Leaf
+from xsake.selection import FORCED_BLOCKS, is_forced
+
+REFRESH = 2  # decode steps per selection of blocks
 
 
 class Chosen(NamedTuple):
-    """Blocks to visit, flat: head after head, best first; entries that are not live are padding."""
+    """Selected blocks, flat: head after head, best first. Entries that are not live are padding.
 
-    head: Array  # int32 [B, E]  which of the L lists
-    block: Array  # int32 [B, E]
-    live: Array  # bool [B, E]
+    The arrays of all layers have a leading axis of layers.
+    """
+
+    head: Int[Array, "*layers B E"]  # which of the L heads
+    block: Int[Array, "*layers B E"]
+    live: Bool[Array, "*layers B E"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class CacheReader:
+    """How new tokens read the cache: all of it, or a budget of blocks for every head.
+
+    A pytree whose only array is the budget. `of` checks the budget; `over` sets the part of the
+    cache that a step is compiled for.
+    """
+
+    # [layers, L]: int32 blocks, or float32 fractions of the blocks so far; None: the whole cache
+    budget: Leaf
+    block: int = dataclasses.field(metadata={"static": True})  # tokens per block
+    refresh: int = dataclasses.field(metadata={"static": True})  # decode steps per selection
+    span: int = dataclasses.field(default=0, metadata={"static": True})  # slots that are read
+    # E: selected blocks of one sequence, summed over heads; the maximum over layers
+    entries: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        budget: Any,
+        *,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        block: int,
+        refresh: int = REFRESH,
+    ) -> CacheReader:
+        """A reader with a checked budget.
+
+        Args:
+          budget: None, or what a head reads of the cache for one token. Integers are blocks,
+            fractions a share of the blocks so far, rounded up. One number, [heads] or
+            [layers, heads]; with one for each kv head, the query heads of a group share one
+            selection. The first block and the current one are always read.
+          layers: of the model.
+          heads: N.
+          kv_heads: K.
+          block: tokens per block of the cache.
+          refresh: blocks are selected again every `refresh` tokens.
+        """
+        if budget is not None:
+            budget = _checked_budget(budget, layers, heads, kv_heads)
+        return cls(budget, block, refresh)
+
+    def over(self, span: int) -> CacheReader:
+        """This reader for the first `span` slots of the cache; called outside jit."""
+        if self.budget is None:
+            return dataclasses.replace(self, span=span)
+        blocks = span // self.block
+        # a selection also holds the blocks that the tokens it serves will be written to
+        forced = FORCED_BLOCKS + -(-(self.refresh - 1) // self.block)
+        wanted = self.budget
+        if np.issubdtype(wanted.dtype, np.floating):
+            wanted = np.ceil(wanted * blocks)
+        entries = int(np.clip(wanted, forced, max(forced, blocks)).sum(1).max())
+        return dataclasses.replace(self, span=span, entries=entries)
+
+    def nothing_chosen(self, batch: int) -> Chosen | None:
+        """Empty lists of all layers, for the state before the first step; None without a budget."""
+        if self.budget is None:
+            return None
+        size = (len(self.budget), batch, self.entries)
+        number = jnp.zeros(size, jnp.int32)
+        return Chosen(number, number, jnp.zeros(size, bool))
+
+    def read(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "layers B K S H"],
+        v: Float[Array, "layers B K S H"],
+        positions: Int[Array, "B T"],
+        chosen: Chosen | None,
+        *,
+        layer: Any,
+        window: int | None = None,
+        reselect: bool = True,
+    ) -> tuple[Float[Array, "B T N H"], Chosen | None]:
+        """Attention of the new queries to one layer's cache, and the selection that it used.
+
+        Args:
+          q: the new queries, whose keys and values are in the cache already.
+          k: the cache of all layers.
+          v: like k.
+          positions: of the queries; all below span.
+          chosen: the selections of all layers; None without a budget.
+          layer: which layer; may be traced.
+          window: a query sees itself and window - 1 keys before it.
+          reselect: select blocks by these queries' attention; else read those in `chosen`.
+        """
+        if chosen is None:
+            return dense(q, k, v, positions, layer=layer, span=self.span, window=window), None
+        if reselect:
+            here = self._choose(q, k, positions, layer, window)
+            chosen = jax.tree.map(lambda every, new: every.at[layer].set(new), chosen, here)
+        else:
+            here = jax.tree.map(lambda every: every[layer], chosen)
+        out = sparse(
+            q,
+            k,
+            v,
+            positions,
+            here,
+            layer=layer,
+            lists=self.budget.shape[1],
+            block=self.block,
+            window=window,
+        )
+        return out, chosen
+
+    def _choose(
+        self, q: Array, k: Array, positions: Array, layer: Any, window: int | None
+    ) -> Chosen:
+        scores = attention_by_block(
+            q,
+            k,
+            positions,
+            layer=layer,
+            span=self.span,
+            lists=self.budget.shape[1],
+            block=self.block,
+            window=window,
+        )
+        wanted = jnp.asarray(self.budget)[layer][None]
+        if jnp.issubdtype(wanted.dtype, jnp.floating):
+            wanted = jnp.ceil(wanted * (positions.max(1)[:, None] // self.block + 1))
+        return choose(
+            scores,
+            positions,
+            jnp.broadcast_to(wanted, scores.shape[:2]).astype(jnp.int32),
+            block=self.block,
+            entries=self.entries,
+            reach=self.refresh,
+            window=window,
+        )
+
+
+def _checked_budget(budget: Any, layers: int, heads: int, kv_heads: int) -> np.ndarray:
+    """The budget as [layers, L], L = heads or kv_heads."""
+    given = np.asarray(budget)
+    if given.dtype == bool or not np.issubdtype(given.dtype, np.number):
+        raise TypeError(f"budget must be numbers, got {given.dtype}")
+    wide = given if given.ndim else np.full(heads, given)
+    wide = np.broadcast_to(wide, (layers, wide.shape[-1])) if wide.ndim == 1 else wide
+    if wide.shape not in ((layers, heads), (layers, kv_heads)):
+        raise ValueError(
+            f"budget must be one number, [heads] or [layers, heads] with layers = {layers} "
+            f"and heads = {heads} or {kv_heads}, got shape {list(given.shape)}"
+        )
+    if np.issubdtype(wide.dtype, np.floating):
+        if not ((wide > 0) & (wide <= 1)).all():
+            raise ValueError(
+                "a budget of fractions must be above 0 and at most 1, "
+                f"got {wide.min()} to {wide.max()}; whole numbers count blocks"
+            )
+        return wide.astype(np.float32)
+    if wide.min() < FORCED_BLOCKS:
+        raise ValueError(
+            f"a budget of {wide.min()} blocks is below {FORCED_BLOCKS}: "
+            "the first and the current block are always read"
+        )
+    return wide.astype(np.int32)
 
 
 def dense(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "layers B K S H"],
+    v: Float[Array, "layers B K S H"],
+    positions: Int[Array, "B T"],
     *,
     layer: Any,
     span: int,
     window: int | None = None,
     scale: float | None = None,
-) -> Array:
-    """Attention to the first `span` slots of one layer's cache, as far as each query may see.
+) -> Float[Array, "B T N H"]:
+    """Attention to the visible keys among the first `span` slots of one layer's cache.
 
     Args:
       q: [B, T, N, H].
-      k: [layers, B, K, S, H], the cache of all layers: a slice of it would be a copy.
+      k: [layers, B, K, S, H], the cache of all layers, because a slice of it would be a copy.
       v: like k.
       positions: int [B, T] of the queries; all below span.
       layer: which layer; may be traced.
@@ -68,10 +244,10 @@ def dense(
 
 
 def sparse(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "layers B K S H"],
+    v: Float[Array, "layers B K S H"],
+    positions: Int[Array, "B T"],
     chosen: Chosen,
     *,
     layer: Any,
@@ -79,7 +255,7 @@ def sparse(
     block: int,
     window: int | None = None,
     scale: float | None = None,
-) -> Array:
+) -> Float[Array, "B T N H"]:
     """Attention to the chosen blocks: E blocks of keys and values are read, and nothing else.
 
     Args:
@@ -87,7 +263,7 @@ def sparse(
       k: [layers, B, K, S, H]; S is a multiple of block.
       v: like k.
       positions: int [B, T] of the queries.
-      chosen: of `choose`.
+      chosen: this layer's selection, from `choose`.
       layer: which layer; may be traced.
       lists: L, N or K.
       block: tokens per block.
@@ -98,9 +274,9 @@ def sparse(
     K, S, H = k.shape[2:]
     L = lists
     row = jnp.arange(B)[:, None]
-    place = (layer, row, chosen.head * K // L, chosen.block)
+    index = (layer, row, chosen.head * K // L, chosen.block)
     keys, values = (
-        x.reshape(*x.shape[:3], S // block, block, H)[place] for x in (k, v)
+        x.reshape(*x.shape[:3], S // block, block, H)[index] for x in (k, v)
     )  # [B, E, block, H]
     slots = chosen.block[..., None] * block + jnp.arange(block)  # [B, E, block]
     seen = sees(positions[:, None, None, :], slots[:, :, None, None, :], window)
@@ -124,28 +300,29 @@ def sparse(
 
 
 def choose(
-    scores: Array,
-    positions: Array,
-    counts: Array,
+    scores: Float[Array, "B L blocks"],
+    positions: Int[Array, "B T"],
+    counts: Int[Array, "B L"],
     *,
     block: int,
     entries: int,
     reach: int = 1,
     window: int | None = None,
 ) -> Chosen:
-    """The counts[b, l] best blocks of every list: the first and the queries' own come before all.
+    """The counts[b, l] best blocks of every list; the forced ones are always among them.
 
-    A list has no more blocks than its queries can see, and no fewer than those that are forced.
-    With `reach` the same lists serve the next reach - 1 tokens too: their blocks are forced.
+    Forced are the first block and the queries' own; with `reach` the selection stays valid for the
+    next reach - 1 tokens, so their blocks are forced too. A list has at most the blocks that its
+    queries can see.
 
     Args:
       scores: float [B, L, blocks]; larger is better.
       positions: int [B, T] of the queries.
-      counts: int [B, L], blocks to visit.
+      counts: int [B, L], blocks to select.
       block: tokens per block.
-      entries: E, static: at least Σ counts over the lists of a row, forced ones included.
-      reach: tokens that the lists are for, from each row's last query on.
-      window: as in `dense`; blocks outside it are not there to be chosen.
+      entries: E, static: at least Σ counts over the lists of a sequence, forced ones included.
+      reach: tokens that the selection serves, from each sequence's last query on.
+      window: as in `dense`; blocks outside it are not selected.
     """
     B, L, blocks = scores.shape
     j = jnp.arange(blocks)
@@ -154,7 +331,7 @@ def choose(
         0 if window is None else jnp.maximum(positions.min(1)[:, None] - window + 1, 0) // block
     )
     visible = (j >= oldest) & (j <= last)  # [B, blocks]
-    forced = visible & ((j == 0) | (j >= own))
+    forced = visible & (is_forced(own, j) | (j > own))
     ranked = jnp.where(visible[:, None], scores, -jnp.inf)
     ranked = jnp.where(forced[:, None], jnp.inf, ranked)
     order = jnp.argsort(-ranked, axis=-1, stable=True)
@@ -169,10 +346,10 @@ def choose(
     return Chosen(head, order[row, head, jnp.minimum(rank, blocks - 1)], live)
 
 
-def block_mass(
-    q: Array,
-    k: Array,
-    positions: Array,
+def attention_by_block(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "layers B K S H"],
+    positions: Int[Array, "B T"],
     *,
     layer: Any,
     span: int,
@@ -180,11 +357,11 @@ def block_mass(
     block: int,
     window: int | None = None,
     scale: float | None = None,
-) -> Array:
-    """The attention that each list's queries give to every block, float32 [B, L, blocks].
+) -> Float[Array, "B L blocks"]:
+    """The attention weight that each list's queries give to every block, float32 [B, L, blocks].
 
-    Exact, from all keys of the span but none of the values; summed over the list's query heads and
-    the T queries. Arguments as in `dense`; lists is L, N or K.
+    It is exact: it reads all keys of the span but no values. It is summed over the list's query
+    heads and the T queries. Arguments as in `dense`; lists is L, N or K.
     """
     B, T, N, _ = q.shape
     s, seen = _logits(q, k, positions, layer, span, window, scale)
@@ -197,7 +374,7 @@ def block_mass(
 def _logits(
     q: Array, k: Array, positions: Array, layer: Any, span: int, window: Any, scale: Any
 ) -> tuple[Array, Array]:
-    """(scale · q kᵀ [B, K, G, T, span], -inf where not seen; what is seen [B, 1, 1, T, span])."""
+    """(scale · q kᵀ [B, K, G, T, span], -inf where not visible; is_visible [B, 1, 1, T, span])."""
     B, K, H = q.shape[0], k.shape[2], k.shape[4]
     keys = lax.dynamic_slice(k, (layer, 0, 0, 0, 0), (1, B, K, span, H))[0]
     seen = sees(positions[:, None, None, :], jnp.arange(span), window)

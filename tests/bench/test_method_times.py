@@ -10,14 +10,14 @@ from flax import nnx
 from xsake.bench import method_times
 from xsake.evaluate.methods import Method
 from xsake.model import PRESETS, Transformer
-from xsake.model.observer import Subject
+from xsake.model.observer import Observer
 
 BLOCK, LENGTH = 16, 40
 
 
 @pytest.fixture(scope="module")
 def subject():
-    return Subject(Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0)))
+    return Observer(Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from tests.model.families import LLAMA, random_model, random_tokens
-from xsake.evaluate.decoding import budget_of, compare_decoding
-from xsake.hads.plan import Plan, Terms
+from xsake.evaluate.decoding import compare_decoding
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +31,3 @@ def test_dense_decoding_is_the_full_pass(model):
     chosen = logits[np.arange(19), tokens[-19:]]
     loss = (np.log(np.exp(logits).sum(-1)) - chosen).mean()
     assert abs(float(said.dense_loss) - loss) < 1e-4
-
-
-@pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
-def test_shares_follow_the_last_row_and_meet_the_density(density):
-    counts = np.ones((2, 4, 8), np.int32)
-    counts[..., -1] = [[2, 2, 4, 8], [2, 3, 4, 5]]
-    terms = Terms(density=0.8, policy="kl", selector="mean_query", block=16, length=128)
-    shares = budget_of(Plan(counts, None, terms), density)
-    assert shares.mean() == pytest.approx(density, abs=1e-6)
-    assert shares.max() <= 1
-    whole = shares < 1
-    ratio = (shares / counts[..., -1])[whole]
-    assert ratio.max() == pytest.approx(ratio.min())

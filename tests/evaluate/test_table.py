@@ -11,7 +11,7 @@ from xsake.data import documents as text
 from xsake.evaluate import methods, table
 from xsake.hads import calibrate, make
 from xsake.model import Config, Transformer
-from xsake.model.observer import Subject
+from xsake.model.observer import Observer
 
 BLOCK, LENGTH = 16, 120
 
@@ -30,7 +30,7 @@ def subject():
     )
     parameters = Transformer(config, rngs=nnx.Rngs(0)).parameters()
     parameters["layers.query.kernel"] *= 1000  # heads that prefer some keys, as trained ones do
-    return Subject(Transformer.of(config, parameters))
+    return Observer(Transformer.of(config, parameters))
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,9 @@ def test_documents_are_cut_from_texts_long_enough(tmp_path):
 
 
 def test_the_hash_names_the_weights(subject):
-    other = Subject(Transformer(nnx.merge(subject.graph, subject.weights).config, rngs=nnx.Rngs(1)))
+    other = Observer(
+        Transformer(nnx.merge(subject.graph, subject.weights).config, rngs=nnx.Rngs(1))
+    )
     assert other.hash != subject.hash
     hidden = subject.hidden(subject.weights, jnp.zeros(8, jnp.int32))
     assert hidden.shape == (8, 32)

@@ -10,7 +10,7 @@ from tests.hads.test_budget import draw_mass
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
 from xsake.hads import Plan, Profile, budget, make, row_blocks
-from xsake.hads.plan import stretched
+from xsake.hads.plan import Terms, stretched
 from xsake.hads.profile import Facts
 from xsake.hads.statistics import DENSITIES, SELECTORS, Statistics
 from xsake.model import KVCache
@@ -94,7 +94,7 @@ def test_a_plan_is_a_mask_of_the_model_under_jit_and_a_traced_layer():
     @jax.jit
     def run(plan, layer):
         traced.append(layer)
-        mask = plan(layer, q[None], k[None])
+        mask = plan.mask(layer, q[None], k[None])
         return dot_product_attention(q[None], k[None], v[None], mask=mask), mask.kv_count
 
     for given in (plan, other):
@@ -127,7 +127,7 @@ def test_a_part_of_a_text_has_the_rows_of_the_whole(selector, top_p):
 
     @jax.jit
     def part(q, k, first):
-        mask = plan(1, q, k, first=first)
+        mask = plan.mask(1, q, k, first=first)
         return mask.to_dense(heads=4), mask.overflow
 
     for first in (0, 2 * BLOCK, 5 * BLOCK):
@@ -148,8 +148,10 @@ def test_a_part_that_reaches_past_the_text_or_splits_a_block():
     padded = jnp.concatenate([q[:, -BLOCK:], q[:, : 2 * BLOCK]], axis=1)
     found = np.asarray(plan.blocks(0, padded, k, first=S - BLOCK))
     np.testing.assert_array_equal(found[:, :, 0], whole[:, :, -1])
-    with pytest.raises(ValueError, match="a part of 40 tokens is not whole blocks of 16"):
-        plan(0, q[:, :40], k, first=0)
+    with pytest.raises(
+        ValueError, match="a part of 40 tokens is not a multiple of the plan's block of 16"
+    ):
+        plan.mask(0, q[:, :40], k, first=0)
 
 
 def test_a_prompt_read_in_chunks_under_a_plan_is_the_prompt_read_at_once():
@@ -242,7 +244,7 @@ def test_wrong_requests_say_what_to_do():
         plan.mask(0)
     with pytest.raises(ValueError, match="layer 2 of a plan for 2 layers"):
         make(profile, 0.5, "kl", "static").mask(2)
-    with pytest.raises(ValueError, match=r"make it plan.at\(300\) before it enters jit"):
+    with pytest.raises(ValueError, match=r"call plan.at\(300\) before the plan enters jit"):
         jax.jit(lambda plan: plan.at(300).counts)(plan)
 
 
@@ -261,3 +263,16 @@ def test_stacked_masks_are_those_of_the_layers():
     stacked = plan.stacked()
     for layer in range(2):
         np.testing.assert_array_equal(stacked.kv_count[layer], plan.mask(layer).kv_count)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
+def test_decode_budgets_follow_the_last_row_block_and_meet_the_density(density):
+    counts = np.ones((2, 4, 8), np.int32)
+    counts[..., -1] = [[2, 2, 4, 8], [2, 3, 4, 5]]
+    terms = Terms(density=0.8, policy="kl", selector="mean_query", block=16, length=128)
+    shares = Plan(counts, None, terms).decode_budget(density)
+    assert shares.mean() == pytest.approx(density, abs=1e-6)
+    assert shares.max() <= 1
+    whole = shares < 1
+    ratio = (shares / counts[..., -1])[whole]
+    assert ratio.max() == pytest.approx(ratio.min())

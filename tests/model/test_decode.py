@@ -181,7 +181,7 @@ def test_mass_is_the_attention_that_a_lists_queries_give_to_a_block(T, window, l
         ]
         + k
     )  # what no query sees may be NaN
-    found = decode.block_mass(
+    found = decode.attention_by_block(
         *map(jnp.asarray, (q, k, positions)),
         layer=LAYER,
         span=S,
@@ -264,8 +264,8 @@ def test_appending_to_a_donated_cache_works_in_place():
 
 def test_a_full_cache_says_so():
     cache, *_ = filled_cache([40, 40, 40], COUNTS)
-    cache.check_room(6)
-    with pytest.raises(ValueError, match="holds 90 of 96 tokens, which leaves no room for 7 more"):
-        cache.check_room(7)
+    cache.check_capacity(6)
+    with pytest.raises(ValueError, match="holds 90 of 96 tokens, which leaves no space for 7 more"):
+        cache.check_capacity(7)
     with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
         KVCache.empty(LLAMA, 1, 0)

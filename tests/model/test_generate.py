@@ -16,10 +16,12 @@ import tokenizers.pre_tokenizers
 from tests.draws import FAST_COMPILATION
 from tests.model.families import FAMILIES, LLAMA, random_model, random_tokens
 from xsake import BlockMask, cli, masks
+from xsake.block_mask.input_mask import InputMask
 from xsake.cli import checkpoints
 from xsake.data.tokenizer import Tokenizer
+from xsake.decode import CacheReader
 from xsake.model import KVCache, Sampling, generate, huggingface, stream
-from xsake.model.attend import Reading, by_cache
+from xsake.model.attend import by_cache
 from xsake.model.sampling import sample
 
 module = importlib.import_module("xsake.model.generate")  # the name is the function's too
@@ -35,7 +37,7 @@ jit = functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
 def compiled_fast():
     """The module's own programs, compiled as tests compile."""
     static = {
-        "_burst": ("sampling", "span", "entries", "refresh", "burst"),
+        "_burst": ("sampling", "burst"),
         "_first": ("sampling",),
         "_prefill_chunk": ("span",),
         "_prefill_whole": (),
@@ -67,12 +69,11 @@ def step(model, cache, tokens, count, budget=None, *, span):
     """One pass of T new tokens a row through the cache, as in a burst: logits [B, T, vocab]."""
     T = tokens.shape[1]
     positions = cache.length[:, None] + jnp.arange(T)
-    lists = 0 if budget is None else budget.shape[1] * (span // cache.block)
-    reading = None if budget is None else Reading(budget, lists)
-    attend = by_cache(model.config, positions, count, span, reading)
-    state = cache if reading is None else (cache, reading.nothing(len(tokens)))
-    hidden, state = model.run(tokens, positions, attend, state)
-    cache = state if reading is None else state[0]
+    entries = 0 if budget is None else budget.shape[1] * (span // cache.block)
+    reader = CacheReader(budget, cache.block, 1, span, entries)
+    attend = by_cache(model.config, reader, positions, count)
+    state = (cache, reader.nothing_chosen(len(tokens)))
+    hidden, (cache, _) = model.run(tokens, positions, attend, state)
     return model.logits(hidden), cache.advance(count)
 
 
@@ -168,9 +169,10 @@ def test_a_mask_narrows_the_prompt_and_a_callable_is_asked_for_its_part():
         rule = masks.at_positions(window, (first + jnp.arange(q.shape[1]))[None])
         return BlockMask.from_rule(rule, (q.shape[1], k.shape[1]))
 
+    by_parts = InputMask.of(made_now, by_parts=True)
     expected = masked_pass(model(), np.array(prompts), window)[:, -1]
     assert largest(expected, masked_pass(model(), np.array(prompts), None)[:, -1]) > 0.1
-    for mask, chunk in ((window, 16), (made_now, 64), (made_now, 16)):
+    for mask, chunk in ((window, 16), (made_now, 64), (by_parts, 16)):
         fresh = KVCache.empty(SHORT, 1, 64)
         _, hidden = module.prefill(model(), fresh, prompts, mask=mask, chunk=chunk)
         assert largest(model().logits(hidden), expected) < ROUNDING
@@ -201,21 +203,22 @@ def test_a_token_that_does_not_choose_reads_only_what_was_chosen():
     made, span, one = model(), 256, jnp.ones(1, jnp.int32)
     cache = KVCache.empty(SHORT, 1, span, block=16)
     cache, _ = module.prefill(made, cache, [random_tokens(SHORT, 200).tolist()])
-    reading = Reading(jnp.full((2, SHORT.heads), 4), 4 * SHORT.heads, 8)
-    advance = functools.partial(module.advance, made, span=span, reading=reading, count=one)
-    token = jnp.array([3])
-    _, cache, lists = advance(cache, reading.nothing(1), token, anew=True)
-    clean, *_ = advance(cache, lists, token, anew=False)
+    reader = CacheReader(jnp.full((2, SHORT.heads), 4), 16, 8, span, 4 * SHORT.heads)
+    decode_step = functools.partial(
+        module.decode_step, made, reader, token=jnp.array([3]), count=one
+    )
+    _, (cache, chosen) = decode_step((cache, reader.nothing_chosen(1)), reselect=True)
+    clean, _ = decode_step((cache, chosen), reselect=False)
     read = np.zeros((2, SHORT.kv_heads, span // 16), bool)
     for layer in range(2):
-        kv_head = np.asarray(lists.head[layer, 0]) * SHORT.kv_heads // SHORT.heads
-        read[layer, kv_head, lists.block[layer, 0]] |= np.asarray(lists.live[layer, 0])
+        kv_head = np.asarray(chosen.head[layer, 0]) * SHORT.kv_heads // SHORT.heads
+        read[layer, kv_head, chosen.block[layer, 0]] |= np.asarray(chosen.live[layer, 0])
     assert not read[:, :, :12].all()  # of 13 blocks that hold something
     unread = ~np.repeat(read, 16, axis=2)[:, None, ..., None]
     poisoned = dataclasses.replace(
         cache, **{x: jnp.where(unread, jnp.nan, getattr(cache, x)) for x in ("k", "v")}
     )
-    found, *_ = advance(poisoned, lists, token, anew=False)
+    found, _ = decode_step((poisoned, chosen), reselect=False)
     assert (found == clean).all()
 
 
@@ -336,7 +339,7 @@ def test_bad_sampling_is_refused(options, message):
 
 
 def test_a_prompt_that_the_cache_cannot_hold_is_refused():
-    with pytest.raises(ValueError, match="holds 0 of 64 tokens, which leaves no room for 65 more"):
+    with pytest.raises(ValueError, match="holds 0 of 64 tokens, which leaves no space for 65 more"):
         module.prefill(model(), KVCache.empty(SHORT, 1, 64), [[1] * 65])
 
 

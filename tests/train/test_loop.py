@@ -27,7 +27,6 @@ from xsake.observe.events import (
     TrainStep,
 )
 from xsake.train import loop, planning, step
-from xsake.train.attention import Attention
 from xsake.train.config import Hads
 
 PROGRAMS: list[int] = []  # how many programs a whole run compiled for its update
@@ -156,8 +155,7 @@ def test_evaluation_is_the_mean_over_targets_of_the_exported_model(undisturbed, 
     total = count = 0.0
     for begin in (0, 48, 96):
         batch = stream.at([begin])
-        mask = Attention(plan, batch.segment_ids)
-        logits = loaded.model(batch.tokens, mask=mask, segment_ids=batch.segment_ids)
+        logits = loaded.model(batch.tokens, mask=plan, segment_ids=batch.segment_ids)
         log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
         chosen = np.take_along_axis(log_p, batch.targets[..., None], -1)[..., 0]
         total, count = total - (chosen * batch.weights).sum(), count + batch.weights.sum()

@@ -212,9 +212,13 @@ def _candidates() -> tuple[tuple[str, type[Tiling], tuple[Fields, ...]], ...]:
 
 def _kernel(direction: str, q: Array, tiling: Tiling | None = None) -> Callable[..., Any]:
     """The backend's forward (q, k, v, mask) -> out, lse or its backward, with a tiling."""
-    options = Options()
-    if tiling is not None:
-        options = dataclasses.replace(options, **{f"hopper_{direction}": tiling})
+    match tiling:
+        case ForwardTiling():
+            options = Options(hopper_forward=tiling)
+        case BackwardTiling():
+            options = Options(hopper_backward=tiling)
+        case None:
+            options = Options()
     settings = hopper.Settings(1 / math.sqrt(q.shape[-1]), None, options)
     run = {"forward": hopper.run_forward, "backward": hopper.run_backward}[direction]
     return functools.partial(run, settings)

@@ -21,11 +21,11 @@ from xsake.attention import dot_product_attention
 from xsake.bench.timing import Timing, time_calls
 from xsake.block_mask import BlockMask
 from xsake.evaluate.methods import SOURCES, Activations, Method, scores_of
-from xsake.model.observer import Subject
+from xsake.model.observer import Observer
 
 
 def time_attention(
-    subject: Subject, tokens: np.ndarray, methods: Sequence[Method], block: int, repeats: int = 3
+    subject: Observer, tokens: np.ndarray, methods: Sequence[Method], block: int, repeats: int = 3
 ) -> dict[str, Timing]:
     """Seconds of all layers' attention by method name, and of "dense", on tokens [T].
 
@@ -40,7 +40,7 @@ def time_attention(
     return time_calls(calls, repeats)
 
 
-def activations(subject: Subject, tokens: np.ndarray) -> tuple[Array, Array, Array, Array]:
+def activations(subject: Observer, tokens: np.ndarray) -> tuple[Array, Array, Array, Array]:
     """q, k, v and the output projection of every layer, on tokens [B, T].
 
     (q, k, v [layers, B, T, heads, H], kernel [layers, N, H, width]).

@@ -20,7 +20,7 @@ from xsake.cli.terminal import console
 
 if TYPE_CHECKING:
     from xsake.hads import Plan, Profile
-    from xsake.model.observer import Subject
+    from xsake.model.observer import Observer
 
 LENGTH, BLOCK = 2048, 64
 HADS = ("mean_query/output", "mean_query/kl", "static/kl")  # SELECTOR/POLICY pairs in the table
@@ -45,13 +45,13 @@ def demo(
     from xsake.data import documents as texts
     from xsake.data.tokenizer import read_tokenizer
     from xsake.model import huggingface
-    from xsake.model.observer import Subject
+    from xsake.model.observer import Observer
 
     began = time.perf_counter()
     with _part("example mask, 1,536 tokens: the first keys and a sliding window"):
         rule = masks.causal() & (masks.first(16) | masks.sliding_window(256))
         console.print(str(BlockMask.from_rule(rule, (1536, 1536))))
-    subject = Subject(huggingface.load(shipped.FOLDER, tokenizer=False).model)
+    subject = Observer(huggingface.load(shipped.FOLDER, tokenizer=False).model)
     encode = read_tokenizer(shipped.FOLDER / "tokenizer.json").encode
 
     def cut(path: Path, count: int) -> list[np.ndarray]:
@@ -94,7 +94,7 @@ def _part(title: str) -> Iterator[None]:
     console.print(f"[dim]{time.perf_counter() - began:.1f} s[/]")
 
 
-def _profile(subject: Subject, documents: list[np.ndarray]) -> Profile:
+def _profile(subject: Observer, documents: list[np.ndarray]) -> Profile:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("calibrating", total=len(documents))
         return subject.profile(
@@ -113,7 +113,7 @@ def _plan(profile: Profile, density: float) -> Plan:
 
 
 def _comparison(
-    subject: Subject, profile: Profile, density: float, documents: list[np.ndarray]
+    subject: Observer, profile: Profile, density: float, documents: list[np.ndarray]
 ) -> Table:
     """Quality and time of every fixed pattern and of HADS at one density."""
     from xsake.bench.method_times import time_attention

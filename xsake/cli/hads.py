@@ -18,7 +18,7 @@ from xsake.cli.terminal import Out, console
 
 if TYPE_CHECKING:
     from xsake.hads import Plan, Profile
-    from xsake.model.observer import Subject
+    from xsake.model.observer import Observer
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -165,7 +165,7 @@ def evaluate(
         console.print(f"written: {table} and its .md")
 
 
-def _evaluate_plan(subject: Subject, plan: Plan, tokens: list[np.ndarray]) -> Plan:
+def _evaluate_plan(subject: Observer, plan: Plan, tokens: list[np.ndarray]) -> Plan:
     """Prints the plan's quality, and returns the plan with it."""
     from xsake.evaluate import methods
     from xsake.evaluate import table as tables
@@ -180,7 +180,7 @@ def _evaluate_plan(subject: Subject, plan: Plan, tokens: list[np.ndarray]) -> Pl
 
 
 def _compare_methods(
-    subject: Subject,
+    subject: Observer,
     profile: Profile,
     others: dict[str, Profile],
     tokens: list[np.ndarray],
@@ -209,16 +209,16 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _subject(
     model: Path, dtype: str, implementation: str | None, text: list[Path]
-) -> tuple[Subject, Callable[[str], Sequence[int]] | None]:
+) -> tuple[Observer, Callable[[str], Sequence[int]] | None]:
     """The model, and its tokenizer's encode, or None if the documents are tokenized already."""
     from xsake.model import huggingface
-    from xsake.model.observer import Subject
+    from xsake.model.observer import Observer
 
     is_tokenized = text[0].suffix == ".npy"
     loaded = huggingface.load(
         model, dtype=dtype, tokenizer=not is_tokenized, implementation=implementation
     )
-    return Subject(loaded.model), None if loaded.tokenizer is None else loaded.tokenizer.encode
+    return Observer(loaded.model), None if loaded.tokenizer is None else loaded.tokenizer.encode
 
 
 def _quality_table(density: str, found: list[dict[str, Any]]) -> Table:

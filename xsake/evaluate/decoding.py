@@ -1,14 +1,14 @@
-"""What a budget of blocks costs when tokens come one by one, read from the cache.
+"""Quality loss of decode with a budget of blocks, measured by teacher forcing.
 
     prompt ─ prefill, dense ─ cache ─┬─ tokens of the text, one a step, reading all ─── logits ─┐
                                      └─ the same tokens, reading a budget of blocks ─── logits ─┴ KL
 
-The text itself is fed, not what the model would say, so that both read the same past.
+Both runs are fed the text's own tokens, so that their caches hold the same past.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,26 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from xsake.decode import REFRESH, CacheReader
 from xsake.evaluate.quality import Predictions, compare_predictions
-from xsake.hads.plan import Plan
-from xsake.model import Transformer
-from xsake.model.attend import Reading
-from xsake.model.generate import REFRESH, advance, check_budget, entries_of, prefill
+from xsake.model import GenerateOptions, Transformer
+from xsake.model.generate import decode_step, prefill
 from xsake.model.kv_cache import KVCache
-
-
-def budget_of(plan: Plan, density: float) -> np.ndarray:
-    """The share of the cache that each head may read, [layers, N], `density` in the mean.
-
-    In proportion to the counts of the plan's last row, as far as a head has blocks.
-    """
-    wanted = np.asarray(plan.counts)[..., -1].astype(np.float64)
-    small, large = 0.0, 1 / wanted.min()
-    for _ in range(100):
-        middle = (small + large) / 2
-        too_much = np.minimum(middle * wanted, 1).mean() > density
-        small, large = (small, middle) if too_much else (middle, large)
-    return np.minimum(large * wanted, 1).astype(np.float32)
 
 
 def compare_decoding(
@@ -43,47 +28,42 @@ def compare_decoding(
 ) -> Predictions:
     """The last `new` tokens of tokens [T] fed one by one, with a budget and with the whole cache.
 
-    `budget` and `refresh` as `model.generate` takes them; the prompt before is read dense.
+    `budget` and `refresh` are those of `GenerateOptions`; the prompt before them is read dense.
     """
     tokens = np.asarray(tokens)
     prompt, rest = tokens[:-new], jnp.asarray(tokens[-new:])
-    wanted = check_budget(model.config, budget)
-    cache = KVCache.empty(model.config, 1, len(tokens), dtype=model.dtype)
+    readers = [
+        GenerateOptions(budget=given, refresh=refresh).reader(model.config)
+        for given in (None, budget)
+    ]
+    cache = KVCache.empty(model.config, 1, len(tokens), dtype=model.dtype, block=readers[0].block)
     cache, _ = prefill(model, cache, [prompt.tolist()])
-    dense = _follow(model, cache, rest, None, refresh)
-    sparse = _follow(model, cache, rest, wanted, refresh)
+    dense, sparse = (_fed(model, cache, rest, reader.over(cache.capacity)) for reader in readers)
     return compare_predictions(dense, sparse, rest, model.logits, at_once=64)
 
 
-def _follow(
-    model: Transformer, cache: KVCache, tokens: Array, budget: np.ndarray | None, refresh: int
-) -> Array:
-    """Hidden states [new, width] of tokens read one a step."""
-    entries = entries_of(budget, cache.capacity, cache.block, refresh)
+def _fed(model: Transformer, cache: KVCache, tokens: Array, reader: CacheReader) -> Array:
+    """Hidden states [new, width] of tokens that are fed one a step."""
     found = []
-    for first in range(0, len(tokens), refresh):
-        part = tokens[first : first + refresh]
-        cache, hidden = _follow_choice(model, cache, part, budget, entries=entries)
+    for first in range(0, len(tokens), reader.refresh):
+        part = tokens[first : first + reader.refresh]
+        serving = dataclasses.replace(reader, refresh=len(part))
+        cache, hidden = _fed_with_one_selection(model, cache, part, serving)
         found.append(hidden)
     return jnp.concatenate(found)
 
 
-@functools.partial(jax.jit, static_argnames="entries")
-def _follow_choice(
-    model: Transformer, cache: KVCache, tokens: Array, budget: Any, *, entries: int
+@jax.jit
+def _fed_with_one_selection(
+    model: Transformer, cache: KVCache, tokens: Array, reader: CacheReader
 ) -> tuple[KVCache, Array]:
-    """Tokens that read the blocks which the first of them chooses."""
-    reading = None if budget is None else Reading(jnp.asarray(budget), entries, len(tokens))
+    """Feeds a group of tokens, which all read the blocks that the first one selects."""
     one = jnp.ones(1, jnp.int32)
 
-    def step(state: Any, token: Array, anew: bool = False) -> tuple[Any, Array]:
-        held, lists = state
-        hidden, held, lists = advance(
-            model, held, lists, token[None], one, cache.capacity, reading, anew=anew
-        )
-        return (held, lists), hidden[0]
+    def step(state: Any, token: Array, reselect: bool = False) -> tuple[Any, Array]:
+        hidden, state = decode_step(model, reader, state, token[None], one, reselect=reselect)
+        return state, hidden[0]
 
-    lists = None if reading is None else reading.nothing(1)
-    state, first = step((cache, lists), tokens[0], anew=True)
+    state, first = step((cache, reader.nothing_chosen(1)), tokens[0], reselect=True)
     (cache, _), others = lax.scan(step, state, tokens[1:])
     return cache, jnp.concatenate([first[None], others])

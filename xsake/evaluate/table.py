@@ -42,14 +42,14 @@ from xsake.evaluate.quality import (
 )
 from xsake.hads import Profile, row_blocks
 from xsake.hads.profile import hash_of
-from xsake.model.observer import Subject
+from xsake.model.observer import Observer
 
 COLUMNS = ("kl", "recall", "error", "logit_kl", "perplexity_gap")
 SCHEMA = 1
 
 
 def measure_methods(
-    subject: Subject,
+    subject: Observer,
     methods: Sequence[Method],
     documents: Sequence[Int[np.ndarray, " T"]],
     block: int,
@@ -124,7 +124,7 @@ def _dense_pass(
     methods: Method,
     corrected: Array,
     *,
-    subject: Subject,
+    subject: Observer,
     block: int,
     sources: tuple[str, ...],
 ) -> tuple[Quality, Array]:
@@ -152,7 +152,7 @@ def _dense_pass(
 
 @functools.partial(jax.jit, static_argnames=("subject",))
 def _dense_hidden(
-    weights: PyTree, tokens: Int[Array, " T"], *, subject: Subject
+    weights: PyTree, tokens: Int[Array, " T"], *, subject: Observer
 ) -> Float[Array, "T width"]:
     return subject.hidden(weights, tokens)
 
@@ -164,7 +164,7 @@ def _sparse_pass(
     dense: Float[Array, "T width"],
     method: Method,
     *,
-    subject: Subject,
+    subject: Observer,
     block: int,
     sources: tuple[str, ...],
 ) -> Predictions:
@@ -184,7 +184,7 @@ def _sparse_pass(
 
 
 def run_table(
-    subject: Subject,
+    subject: Observer,
     profile: Profile,
     documents: Sequence[Int[np.ndarray, " T"]],
     densities: Sequence[float],
@@ -224,7 +224,7 @@ def run_table(
 
 
 def _facts(
-    subject: Subject, profile: Profile, documents: Sequence[Int[np.ndarray, " T"]]
+    subject: Observer, profile: Profile, documents: Sequence[Int[np.ndarray, " T"]]
 ) -> dict[str, Any]:
     """What a table is measured on; raises if the profile is of another model."""
     if profile.facts.model_hash != subject.hash:

@@ -1,16 +1,16 @@
-"""Plan: a budget for every row of every head and a way to choose blocks, for a whole model.
+"""Plan: how many blocks each head keeps and how they are selected, for a whole model.
 
     Profile ─ make(profile, density, policy, selector) ─ Plan ─┬─ plan.mask(layer, length=…)
-                                                               └─ plan.mask(layer, q, k)
+                                                               ├─ plan.mask(layer, q, k)
+                                                               └─ plan.decode_budget(density)
 
+A row block is a block of queries; counts[layer, head, i] is how many key blocks row block i keeps.
 A plan is a pytree: its counts may be arguments of a compiled step and change without a recompile.
-It is also what a model takes as a mask, plan(layer, q, k) -> BlockMask, for a whole text or, with
-`first`, for a part of one.
+It is also an `InputMask`, which a model takes as `mask=plan`.
 
-At another length: a row of blocks sees the same prefix in a short text as in a long one, so shorter
-texts use the first rows. Rows past the calibrated ones take the mean share of the last quarter, and
-their columns keep their distance in the near half and are stretched in the far half. Counts are
-then scaled so that the density asked for is met again.
+At another length: a row block sees the same prefix in a short text as in a long one, so shorter
+texts use the first row blocks. Row blocks beyond the calibrated length get the mean density of the
+last quarter of the calibrated ones. Counts are then scaled to meet the requested density again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float
 
 from xsake import block_scores, masks, selection
 from xsake.block_mask import BlockMask
+from xsake.block_mask.input_mask import InputMask, document_rule
 from xsake.hads import budget, row_blocks
+from xsake.hads.documents import shared_blocks
 from xsake.hads.profile import Profile, read
 from xsake.hads.statistics import SELECTORS
+from xsake.masks.rule import Leaf
 
 SCHEMA = 1
 SHADES = " ░▒▓█"
@@ -38,121 +42,146 @@ SHADES = " ░▒▓█"
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What was asked for, and what it was made from."""
+    """Settings and provenance of a plan."""
 
-    density: float  # asked for, of all layers and heads together
+    density: float  # requested, over all layers and heads
     policy: str
     selector: str
     block: int
-    length: int  # tokens that it was calibrated at
-    band: int = 0
-    top_p: float | None = None  # with it, counts are caps and a row stops at this share of mass
+    length: int  # tokens of the calibration texts
+    band: int = 0  # blocks before the diagonal that are always kept
+    # counts are upper bounds: a row block stops at this fraction of its estimated mass
+    top_p: float | None = None
     model_hash: str = ""
     data_hash: str = ""
     notes: tuple[str, ...] = ()
-    validation: str = "{}"  # JSON: the quality it was measured at, on other text
+    validation: str = "{}"  # JSON: metrics on held-out text
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Plan:
-    """How many blocks, counts[layer, head, row]; which ones, by `terms.selector`."""
+class Plan(InputMask):
+    """How many blocks, counts[layer, head, row block]; which ones, by `terms.selector`."""
 
-    counts: Any  # int32 [layers, N, n]
-    scores: Any  # float32 [layers, N, n, n], the order of `static`; None where q and k decide
+    counts: Leaf  # int32 [layers, N, n]
+    scores: Leaf  # float32 [layers, N, n, n] of the selector `static`; None for the others
     terms: Terms = dataclasses.field(metadata={"static": True})
 
     # --------------------------------------------------------------------------------------- masks
 
-    def __call__(self, layer: Any, q: Any, k: Any, first: Any = None) -> BlockMask:
-        """The mask of one layer for this input; `layer` and `first` may be traced."""
-        return self.mask(layer, q, k, first=first)
-
     def mask(
         self,
         layer: Any,
-        q: Any = None,
-        k: Any = None,
+        q: Array | None = None,
+        k: Array | None = None,
         *,
         length: int | None = None,
+        segment_ids: Any = None,
         first: Any = None,
     ) -> BlockMask:
-        """The BlockMask of a layer, causal: [1, N] lists for `static`, [B, N] for the others.
+        """The causal BlockMask of a layer: [1, N] lists for `static`, [B, N] for the others.
 
         Args:
-          layer: its number, may be traced.
-          q: [B, T, N, H]; selectors that look at the input need it, and k [B, T, K, H].
-          k: as they enter attention.
-          length: T, where q is not given; default what the plan was calibrated at.
-          first: q is a part of the text, in whole blocks from this position on, and k [B, S, K, H]
-            all keys from 0 on, those after q not yet written: a mask of shape (T, S), with the
-            blocks that the same rows have if the text of S tokens is given at once.
+          layer: the layer's number; may be traced.
+          q: [B, T, N, H]; every selector but `static` needs q and k.
+          k: [B, T, K, H].
+          length: T, if q is not given; default the calibration length.
+          segment_ids: int [B, T]; each document's tokens are consecutive. Blocks that share no
+            document do not compete, and the mask keeps documents apart.
+          first: position of the first query, for a part of a text. It and T are multiples of the
+            block; k [B, S, K, H] holds all S keys, the later ones not yet written. The mask is
+            (T, S) and has the blocks of a call with the whole text, but for `past_query`, whose
+            first row block uses its own queries. segment_ids are [B, S].
         """
-        block = self.terms.block
         length = self._length(q, k, length, first)
-        blocks = self.blocks(layer, q, k, length=length, first=first)
-        if first is None:
-            return selection.to_mask(blocks, length, block)
-        T = q.shape[1]
-        rule = masks.at_positions(masks.causal(), (first + jnp.arange(T))[None])
-        return BlockMask.from_dense(blocks, rule, shape=(T, length), block=block)
+        blocks = self.blocks(layer, q, k, length=length, segment_ids=segment_ids, first=first)
+        T, rule = length, masks.causal()
+        if q is not None and first is not None:
+            T = q.shape[1]
+            rule = masks.at_positions(rule, (first + jnp.arange(T))[None])
+        if segment_ids is not None:
+            rule = rule & document_rule(segment_ids, T, first)
+        return BlockMask.from_dense(blocks, rule, shape=(T, length), block=self.terms.block)
 
-    def _length(self, q: Any, k: Any, length: int | None, first: Any) -> int:
-        """S: the tokens of the text that a mask is asked for."""
-        if q is not None:
-            return int((q if first is None else k).shape[1])
+    def _length(self, q: Array | None, k: Array | None, length: int | None, first: Any) -> int:
+        """S, the keys that a mask is for."""
+        keys = q if first is None else k
+        if keys is not None:
+            return int(keys.shape[1])
         return self.terms.length if length is None else length
 
     def blocks(
         self,
         layer: Any,
-        q: Any = None,
-        k: Any = None,
+        q: Array | None = None,
+        k: Array | None = None,
         *,
         length: int | None = None,
+        segment_ids: Any = None,
         first: Any = None,
-    ) -> Array:
-        """The blocks that `mask` lists, bool [1|B, N, n, n], or R rows of them."""
+    ) -> Bool[Array, "_ N R n"]:
+        """The blocks that `mask` lists, [1|B, N, n, n]; with `first`, the R row blocks of q."""
         terms = self.terms
         length = self._length(q, k, length, first)
-        if row_blocks.count_blocks(length, terms.block) != self.counts.shape[-1]:
-            return self.at(length).blocks(layer, q, k, length=length, first=first)
-        if first is not None and q.shape[1] % terms.block:
-            raise ValueError(
-                f"a part of {q.shape[1]} tokens is not whole blocks of {terms.block}; "
-                "read the text in chunks of a multiple of that"
-            )
-        if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < len(self.counts):
-            raise ValueError(f"layer {layer} of a plan for {len(self.counts)} layers")
+        n = row_blocks.count_blocks(length, terms.block)
+        if n != self.counts.shape[-1]:
+            found = self.at(length)
+            return found.blocks(layer, q, k, length=length, segment_ids=segment_ids, first=first)
+        self._check(layer, q, first)
+        R = n if q is None or first is None else q.shape[1] // terms.block
+        row = 0 if first is None else first // terms.block
         counts = jnp.asarray(self.counts)[layer]
-        row = None if first is None else first // terms.block
-        counts = counts if row is None else _rows(counts, row, q.shape[1] // terms.block, 1)
-        scores = self.scored(layer, q, k, row)
-        row = 0 if row is None else row
+        counts = counts if first is None else _rows(counts, row, R, 1)
+        scores = self._scores(layer, q, k, None if first is None else row)
+        shared = None
+        if segment_ids is not None:
+            shared = shared_blocks(jnp.asarray(segment_ids), terms.block)[:, None]
+            shared = shared if first is None else _rows(shared, row, R, 2)
+            scores = jnp.where(shared, scores, -jnp.inf)
+            # forced blocks of other documents must not use up the budget
+            forced = selection.is_forced(row + jnp.arange(R)[:, None], jnp.arange(n), terms.band)
+            counts = counts + (forced & ~shared).sum(-1, dtype=jnp.int32)
         if terms.top_p is not None:
             counts = selection.counts_for_mass(scores, terms.top_p, counts, terms.band, row)
-        return selection.keep_top(scores, counts, terms.band, row)
+        kept = selection.keep_top(scores, counts, terms.band, row)
+        return kept if shared is None else kept & shared
 
-    def scored(self, layer: Any, q: Any = None, k: Any = None, row: Any = None) -> Array:
-        """What blocks are chosen by, [1|B, N, n, n]: the calibrated order, or from this q and k.
+    def _check(self, layer: Any, q: Array | None, first: Any) -> None:
+        block, layers = self.terms.block, len(self.counts)
+        if q is not None and first is not None and q.shape[1] % block:
+            raise ValueError(
+                f"a part of {q.shape[1]} tokens is not a multiple of the plan's block of {block}; "
+                "choose a chunk that is"
+            )
+        if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < layers:
+            raise ValueError(f"layer {layer} of a plan for {layers} layers")
+        heads = self.counts.shape[1]
+        if self.terms.selector != "static" and q is not None and q.shape[2] != heads:
+            raise ValueError(f"the plan is for {heads} heads, q has {q.shape[2]}")
 
-        With `row`, the rows of q alone, from that one on.
-        """
-        terms, heads = self.terms, self.counts.shape[1]
+    def _scores(
+        self, layer: Any, q: Array | None, k: Array | None, row: Any
+    ) -> Float[Array, "_ N R n"]:
+        """Selection scores [1|B, N, n, n]; with `row`, of q's row blocks, which begin there."""
+        terms = self.terms
         if terms.selector == "static":
             scores = jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
-            return scores if row is None else _rows(scores, row, q.shape[1] // terms.block, 2)
+            return (
+                scores
+                if row is None or q is None
+                else _rows(scores, row, q.shape[1] // terms.block, 2)
+            )
         if q is None or k is None:
             raise ValueError(
                 f"a plan that selects by {terms.selector!r} looks at the input: "
                 "call plan.mask(layer, q, k)"
             )
-        if q.shape[2] != heads:
-            raise ValueError(f"the plan is for {heads} heads, q has {q.shape[2]}")
-        row = 0 if row is None else row
-        return jax.vmap(lambda q, k: block_scores.estimate(terms.selector, q, k, terms.block, row))(
-            q, k
-        )
+        begin = 0 if row is None else row
+
+        def one(q: Array, k: Array) -> Array:
+            return block_scores.estimate(terms.selector, q, k, terms.block, begin)
+
+        return jax.vmap(one)(q, k)
 
     def stacked(self, length: int | None = None) -> BlockMask:
         """All layers of a static plan in one BlockMask with a leading axis of layers."""
@@ -162,15 +191,15 @@ class Plan:
     def at(self, length: int) -> Plan:
         """This plan for texts of another length, at the same density; see the top of the module.
 
-        Counts are worked out on the host: call it outside jit, or let the plan be a constant.
+        Counts are computed on the host, so this is called outside jit or on a constant plan.
         """
         n, old = row_blocks.count_blocks(length, self.terms.block), self.counts.shape[-1]
         if n == old:
             return self
         if isinstance(self.counts, jax.core.Tracer):
             raise ValueError(
-                f"this plan has {old} rows of blocks and the input {n}: "
-                f"make it plan.at({length}) before it enters jit"
+                f"the plan is for {old} row blocks and the input has {n}: "
+                f"call plan.at({length}) before the plan enters jit"
             )
         counts = np.asarray(self.counts, np.float64)
         if n > old:
@@ -185,7 +214,20 @@ class Plan:
         scores = None if self.scores is None else stretched(np.asarray(self.scores), n)
         return dataclasses.replace(self, counts=found.counts, scores=scores)
 
-    # -------------------------------------------------------------------------------- what it says
+    def decode_budget(self, density: float) -> np.ndarray:
+        """The fraction of the cache that each head may read, [layers, N], with mean `density`.
+
+        It is proportional to the counts of the plan's last row block, clipped at 1.
+        """
+        wanted = np.asarray(self.counts)[..., -1].astype(np.float64)
+        small, large = 0.0, 1 / wanted.min()
+        for _ in range(100):
+            middle = (small + large) / 2
+            too_much = np.minimum(middle * wanted, 1).mean() > density
+            small, large = (small, middle) if too_much else (middle, large)
+        return np.minimum(large * wanted, 1).astype(np.float32)
+
+    # ----------------------------------------------------------------------------------- reporting
 
     @property
     def shares(self) -> np.ndarray:
@@ -227,7 +269,7 @@ class Plan:
         return "\n".join([*lines, *self.terms.notes])
 
     def plot(self, axes: Any = None) -> Any:
-        """Pictures the heads' densities, layers down and heads across, on matplotlib axes."""
+        """Plots a layers × heads heat map of densities on matplotlib axes, which it returns."""
         import matplotlib.pyplot as plt
 
         axes = plt.subplots()[1] if axes is None else axes
@@ -239,7 +281,7 @@ class Plan:
     # ------------------------------------------------------------------------------- save and load
 
     def validated(self, figures: dict[str, Any]) -> Plan:
-        """This plan with the quality it was measured at."""
+        """This plan with its metrics on held-out text."""
         terms = dataclasses.replace(self.terms, validation=json.dumps(figures))
         return dataclasses.replace(self, terms=terms)
 
@@ -293,12 +335,12 @@ def make(
 
     Args:
       profile: of the model.
-      density: of all layers and heads together, 0 to 1; below the forced blocks is refused.
+      density: over all layers and heads, 0 to 1; one below that of the forced blocks raises.
       policy: one of `budget.POLICIES`. `kl` and `output` use the cost curves of `selector`.
       selector: one of `SELECTORS`.
-      top_p: stop a row at this share of its estimated mass; counts are then caps.
-      length: of the texts it is for, if not that of the profile. `plan.at` serves any length too,
-        but a density that the forced blocks of a short calibration exceed is to be had only here.
+      top_p: a row block stops at this fraction of its estimated mass; counts are upper bounds.
+      length: of the texts that the plan is for; default the profile's. `plan.at` adapts the length
+        too, but only this argument allows a density that is infeasible at the profile's length.
     """
     if policy not in budget.POLICIES:
         raise ValueError(f"policy {policy!r} is not one of {list(budget.POLICIES)}")
@@ -337,20 +379,20 @@ def make(
 
 @functools.lru_cache(maxsize=32)
 def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
-    """`budget.falling_gains` of a profile's cost curve; kept, because they serve every density."""
+    """`budget.falling_gains` of a cost curve, which are the same for every density: cached."""
     return budget.falling_gains(profile.cost(policy, selector), profile.facts.band)
 
 
 def _rows(x: Array, first: Any, count: int, axis: int) -> Array:
-    """Some rows of x; those past its end, which hold padding, are the last one again."""
+    """`count` rows of x from `first` on; indices past the end, which are padding, are clamped."""
     return jnp.take(x, first + jnp.arange(count), axis, mode="clip")
 
 
 def stretched(scores: np.ndarray, n: int) -> np.ndarray:
-    """Scores [..., m, m] for n rows: the first n, or more by stretching the last row.
+    """Scores [..., m, m] for n row blocks: the first n, or more by extrapolation.
 
-    Row i ≥ m takes from row m - 1: a column in the near half keeps its distance to the diagonal,
-    the others are spread evenly over the far half.
+    Rows beyond m come from row m - 1: near the diagonal by equal distance to it, further away by
+    linear interpolation.
     """
     m = scores.shape[-1]
     if n <= m:

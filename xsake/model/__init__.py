@@ -1,7 +1,7 @@
-"""One decoder for GPT-2 and the Llama family that takes a mask by layer, loads and generates."""
+"""A decoder for GPT-2 and the Llama family: masks by layer, checkpoint loading, generation."""
 
 from xsake.model.config import PRESETS, Config
-from xsake.model.generate import Completion, Sampling, generate, stream
+from xsake.model.generate import Completion, GenerateOptions, Sampling, generate, stream
 from xsake.model.kv_cache import KVCache
 from xsake.model.rope import Rope
 from xsake.model.transformer import Observation, Transformer, parameter_shapes
@@ -10,6 +10,7 @@ __all__ = [
     "PRESETS",
     "Completion",
     "Config",
+    "GenerateOptions",
     "KVCache",
     "Observation",
     "Rope",

@@ -1,252 +1,207 @@
-"""What a layer's attention may be: every choice is a function of one form, and the model has one.
+"""Attention variants: each is a function of this form, which `Transformer.run` calls in a layer.
 
     attend(layer, q, k, v, state) -> (out, state)
 
+    by_mask    a whole text attends to itself         state: passed through
+    by_chunk   a chunk of a prompt, to all so far     state: the KVCache
+    by_cache   new tokens, to the cache               state: (KVCache, the selected blocks)
+
 layer is the layer's number (traced when layers are scanned), q [B, T, N, H], k and v [B, T, K, H],
-all normed and rotated; out is [B, T, N, H]. `state` is any pytree, handed from layer to layer: None
-here, the cache in `generate`, what was seen so far in `Transformer.observe`.
+all normed and rotated; out is [B, T, N, H]. `state` is any pytree, handed from layer to layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Int
 
-from xsake import decode, masks
+from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
+from xsake.block_mask.input_mask import InputMask, MaskFunction, lifted
+from xsake.decode import CacheReader, Chosen
 from xsake.masks.rule import Rule
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
 
 Attend = Callable[[Any, Array, Array, Array, Any], tuple[Array, Any]]
 
+if TYPE_CHECKING:
+    ModelMask = Rule | BlockMask | InputMask | MaskFunction | None
+else:
+    ModelMask = Any  # at run time `lifted` refuses other types, with a message of its own
+
 
 def by_mask(
     config: Config,
-    mask: Any,
+    mask: ModelMask,
     batch: int,
     length: int,
     segment_ids: Any = None,
     implementation: str | None = None,
 ) -> Attend:
-    """Attention of a whole row to itself: causal, in the layer's window, and as `mask` says.
+    """Self-attention of whole texts, restricted by causality, the layer's window and `mask`.
 
     Args:
-      config: whose heads and windows.
+      config: of the model; its heads and windows are used.
       mask: None; a Rule; a BlockMask, for all layers or, with a leading layers axis on every array,
-        one for each; or a callable (layer, q, k) -> BlockMask. Each is narrowed to what causality,
-        the window and the documents allow.
+        one for each; an InputMask, such as a Plan; or a function (layer, q, k) -> BlockMask.
       batch: B.
       length: T.
       segment_ids: int [B, T]; only equal ids see each other.
       implementation: of `dot_product_attention`.
     """
-    limits = masks.everything() if segment_ids is None else masks.documents(segment_ids)
-    if mask is None or isinstance(mask, Rule):
-        rule = limits if mask is None else mask & limits
-        # made here, outside the loop over layers: they are the same for all of them
-        ready = {
-            windowed: BlockMask.from_rule(
-                sight(config, windowed) & rule, (length, length), batch=batch, heads=config.heads
-            )
-            for windowed in {config.windowed(layer) for layer in range(config.layers)}
-        }
-
-        def block_mask(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
-            return ready[windowed]
-
-    else:
-        made = _maker(config, mask)
-
-        def block_mask(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
-            return narrowed(made(layer, q, k), config, windowed, limits)
+    block_mask = _block_masks(config, mask, batch, length, segment_ids)
 
     def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-        def see(windowed: bool, q: Array, k: Array, v: Array) -> Array:
-            chosen = block_mask(layer, windowed, q, k)
-            return dot_product_attention(q, k, v, mask=chosen, implementation=implementation)
+        def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
+            found = block_mask(layer, windowed, q, k)
+            return dot_product_attention(q, k, v, mask=found, implementation=implementation)
 
-        return by_window(config, layer, see, q, k, v), state
+        return by_window(config, layer, of_window, q, k, v), state
 
     return attend
 
 
+def _block_masks(
+    config: Config, mask: ModelMask, batch: int, length: int, segment_ids: Any
+) -> Callable[[Any, bool, Array, Array], BlockMask]:
+    """(layer, windowed, q, k) -> BlockMask, for every type of mask that `by_mask` takes."""
+    documents = masks.everything() if segment_ids is None else masks.documents(segment_ids)
+    if mask is None or isinstance(mask, Rule):
+        rule = documents if mask is None else mask & documents
+        # built here, outside the loop over layers, which share them
+        ready = {
+            windowed: BlockMask.from_rule(
+                visible(config, windowed) & rule, (length, length), batch=batch, heads=config.heads
+            )
+            for windowed in {config.windowed(layer) for layer in range(config.layers)}
+        }
+        return lambda layer, windowed, q, k: ready[windowed]
+    if isinstance(mask, BlockMask):
+        is_stacked = _is_stacked(config, mask)
+
+        def given(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
+            own = jax.tree.map(lambda x: x[layer], mask) if is_stacked else mask
+            return narrowed(own, config, windowed, documents)
+
+        return given
+    by_input = lifted(mask)
+
+    def computed(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
+        found = by_input.mask(layer, q, k, segment_ids=segment_ids)
+        return narrowed(found, config, windowed)
+
+    return computed
+
+
 def by_chunk(
     config: Config,
-    mask: Any,
-    positions: Array,
-    count: Array,
+    mask: Rule | InputMask | None,
+    positions: Int[Array, "B T"],
+    count: Int[Array, " B"],
     span: int,
     implementation: str | None = None,
 ) -> Attend:
-    """Attention of a part of a prompt to all of it so far, which is in the cache: the state.
+    """Chunked prefill: a chunk of every prompt attends to all cached keys; the state is the cache.
 
     Args:
-      config: whose heads and windows.
-      mask: None, a Rule, or a callable (layer, q, k, first=…) -> BlockMask of shape (T, span).
-      positions: int [B, T], a run of them, the same in every row.
-      count: int [B], how many of the T tokens are a row's own; the others are padding.
-      span: slots of the cache that are looked at.
+      config: of the model; its heads and windows are used.
+      mask: an InputMask is called with `first` and returns a mask of shape (T, span).
+      positions: int [B, T], consecutive and the same for every sequence.
+      count: int [B], how many of the T tokens are a sequence's own; the others are padding.
+      span: slots of the cache that are read.
       implementation: of `dot_product_attention`.
     """
     B, T = positions.shape
 
     def block_mask(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
-        rule = sight(config, windowed)
-        if is_made(mask):
-            made = _checked(mask(layer, q, k, first=positions[0, 0]))
-            return made & masks.at_positions(rule, positions[:1])
+        rule = visible(config, windowed)
+        if isinstance(mask, InputMask):
+            found = mask.mask(layer, q, k, first=positions[0, 0])
+            return found & masks.at_positions(rule, positions[:1])
         rule = masks.at_positions(rule if mask is None else rule & mask, positions[:1])
         return BlockMask.from_rule(rule, (T, span), batch=B, heads=config.heads)
 
     def attend(layer: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
         cache = cache.append(layer, k, v, count)
 
-        def see(windowed: bool, q: Array, k: Array, v: Array) -> Array:
-            chosen = block_mask(layer, windowed, q, k)
-            return dot_product_attention(q, k, v, mask=chosen, implementation=implementation)
+        def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
+            found = block_mask(layer, windowed, q, k)
+            return dot_product_attention(q, k, v, mask=found, implementation=implementation)
 
         keys, values = (jnp.swapaxes(x[layer, :, :, :span], 1, 2) for x in (cache.k, cache.v))
-        return by_window(config, layer, see, q, keys, values), cache
+        return by_window(config, layer, of_window, q, keys, values), cache
 
     return attend
-
-
-class Reading(NamedTuple):
-    """How new tokens read the cache when they do not read all of it."""
-
-    budget: Array  # [layers, L] of each list: blocks, or shares of the blocks so far
-    entries: int  # blocks of a row's lists together, at most
-    reach: int = 1  # tokens that a choice is for
-
-    def nothing(self, batch: int) -> decode.Chosen:
-        """Lists of all layers, [layers, B, E] each, for a state that nothing was chosen in yet."""
-        size = (len(self.budget), batch, self.entries)
-        number = jnp.zeros(size, jnp.int32)
-        return decode.Chosen(number, number, jnp.zeros(size, bool))
 
 
 def by_cache(
     config: Config,
-    positions: Array,
-    count: Array,
-    span: int,
-    reading: Reading | None = None,
+    reader: CacheReader,
+    positions: Int[Array, "B T"],
+    count: Int[Array, " B"],
     *,
-    anew: bool = True,
+    reselect: bool = True,
 ) -> Attend:
-    """Attention of new tokens to the cache, which is appended to, then read.
+    """Attention of new tokens to the cache, to which their keys and values are appended first.
 
-    The state is the cache, or with `reading` (cache, lists of the blocks that are read).
+    The state is (cache, the blocks that `reader` selected in every layer, or None).
 
     Args:
-      config: whose heads and windows.
-      positions: int [B, T] of the new tokens, all below span.
-      count: int [B], how many of the T each row appends.
-      span: slots of the cache that may be looked at.
-      reading: None: all slots.
-      anew: choose blocks by the attention of these tokens; else read what the state lists.
+      config: of the model; its windows are used.
+      reader: what of the cache is read.
+      positions: int [B, T] of the new tokens, all below reader.span.
+      count: int [B], how many of the T tokens each sequence appends.
+      reselect: select blocks by the attention of these tokens; else reuse those in the state.
     """
-    if reading is None:
-
-        def attend(layer: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-            cache = cache.append(layer, k, v, count)
-
-            def see(windowed: bool, q: Array, cache: KVCache) -> Array:
-                window = config.window if windowed else None
-                kv = cache.k, cache.v, positions
-                return decode.dense(q, *kv, layer=layer, span=span, window=window)
-
-            return by_window(config, layer, see, q, cache), cache
-
-        return attend
-    return _by_lists(config, positions, count, span, reading, anew)
-
-
-def _by_lists(
-    config: Config, positions: Array, count: Array, span: int, reading: Reading, anew: bool
-) -> Attend:
-    lists = reading.budget.shape[1]
 
     def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-        cache, every = state
+        cache, chosen = state
         cache = cache.append(layer, k, v, count)
-        block = cache.block
 
-        def choose(windowed: bool, q: Array, cache: KVCache) -> decode.Chosen:
-            window = config.window if windowed else None
-            mass = decode.block_mass(
+        def of_window(
+            windowed: bool, q: Array, cache: KVCache, chosen: Chosen | None
+        ) -> tuple[Array, Chosen | None]:
+            return reader.read(
                 q,
                 cache.k,
+                cache.v,
                 positions,
+                chosen,
                 layer=layer,
-                span=span,
-                lists=lists,
-                block=block,
-                window=window,
-            )
-            return decode.choose(
-                mass,
-                positions,
-                _counts(reading, layer, positions, block),
-                block=block,
-                entries=reading.entries,
-                reach=reading.reach,
-                window=window,
+                window=config.window if windowed else None,
+                reselect=reselect,
             )
 
-        def see(windowed: bool, q: Array, cache: KVCache, chosen: decode.Chosen) -> Array:
-            window = config.window if windowed else None
-            kv = cache.k, cache.v, positions
-            return decode.sparse(
-                q, *kv, chosen, layer=layer, lists=lists, block=block, window=window
-            )
-
-        if anew:
-            chosen = by_window(config, layer, choose, q, cache)
-            every = jax.tree.map(lambda all_, new: all_.at[layer].set(new), every, chosen)
-        else:
-            chosen = jax.tree.map(lambda all_: all_[layer], every)
-        return by_window(config, layer, see, q, cache, chosen), (cache, every)
+        out, chosen = by_window(config, layer, of_window, q, cache, chosen)
+        return out, (cache, chosen)
 
     return attend
 
 
-def _counts(reading: Reading, layer: Any, positions: Array, block: int) -> Array:
-    """Blocks that each list may visit, int32 [B, L]."""
-    wanted = reading.budget[layer][None]
-    if jnp.issubdtype(wanted.dtype, jnp.floating):
-        wanted = jnp.ceil(wanted * (positions.max(1)[:, None] // block + 1))
-    return jnp.broadcast_to(wanted, (positions.shape[0], wanted.shape[1])).astype(jnp.int32)
-
-
-def by_window(config: Config, layer: Any, see: Callable[..., Any], *operands: Any) -> Any:
-    """see(windowed, *operands), where this layer's place among the windowed ones decides."""
+def by_window(config: Config, layer: Any, branch: Callable[..., Any], *operands: Any) -> Any:
+    """branch(windowed, *operands), where `windowed` says whether this layer has the window."""
     windowed = np.array([config.windowed(i) for i in range(config.layers)])
     if windowed.all() or not windowed.any():
-        return see(bool(windowed[0]), *operands)
+        return branch(bool(windowed[0]), *operands)
     if not isinstance(layer, jax.core.Tracer):
-        return see(bool(windowed[int(layer)]), *operands)
+        return branch(bool(windowed[int(layer)]), *operands)
     return lax.cond(
         jnp.asarray(windowed)[layer],
-        lambda *given: see(True, *given),
-        lambda *given: see(False, *given),
+        lambda *given: branch(True, *given),
+        lambda *given: branch(False, *given),
         *operands,
     )
 
 
-def is_made(mask: Any) -> bool:
-    """Whether a mask is made at run time, from q and k."""
-    return mask is not None and not isinstance(mask, Rule | BlockMask)
-
-
-def sight(config: Config, windowed: bool) -> Rule:
+def visible(config: Config, windowed: bool) -> Rule:
     """What a decoder's query may see: keys up to its own, or the last `window` of them."""
     if not windowed:
         return masks.causal()
@@ -254,34 +209,24 @@ def sight(config: Config, windowed: bool) -> Rule:
     return masks.sliding_window(config.window - 1, 0)
 
 
-def narrowed(mask: BlockMask, config: Config, windowed: bool, limits: Rule) -> BlockMask:
-    """The mask without what causality, the window and `limits` forbid."""
+def narrowed(
+    mask: BlockMask, config: Config, windowed: bool, documents: Rule | None = None
+) -> BlockMask:
+    """The mask without what causality, the window and `documents` forbid."""
+    limits = masks.everything() if documents is None else documents
     is_causal = mask.rule is not None and mask.rule.is_causal
     if windowed or not is_causal:
-        limits = sight(config, windowed) & limits
+        limits = visible(config, windowed) & limits
     return mask if limits == masks.everything() else mask & limits
 
 
-def _maker(config: Config, mask: Any) -> Callable[[Any, Array, Array], BlockMask]:
-    """(layer, q, k) -> BlockMask for a mask that is one, a stack of them, or makes them."""
-    if not isinstance(mask, BlockMask):
-        if not callable(mask):
-            raise TypeError(
-                "mask must be a BlockMask, a rule of xsake.masks or a callable (layer, q, k) -> "
-                f"BlockMask, got {type(mask).__name__}; masks.array(mask) lifts a bool array"
-            )
-        return lambda layer, q, k: _checked(mask(layer, q, k))
+def _is_stacked(config: Config, mask: BlockMask) -> bool:
+    """Whether a BlockMask holds one mask for each layer, on a leading axis of every array."""
     if mask.kv_count.ndim == 3:
-        return lambda layer, q, k: mask
+        return False
     if mask.kv_count.ndim != 4 or mask.kv_count.shape[0] != config.layers:
         raise ValueError(
             f"a stacked mask needs a leading axis of layers = {config.layers} on every array, "
             f"but its kv_count is {list(mask.kv_count.shape)}"
         )
-    return lambda layer, q, k: jax.tree.map(lambda x: x[layer], mask)
-
-
-def _checked(mask: Any) -> BlockMask:
-    if not isinstance(mask, BlockMask):
-        raise TypeError(f"mask(layer, q, k) must return a BlockMask, got {type(mask).__name__}")
-    return mask
+    return True

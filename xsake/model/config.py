@@ -1,4 +1,4 @@
-"""Config: everything that tells one decoder from another, and the published ones by name.
+"""Config: the configuration of a decoder, and presets of published models.
 
 One transformer serves GPT-2 (learned positions, LayerNorm, GELU, biases) and the Llama family
 (rotary positions, RMSNorm, gated SiLU, grouped heads; Qwen's biases and q/k norm, Mistral's
@@ -23,7 +23,7 @@ class Config:
     """The shape of a decoder. Hashable, so that it can be static under jit."""
 
     vocab_size: int
-    context: int  # tokens it was made for; longer prompts are refused
+    context: int  # maximum length; longer prompts raise an error
     layers: int
     width: int  # of the residual stream
     heads: int  # query heads, N
@@ -60,7 +60,9 @@ class Config:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}")
         if self.positions == "rope" and self.head_size % 2:
-            raise ValueError(f"rope turns pairs, so head_size must be even, got {self.head_size}")
+            raise ValueError(
+                f"RoPE rotates pairs of dimensions, so head_size must be even, got {self.head_size}"
+            )
         if not 0 < self.norm_epsilon < 1:
             raise ValueError(f"norm_epsilon must be between 0 and 1, got {self.norm_epsilon}")
         if self.window is not None:
@@ -83,7 +85,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """A Config of plain values; an unknown key is refused by name, a missing one too.
+        """A Config of plain values; an unknown or missing key raises an error that names it.
 
         >>> Config.from_dict({**PRESETS["tiny"].to_dict(), "layer": 3})
         Traceback (most recent call last):

@@ -1,51 +1,118 @@
-"""generate: prompts in, tokens out, through a cache that is filled in chunks and read in blocks.
+"""generate: prompts in, tokens out, through a KV cache that is filled in chunks.
 
     prompts ─ prefill, chunk after chunk ─ first token ─ bursts of decode steps ─ tokens
-               attention as the model's,                 one query a row against the cache:
-               or by a mask                              dense, or a budget of blocks per head
+               attention as the model's,                 one query per sequence against the cache:
+               or by a mask                              all of it, or a budget of blocks per head
 
-Rows are left-aligned and need not be equal: each has its own length in the cache. A burst is one
-compiled loop of some steps, after which the host hands tokens on; its cache is updated in place.
+Prompts may differ in length: each sequence has its own length in the cache. Decode runs in bursts,
+compiled loops of up to `burst` steps that update the cache in place; after each, the host yields
+the new tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.block_mask import BLOCK, BlockMask
+from xsake.block_mask import BLOCK
+from xsake.block_mask.input_mask import InputMask, MaskFunction, lifted
+from xsake.decode import REFRESH, CacheReader, Chosen
 from xsake.masks.rule import Rule
-from xsake.model.attend import Reading, by_cache, by_chunk, by_mask, is_made
+from xsake.model import kv_cache
+from xsake.model.attend import by_cache, by_chunk, by_mask
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
 from xsake.model.sampling import Sampling, sample
 from xsake.model.transformer import Transformer
 
-__all__ = ["Completion", "Sampling", "generate", "stream"]
+__all__ = ["Completion", "GenerateOptions", "Sampling", "generate", "stream"]
 
 CHUNK = 2048  # prompt tokens of one pass
-BURST = 16  # decode steps between two looks of the host
-REFRESH = 2  # decode steps that a choice of blocks serves
-FORCED = 2  # blocks that a token always reads: the first and its own
-SPAN = 256  # the shortest stretch of the cache that a step is compiled for; doubled as it fills
+BURST = 16  # decode steps per host synchronisation
+SPAN = 256  # the shortest part of the cache that a step is compiled for; doubled as it fills
+
+if TYPE_CHECKING:
+    PromptMask = Rule | InputMask | MaskFunction | None
+else:
+    PromptMask = Any  # at run time `lifted` refuses other types, with a message of its own
 
 
 class Completion(NamedTuple):
-    """A row's new tokens and, with the last of them, why it ended.
+    """A sequence's new tokens and why it ended.
 
-    "stop": at a stop token, which is left out; "length": at max_tokens; None: it goes on.
+    "stop": at a stop token, which is left out; "length": at max_tokens; None: it has not ended, or
+    ended in an earlier piece.
     """
 
     tokens: list[int]
     reason: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """How `generate` and `stream` read prompts and make tokens; they take the fields as keywords.
+
+    Attributes:
+      max_tokens: new tokens of a sequence at most.
+      sampling: how a token is drawn; default greedy.
+      stop: tokens that end a sequence; default the config's eos.
+      mask: restricts attention while prompts are read: a Rule, an InputMask such as a Plan, or a
+        function (layer, q, k) -> BlockMask. Prompts longer than `chunk` need a Rule or an InputMask
+        that takes `first`; `InputMask.of(function, by_parts=True)` makes one of a function.
+        InputMasks are adapted to the length of the prompts by `mask.at`.
+      budget: what a head reads of the cache for one token; default all of it. Integers are blocks,
+        fractions a share of the blocks so far, rounded up. One number, [heads] or [layers, heads];
+        with one for each kv head, the query heads of a group share one selection. The first block
+        and the current one are always read.
+      refresh: blocks are selected again every `refresh` tokens, by exact attention to all keys so
+        far; the tokens in between read the same blocks. 1 is the most faithful, more is faster.
+      chunk: prompt tokens of one pass.
+      burst: tokens between two yields.
+    """
+
+    max_tokens: int = 64
+    sampling: Sampling | None = None
+    stop: Sequence[int] | None = None
+    mask: PromptMask = None
+    budget: Any = None
+    refresh: int = REFRESH
+    chunk: int = CHUNK
+    burst: int = BURST
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "chunk", "burst", "refresh"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        object.__setattr__(self, "mask", _prompt_mask(self.mask))
+
+    def check(self, config: Config, prompts: Sequence[Sequence[int]]) -> None:
+        """Raises if a model of this config cannot read these prompts with these options."""
+        _check_prompts(config, prompts, self.max_tokens)
+        in_chunks = max(map(len, prompts)) > self.chunk
+        if in_chunks and isinstance(self.mask, InputMask) and not self.mask.by_parts:
+            raise ValueError(
+                f"a prompt is longer than chunk = {self.chunk}, and mask takes no `first`, so it "
+                "cannot serve a chunk; raise chunk, or pass InputMask.of(mask, by_parts=True) if "
+                "it does take it"
+            )
+
+    def reader(self, config: Config) -> CacheReader:
+        """How new tokens read the cache; the budget is checked here."""
+        return CacheReader.of(
+            self.budget,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            block=kv_cache.BLOCK,
+            refresh=self.refresh,
+        )
 
 
 def generate(
@@ -69,100 +136,48 @@ def generate(
 
 
 def stream(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int = 64,
-    sampling: Sampling | None = None,
-    stop: Sequence[int] | None = None,
-    mask: Any = None,
-    budget: Any = None,
-    refresh: int = REFRESH,
-    chunk: int = CHUNK,
-    burst: int = BURST,
+    model: Transformer, prompts: Sequence[Sequence[int]], **options: Any
 ) -> Iterator[list[Completion]]:
-    """Yields what is new for every prompt: first one token each, then up to `burst` at a time.
+    """Yields the new tokens of every prompt: first one each, then up to `burst` at a time.
 
-    A model that decodes much is faster as `model.unstacked()`.
+    For long generations use `model.unstacked()`, which decodes faster.
 
     Args:
-      model: computes, and keeps its cache, in its own dtype.
-      prompts: token ids, one list a row; lengths may differ.
-      max_tokens: new tokens of a row at most.
-      sampling: default greedy.
-      stop: tokens that end a row; default the config's eos.
-      mask: narrows attention while prompts are read: a Rule, or a callable (layer, q, k) ->
-        BlockMask. For prompts longer than `chunk` the callable takes `first` too: the position of
-        the first query; k then holds all keys from position 0 on, and what lies after the queries
-        is not yet written. A mask that has `at`, as a plan has, is made mask.at(tokens) before.
-      budget: what a head reads of the cache for one token; None: all. Whole numbers are blocks,
-        fractions a share of the blocks so far, rounded up; one for all, [heads] or [layers, heads];
-        with one for each kv head, the query heads of a group choose and read together. The first
-        block and the current one are always among them.
-      refresh: one token in so many chooses blocks, by its exact attention to all keys so far; those
-        that follow read the same. 1 is the most faithful, more is faster.
-      chunk: prompt tokens of one pass.
-      burst: tokens between two yields.
+      model: its dtype is used for compute and for the KV cache.
+      prompts: token ids, one list per sequence; lengths may differ.
+      **options: the fields of `GenerateOptions`.
     """
-    config = model.config
-    lengths = _check_prompts(config, prompts, max_tokens)
-    for name, value in (("chunk", chunk), ("burst", burst), ("refresh", refresh)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    budget = None if budget is None else check_budget(config, budget)
-    _check_mask(mask, int(lengths.max()) > chunk, chunk)
-    return _stream(
-        model,
-        prompts,
-        lengths,
-        max_tokens,
-        sampling or Sampling(),
-        _ended_by(config.eos if stop is None else stop),
-        mask,
-        budget,
-        refresh,
-        chunk,
-        burst,
-    )
+    given = GenerateOptions(**options)
+    given.check(model.config, prompts)
+    return _stream(model, prompts, given, given.reader(model.config))
 
 
 def _stream(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
-    lengths: np.ndarray,
-    max_tokens: int,
-    sampling: Sampling,
-    stop: np.ndarray,
-    mask: Any,
-    budget: np.ndarray | None,
-    refresh: int,
-    chunk: int,
-    burst: int,
+    options: GenerateOptions,
+    reader: CacheReader,
 ) -> Iterator[list[Completion]]:
-    longest = int(lengths.max())
-    cache = KVCache.empty(model.config, len(prompts), longest + max_tokens - 1, dtype=model.dtype)
-    cache, hidden = prefill(model, cache, prompts, mask=mask, chunk=chunk)
-    seed, draw = np.uint32(sampling.seed), dataclasses.replace(sampling, seed=0)
-    token, done = _first(model, hidden, cache.length, seed, stop, sampling=draw)
-    made, left = jnp.where(done, -1, token)[:, None], max_tokens - 1
+    config, sampling = model.config, options.sampling or Sampling()
+    stop = _padded_stop(config.eos if options.stop is None else options.stop)
+    longest, left = max(map(len, prompts)), options.max_tokens - 1
+    cache = KVCache.empty(
+        config, len(prompts), longest + left, dtype=model.dtype, block=reader.block
+    )
+    cache, hidden = prefill(model, cache, prompts, mask=options.mask, chunk=options.chunk)
+    # the seed is an argument, so that another one does not recompile
+    seed, sampling = np.uint32(sampling.seed), dataclasses.replace(sampling, seed=0)
+    token, done = _first(model, hidden, cache.length, seed, stop, sampling=sampling)
+    new = jnp.where(done, -1, token)[:, None]
     was_done = np.zeros(len(prompts), bool)
     while True:
-        tokens, is_done = np.asarray(made), np.asarray(done)
-        ended = left == 0
-        yield [
-            Completion(
-                [int(t) for t in row if t >= 0],
-                None if before else "stop" if now else "length" if ended else None,
-            )
-            for row, before, now in zip(tokens, was_done, is_done, strict=True)
-        ]
-        if ended or is_done.all():
+        tokens, is_done = np.asarray(new), np.asarray(done)
+        yield _completions(tokens, was_done, is_done, is_last=left == 0)
+        if left == 0 or is_done.all():
             return
-        steps, was_done = min(burst, left), is_done
-        longest += steps
-        left -= steps
-        span = _span(longest, cache)
-        cache, token, done, made = _burst(
+        steps, was_done = min(options.burst, left), is_done
+        longest, left = longest + steps, left - steps
+        cache, token, done, new = _burst(
             model,
             cache,
             token,
@@ -170,13 +185,23 @@ def _stream(
             seed,
             stop,
             np.int32(steps),
-            budget,
-            sampling=draw,
-            span=span,
-            entries=entries_of(budget, span, cache.block, refresh),
-            refresh=refresh,
-            burst=burst,
+            reader.over(_span(longest, cache)),
+            sampling=sampling,
+            burst=options.burst,
         )
+
+
+def _completions(
+    tokens: np.ndarray, was_done: np.ndarray, is_done: np.ndarray, *, is_last: bool
+) -> list[Completion]:
+    """One piece of every sequence; negative tokens are padding."""
+    return [
+        Completion(
+            [int(t) for t in row if t >= 0],
+            None if before else "stop" if now else "length" if is_last else None,
+        )
+        for row, before, now in zip(tokens, was_done, is_done, strict=True)
+    ]
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -187,26 +212,27 @@ def prefill(
     cache: KVCache,
     prompts: Sequence[Sequence[int]],
     *,
-    mask: Any = None,
+    mask: PromptMask = None,
     chunk: int = CHUNK,
 ) -> tuple[KVCache, Array]:
     """Reads the prompts into an empty cache: (cache, the last token's hidden state [B, width])."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    cache.check_room(int(lengths.max()))
-    if mask is not None and jax.tree_util.all_leaves([mask]):
-        mask = jax.tree_util.Partial(mask)  # a plain function: static under jit
-    if lengths.max() <= chunk:
-        # few lengths are compiled for; run-time masks look at whole blocks, so theirs stay close
-        step = min(256, max(16, 1 << (int(lengths.max()) - 1).bit_length()))
-        step = BLOCK if is_made(mask) else step
-        tokens = _padded(prompts, -(-int(lengths.max()) // step) * step)
-        mask = mask.at(tokens.shape[1]) if hasattr(mask, "at") else mask
+    longest, mask = int(lengths.max()), _prompt_mask(mask)
+    cache.check_capacity(longest)
+    if longest <= chunk:
+        # Pad to a few lengths, so that few programs are compiled; an InputMask looks at whole
+        # blocks, so its prompts are padded to the next one.
+        step = min(256, max(16, 1 << (longest - 1).bit_length()))
+        if isinstance(mask, InputMask):
+            step = BLOCK
+        tokens = _padded(prompts, -(-longest // step) * step)
+        mask = mask.at(tokens.shape[1]) if isinstance(mask, InputMask) else mask
         return _prefill_whole(model, cache, tokens, jnp.asarray(lengths), mask)
     hidden = jnp.zeros((len(prompts), model.config.width), model.dtype)
-    count = -(-int(lengths.max()) // chunk)
+    count = -(-longest // chunk)
     tokens = _padded(prompts, count * chunk)
-    span = _span(int(lengths.max()), cache)
-    mask = mask.at(span) if hasattr(mask, "at") else mask
+    span = _span(longest, cache)
+    mask = mask.at(span) if isinstance(mask, InputMask) else mask
     for first in range(0, count * chunk, chunk):
         cache, hidden = _prefill_chunk(
             model,
@@ -221,9 +247,19 @@ def prefill(
     return cache, hidden
 
 
+def _prompt_mask(mask: PromptMask) -> Rule | InputMask | None:
+    if mask is None or isinstance(mask, Rule):
+        return mask
+    return lifted(mask, "a rule of xsake.masks")
+
+
 @functools.partial(jax.jit, donate_argnames="cache")
 def _prefill_whole(
-    model: Transformer, cache: KVCache, tokens: Array, count: Array, mask: Any
+    model: Transformer,
+    cache: KVCache,
+    tokens: Array,
+    count: Array,
+    mask: Rule | InputMask | None,
 ) -> tuple[KVCache, Array]:
     B, T = tokens.shape
     inside = by_mask(model.config, mask, B, T, implementation=model.implementation)
@@ -243,12 +279,15 @@ def _prefill_chunk(
     tokens: Array,
     count: Array,
     first: Array,
-    mask: Any,
+    mask: Rule | InputMask | None,
     last: Array,
     *,
     span: int,
 ) -> tuple[KVCache, Array]:
-    """T tokens at positions first … of which row b has count[b]; `last` is kept for ended rows."""
+    """One chunk of T tokens from position `first` on, of which count[b] are sequence b's own.
+
+    A sequence that ended in an earlier chunk keeps its hidden state, `last`.
+    """
     B, T = tokens.shape
     positions = jnp.broadcast_to(first + jnp.arange(T), (B, T))
     attend = by_chunk(model.config, mask, positions, count, span, model.implementation)
@@ -268,11 +307,7 @@ def _first(
     return token, (token[:, None] == stop).any(-1)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("sampling", "span", "entries", "refresh", "burst"),
-    donate_argnames="cache",
-)
+@functools.partial(jax.jit, static_argnames=("sampling", "burst"), donate_argnames="cache")
 def _burst(
     model: Transformer,
     cache: KVCache,
@@ -281,75 +316,76 @@ def _burst(
     seed: Any,
     stop: Any,
     steps: Any,
-    budget: Any,
+    reader: CacheReader,
     *,
     sampling: Sampling,
-    span: int,
-    entries: int,
-    refresh: int,
     burst: int,
 ) -> tuple[KVCache, Array, Array, Array]:
-    """Up to `steps` tokens for every row that is not done, int32 [B, burst]; -1 where none."""
-    reading = None if budget is None else Reading(jnp.asarray(budget), entries, refresh)
+    """Up to `steps` tokens for every sequence that is not done, int32 [B, burst]; else -1."""
 
-    def goes_on(state: Any) -> Array:
+    def is_running(state: Any) -> Array:
         i, *_, done, _ = state
         return (i < steps) & ~done.all()
 
-    def step(state: Any, anew: bool = False) -> Any:
-        i, cache, lists, token, done, made = state
+    def step(state: Any, reselect: bool = False) -> Any:
+        i, read, token, done, new = state
         count = (~done).astype(jnp.int32)
-        hidden, cache, lists = advance(model, cache, lists, token, count, span, reading, anew=anew)
-        token = sample(model.logits(hidden), sampling, seed, cache.length)
+        hidden, read = decode_step(model, reader, read, token, count, reselect=reselect)
+        token = sample(model.logits(hidden), sampling, seed, read[0].length)
         done = done | (token[:, None] == stop).any(-1)
-        return i + 1, cache, lists, token, done, made.at[:, i].set(jnp.where(done, -1, token))
-
-    made = jnp.full((token.shape[0], burst), -1, jnp.int32)
-    lists = None if reading is None else reading.nothing(token.shape[0])
-    state = (jnp.int32(0), cache, lists, token, done, made)
+        return i + 1, read, token, done, new.at[:, i].set(jnp.where(done, -1, token))
 
     def refreshed(state: Any) -> Any:
-        """One step that chooses, and those that read what it chose."""
-        state = step(state, anew=True)
-        return lax.while_loop(lambda state: goes_on(state) & (state[0] % refresh > 0), step, state)
+        """One step that selects blocks, and those that reuse them."""
+        state = step(state, reselect=True)
 
-    state = lax.while_loop(goes_on, step if reading is None else refreshed, state)
-    _, cache, _, token, done, made = state
-    return cache, token, done, made
+        def reuses(state: Any) -> Array:
+            return is_running(state) & (state[0] % reader.refresh > 0)
+
+        return lax.while_loop(reuses, step, state)
+
+    B = token.shape[0]
+    new = jnp.full((B, burst), -1, jnp.int32)
+    state = (jnp.int32(0), (cache, reader.nothing_chosen(B)), token, done, new)
+    body = step if reader.budget is None else refreshed
+    _, (cache, _), token, done, new = lax.while_loop(is_running, body, state)
+    return cache, token, done, new
 
 
-def advance(
+def decode_step(
     model: Transformer,
-    cache: KVCache,
-    lists: Any,
+    reader: CacheReader,
+    state: tuple[KVCache, Chosen | None],
     token: Array,
     count: Array,
-    span: int,
-    reading: Reading | None,
     *,
-    anew: bool,
-) -> tuple[Array, KVCache, Any]:
-    """One token a row through the model: (hidden [B, width], the cache with it, the lists)."""
-    positions = cache.length[:, None]
-    attend = by_cache(model.config, positions, count, span, reading, anew=anew)
-    state = cache if reading is None else (cache, lists)
-    hidden, state = model.run(token[:, None], positions, attend, state)
-    cache, lists = (state, None) if reading is None else state
-    return hidden[:, 0], cache.advance(count), lists
+    reselect: bool,
+) -> tuple[Array, tuple[KVCache, Chosen | None]]:
+    """One token of every sequence through the model: (hidden [B, width], the next state).
+
+    Args:
+      model: of this cache.
+      reader: what of the cache is read.
+      state: (cache, selected blocks), which `reader.nothing_chosen` begins.
+      token: int [B].
+      count: int [B], 1 where the token is appended to the cache, else 0.
+      reselect: select blocks by these tokens' attention, or reuse those in the state.
+    """
+    positions = state[0].length[:, None]
+    attend = by_cache(model.config, reader, positions, count, reselect=reselect)
+    hidden, (cache, chosen) = model.run(token[:, None], positions, attend, state)
+    return hidden[:, 0], (cache.advance(count), chosen)
 
 
 # ------------------------------------------------------------------------------------------- checks
 
 
-def _check_prompts(config: Config, prompts: Any, max_tokens: int) -> np.ndarray:
-    """The prompts' lengths, int32 [B]."""
+def _check_prompts(config: Config, prompts: Any, max_tokens: int) -> None:
     if not len(prompts):
         raise ValueError("prompts must be a list of lists of token ids, got none")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     for i, prompt in enumerate(prompts):
         if not len(prompt):
-            raise ValueError(f"prompt {i} is empty; a model needs one token to go on from")
+            raise ValueError(f"prompt {i} is empty; a model needs one token to continue from")
         if not all(0 <= token < config.vocab_size for token in prompt):
             raise ValueError(
                 f"prompt {i} has a token outside 0 … {config.vocab_size - 1}; "
@@ -366,74 +402,18 @@ def _check_prompts(config: Config, prompts: Any, max_tokens: int) -> np.ndarray:
                 f"exceeds the model's context of {config.context}; shorten it, or ask for at "
                 f"most {config.context - len(prompt)}"
             )
-    return np.array([len(prompt) for prompt in prompts], np.int32)
-
-
-def _check_mask(mask: Any, in_chunks: bool, chunk: int) -> None:
-    if mask is None or isinstance(mask, Rule):
-        return
-    if isinstance(mask, BlockMask) or not callable(mask):
-        raise TypeError(
-            "mask must be a rule of xsake.masks or a callable (layer, q, k) -> BlockMask, "
-            f"got {type(mask).__name__}"
-        )
-    if in_chunks and "first" not in inspect.signature(mask).parameters:
-        raise ValueError(
-            f"a prompt is longer than chunk = {chunk}, and mask takes no `first` to be asked for "
-            "a part of it; raise chunk"
-        )
-
-
-def check_budget(config: Config, budget: Any) -> np.ndarray:
-    """The budget as [layers, L], L = heads or kv_heads."""
-    given = np.asarray(budget)
-    if given.dtype == bool or not np.issubdtype(given.dtype, np.number):
-        raise TypeError(f"budget must be numbers, got {given.dtype}")
-    wide = given if given.ndim else np.full(config.heads, given)
-    wide = np.broadcast_to(wide, (config.layers, wide.shape[-1])) if wide.ndim == 1 else wide
-    if wide.ndim != 2 or wide.shape not in (
-        (config.layers, config.heads),
-        (config.layers, config.kv_heads),
-    ):
-        raise ValueError(
-            f"budget must be one number, [heads] or [layers, heads] with layers = {config.layers} "
-            f"and heads = {config.heads} or {config.kv_heads}, got shape {list(given.shape)}"
-        )
-    if np.issubdtype(wide.dtype, np.floating):
-        if not ((wide > 0) & (wide <= 1)).all():
-            raise ValueError(
-                "a budget of fractions must be above 0 and at most 1, "
-                f"got {wide.min()} to {wide.max()}; whole numbers count blocks"
-            )
-        return wide.astype(np.float32)
-    if wide.min() < FORCED:
-        raise ValueError(
-            f"a budget of {wide.min()} blocks is below {FORCED}: the first and the current block "
-            "are always read"
-        )
-    return wide.astype(np.int32)
 
 
 def _span(needed: int, cache: KVCache) -> int:
-    """A stretch of the cache that holds so many tokens: 256, 512, 1024 … or all of it."""
+    """A part of the cache that holds `needed` tokens: 256, 512, 1024 … slots, or all of it."""
     span = SPAN
     while span < needed:
         span *= 2
     return min(span, cache.capacity)
 
 
-def entries_of(budget: np.ndarray | None, span: int, block: int, reach: int) -> int:
-    """Blocks that all lists of a row can have together, in the layer that has most."""
-    if budget is None:
-        return 0
-    blocks = span // block
-    forced = FORCED - (1 - reach) // block  # a choice for many tokens reaches into more blocks
-    wanted = np.ceil(budget * blocks) if budget.dtype == np.float32 else budget
-    return int(np.clip(wanted, forced, max(forced, blocks)).sum(1).max())
-
-
-def _ended_by(tokens: Sequence[int]) -> np.ndarray:
-    """Stop tokens, int32, filled up with -1: one more of them is no reason to compile again."""
+def _padded_stop(tokens: Sequence[int]) -> np.ndarray:
+    """int32, padded with -1 to a multiple of 8, so that another stop token does not recompile."""
     filled = np.full(-(-len(tokens) // 8) * 8 or 8, -1, np.int32)
     filled[: len(tokens)] = tokens
     return filled

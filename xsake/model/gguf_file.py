@@ -1,7 +1,7 @@
 """A GGUF file → Config, tensors and tokenizer, through the `gguf` package.
 
-llama.cpp's `llama` files hold the rows of q and k in pairs that it rotates side by side;
-`weights` puts them back into halves. Quantised tensors become float32 as they are read.
+llama.cpp's `llama` files store q and k in the interleaved RoPE layout; `weights` permutes them to
+the half-split one. Quantised tensors are read as float32.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class File:
             types={name: tensor.tensor_type.name for name, tensor in self._tensors.items()},
             readable=TYPES,
             read=self.read,
-            place=lambda name: str(path),
+            location=lambda name: str(path),
         )
         try:
             self.config = self._config()
@@ -158,16 +158,16 @@ class File:
 
 
 def ends(metadata: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that end a text: of a document, and of a turn where the file knows it."""
+    """EOS token ids: end of text and, if the file has it, end of turn."""
     ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot"))
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
 def _llama3(base: float, head_size: int, divisors: np.ndarray) -> Rope:
-    """The Llama 3 scaling that these divisors of the frequencies are; others are refused.
+    """The Llama 3 scaling that has these frequency divisors; raises if none has.
 
-    The file holds what each frequency is divided by, computed from a factor, which is the greatest
-    of them, and from three numbers that every published Llama 3 shares.
+    The file holds the divisor of each frequency. They follow from the scaling factor, which is the
+    largest divisor, and from three numbers that every published Llama 3 shares.
     """
     found = Rope(base=base, scaling="llama3", factor=float(divisors.max()), original_context=8192)
     plain, _ = rope.frequencies(Rope(base=base), head_size)

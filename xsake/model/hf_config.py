@@ -19,7 +19,7 @@ from xsake.model.rope import SCALINGS, Rope
 
 Values = Mapping[str, Any]
 
-# model_type and the class that its checkpoints of a language model name.
+# model_type → the entry of `architectures` for its causal language model.
 KINDS = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -27,7 +27,7 @@ KINDS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Their name, ours. Where two of theirs are one of ours, the last is what `write` uses.
+# Hugging Face name → our name; if several map to one, `write` uses the last.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_fast": "gelu_tanh",
@@ -37,7 +37,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "silu": "silu",
 }
-# What would change the function that is computed, and the only value that it may have here.
+# Settings that affect the model's output, with the only supported value of each.
 FIXED = {
     "add_cross_attention": False,
     "scale_attn_by_inverse_layer_idx": False,
@@ -45,7 +45,7 @@ FIXED = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-# Of Rope, their name and ours.
+# RoPE scaling: Hugging Face name → field of Rope.
 SCALING = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context",
@@ -64,27 +64,27 @@ SCALING_FIXED = {
 }
 
 
-def read(values: Values, generation: Values, place: str) -> Config:
-    """The Config of config.json's values and generation_config.json's; `place` is for messages."""
+def read(values: Values, generation: Values, path: str) -> Config:
+    """The Config of config.json's and generation_config.json's values; `path` is for messages."""
     kind = values.get("model_type")
     if kind not in list(KINDS):
-        raise ValueError(f"{place}: model_type {kind!r} is not one of {list(KINDS)}")
+        raise ValueError(f"{path}: model_type {kind!r} is not one of {list(KINDS)}")
     if (named := values.get("architectures")) not in (None, [], [KINDS[kind]]):
-        raise ValueError(f"{place}: architectures {named} is not {[KINDS[kind]]}")
-    _check_fixed(values, FIXED, place)
+        raise ValueError(f"{path}: architectures {named} is not {[KINDS[kind]]}")
+    _check_fixed(values, FIXED, path)
     try:
         shape = _gpt2(values) if kind == "gpt2" else _llama(values, kind)
         return Config(**shape, **_ends(values, generation))
     except KeyError as missing:
-        raise ValueError(f"{place} lacks {missing.args[0]!r}") from None
+        raise ValueError(f"{path} lacks {missing.args[0]!r}") from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _check_fixed(values: Values, fixed: Values, place: str) -> None:
+def _check_fixed(values: Values, fixed: Values, path: str) -> None:
     for key, only in fixed.items():
         if (value := values.get(key, only)) not in (only, None):
-            raise ValueError(f"{place}: {key} = {value!r} is not supported, only {only!r}")
+            raise ValueError(f"{path}: {key} = {value!r} is not supported, only {only!r}")
 
 
 def _gpt2(values: Values) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _activation(name: str) -> str:
 
 
 def _window(values: Values, kind: str) -> tuple[int | None, tuple[int, ...] | None]:
-    """(window, the layers that have it): all in Mistral, the later ones in Qwen, if it says so."""
+    """(window, its layers): all in Mistral; the last ones in Qwen, if use_sliding_window is set."""
     if kind == "mistral":
         return values.get("sliding_window"), None
     if kind == "llama" or not values.get("use_sliding_window"):
@@ -187,7 +187,7 @@ def _rope(values: Values) -> Rope:
 
 
 def _ends(values: Values, generation: Values) -> dict[str, Any]:
-    """bos and eos; what generation_config.json says of them goes first, as in generation."""
+    """bos and eos; generation_config.json takes precedence, as in transformers' generate."""
 
     def token(name: str) -> Any:
         found = generation.get(name)
@@ -201,7 +201,7 @@ def _ends(values: Values, generation: Values) -> dict[str, Any]:
 
 
 def kind_of(config: Config) -> str:
-    """The model_type whose files can hold such a model; one that none can hold is refused.
+    """The model_type that can represent this config; raises if there is none.
 
     >>> from xsake.model import PRESETS
     >>> [kind_of(PRESETS[name]) for name in ("gpt2", "smollm2-135m", "qwen3-0.6b")]
@@ -220,7 +220,7 @@ def kind_of(config: Config) -> str:
 
 
 def _plain(config: Config) -> Config:
-    """The same model, with windows and rotation spelled as `read` spells them."""
+    """The config in the form that `read` returns: the same windows and RoPE."""
     slides = tuple(i for i in range(config.layers) if config.windowed(i))
     everywhere = len(slides) == config.layers and not (config.qkv_bias or config.qk_norm)
     return dataclasses.replace(
@@ -238,7 +238,7 @@ def write(config: Config) -> dict[str, Any]:
 
 
 def _values(config: Config, kind: str) -> dict[str, Any]:
-    """What a file of this kind says; whether that is all of the config, `kind_of` finds out."""
+    """config.json's values for this model_type; `kind_of` checks that `read` returns the config."""
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     eos = list(config.eos) if len(config.eos) > 1 else next(iter(config.eos), None)
     values: dict[str, Any] = dict(

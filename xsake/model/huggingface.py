@@ -28,7 +28,7 @@ from xsake.model import hf_config, weights
 from xsake.model.config import Config
 from xsake.model.transformer import Transformer
 
-TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, that weights may be stored as
+TYPES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that are supported
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -62,7 +62,7 @@ class Checkpoint:
     metadata: dict[str, Any] | None
 
     def tokenizer(self) -> Tokenizer:
-        """The one that the checkpoint carries; if it carries none, that is an error."""
+        """The checkpoint's own tokenizer; raises if it has none."""
         if self.metadata is not None:
             return build_tokenizer(self.metadata, str(self.path))
         return read_tokenizer(self.path / "tokenizer.json", self.config.bos, self.config.eos)
@@ -113,7 +113,7 @@ def examine(path: str | os.PathLike[str]) -> Checkpoint:
         names = weights.GPT2 if config.positions == "learned" else weights.LLAMA
         source = folder_source(path, names)
     elif path.suffix == ".gguf":
-        from xsake.model import gguf_file  # folders do without its package
+        from xsake.model import gguf_file  # only GGUF files need the gguf package
 
         file = gguf_file.File(path)
         config, names, source, metadata = file.config, file.names, file.source, file.metadata
@@ -151,7 +151,7 @@ def folder_source(folder: Path, names: weights.Names) -> weights.Source:
     """The tensors of a folder's safetensors; only headers are read here."""
     files = {file.name: _open(file) for file in _shards(folder)}
     keys = {key: name for name, file in files.items() for key in list(file.keys())}
-    # GPT-2 is also published from inside its language-model wrapper
+    # some GPT-2 checkpoints lack the prefix `transformer.`
     bare = names is weights.GPT2 and not any(key.startswith("transformer.") for key in keys)
     prefix = "transformer." if bare else ""
     held = {prefix + key: name for key, name in keys.items()}
@@ -164,7 +164,7 @@ def folder_source(folder: Path, names: weights.Names) -> weights.Source:
         types={name: header(name).get_dtype() for name in held},
         readable=TYPES,
         read=lambda name: files[held[name]].get_tensor(name.removeprefix(prefix)),
-        place=lambda name: str(folder / held[name] if name in held else folder),
+        location=lambda name: str(folder / held[name] if name in held else folder),
     )
 
 

@@ -1,8 +1,8 @@
 """KVCache: the keys and values of every token so far.
 
-    k, v       [layers, B, K, capacity, H]       a head's keys lie together: a block is one read
-    blocks      ├──64──┼──64──┼── … ──┤          the slots past length[b] are never looked at
-    length     [B]                               tokens of each row; rows need not be equal
+    k, v       [layers, B, K, capacity, H]       a head's keys are contiguous: a block is one read
+    blocks      ├──64──┼──64──┼── … ──┤          the slots past length[b] are never read
+    length     [B]                               tokens of each sequence; they may differ
 
 Appending under jit updates the arrays in place when the cache is donated or carried by a loop.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int
 
 from xsake.masks.rule import Leaf
 from xsake.model.config import Config
@@ -42,7 +43,7 @@ class KVCache:
         dtype: Any = jnp.float32,
         block: int = BLOCK,
     ) -> KVCache:
-        """Room for `capacity` tokens a row, rounded up to whole blocks."""
+        """Space for `capacity` tokens per sequence, rounded up to whole blocks."""
         for name, value in (("batch", batch), ("capacity", capacity), ("block", block)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -58,23 +59,29 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row can hold."""
+        """Tokens that a sequence can hold."""
         return self.k.shape[3]
 
-    def check_room(self, tokens: int) -> None:
-        """Raises unless every row can take so many more; asks the device for the lengths."""
+    def check_capacity(self, tokens: int) -> None:
+        """Raises unless `tokens` more fit in every sequence; reads the lengths from the device."""
         longest = int(jnp.max(self.length))
         if longest + tokens > self.capacity:
             raise ValueError(
-                f"the cache holds {longest} of {self.capacity} tokens, which leaves no room for "
+                f"the cache holds {longest} of {self.capacity} tokens, which leaves no space for "
                 f"{tokens} more; make it with a larger capacity"
             )
 
-    def append(self, layer: Any, k: Array, v: Array, count: Array) -> KVCache:
-        """The first count[b] of k and v [B, T, K, H] written after row b's tokens, in one layer.
+    def append(
+        self,
+        layer: Any,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        count: Int[Array, " B"],
+    ) -> KVCache:
+        """Writes the first count[b] of k and v [B, T, K, H] after sequence b's tokens in one layer.
 
-        `length` stays: it is the same for all layers, and `advance` moves it when all are written.
-        What does not fit is dropped, so `check_room` comes first.
+        `length` does not change here: all layers share it, and `advance` increments it after all of
+        them were written. Tokens that do not fit are dropped, so call `check_capacity` first.
         """
         B, T = k.shape[:2]
         row, token = jnp.arange(B)[:, None], jnp.arange(T)
@@ -85,6 +92,6 @@ class KVCache:
         )
         return dataclasses.replace(self, k=cached_k, v=cached_v)
 
-    def advance(self, count: Array) -> KVCache:
-        """Row b is longer by count[b] tokens, which every layer has appended."""
+    def advance(self, count: Int[Array, " B"]) -> KVCache:
+        """Sequence b is longer by count[b] tokens, which every layer has appended."""
         return dataclasses.replace(self, length=self.length + count)

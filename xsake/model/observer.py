@@ -1,4 +1,7 @@
-"""A model under examination: its weights apart from its code, so that code is compiled once."""
+"""Observer: runs a model for calibration and evaluation and hands out its attention.
+
+Weights are arguments of every method, so that compiled code serves other weights too.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from xsake.model.attend import by_mask
 from xsake.model.transformer import document_positions
 
 
-class Subject:
-    """What calibration and evaluation ask of a model.
+class Observer:
+    """A model as calibration and evaluation use it.
 
     `weights` is a pytree that every method takes, so that it is an argument of compiled code.
     """
@@ -37,7 +40,7 @@ class Subject:
         return nnx.merge(self.graph, weights).observe(tokens, fold, carry)
 
     def profile(self, documents: Any, **how: Any) -> Profile:
-        """`hads.calibrate` of this model; `how` is what that takes beyond the model."""
+        """`hads.calibrate` of this model; `how` are its remaining keyword arguments."""
         return calibrate(
             self.observe,
             self.weights,
@@ -49,16 +52,16 @@ class Subject:
         )
 
     def hidden(self, weights: Any, tokens: Array) -> Array:
-        """What the head is applied to, [T, width] for tokens [T]."""
+        """Final hidden states of a dense pass, [T, width] for tokens [T]."""
         return nnx.merge(self.graph, weights).hidden(tokens[None])[0]
 
     def sparse_hidden(
         self, weights: Any, tokens: Array, choose: Callable[..., BlockMask], corrected: bool = False
     ) -> Array:
-        """The same with the blocks that `choose` leaves each layer.
+        """`hidden` with sparse attention, by the BlockMask that `choose` returns in each layer.
 
-        choose(layer, q, k, v, kernel) -> BlockMask for q, k, v [1, T, …] and the output projection
-        [N, Hv, width]; with `corrected`, centroids stand in for dropped blocks.
+        choose(layer, q, k, v, kernel) takes q, k, v [1, T, …] and the output projection
+        [N, Hv, width]. With `corrected`, centroids replace the dropped blocks.
         """
         model = nnx.merge(self.graph, weights)
         T, how = len(tokens), self.implementation
@@ -67,7 +70,7 @@ class Subject:
             mask = choose(layer, q, k, v, model.layer(layer).out.kernel[...])
             if corrected:
                 return corrected_attention(q, k, v, mask, implementation=how), state
-            by_chosen = by_mask(model.config, lambda *_: mask, 1, T, implementation=how)
+            by_chosen = by_mask(model.config, mask, 1, T, implementation=how)
             return by_chosen(layer, q, k, v, state)
 
         return model.run(tokens[None], document_positions(1, T), attend)[0][0]

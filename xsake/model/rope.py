@@ -1,38 +1,39 @@
-"""Rotary positions: each pair of a head's coordinates turns by an angle that grows with position.
+"""RoPE: each pair of a head's dimensions is rotated by an angle that grows with position.
 
     angle[t, i] = position[t] · frequency[i],   frequency[i] = base^(-2i / H),   i = 0 … H/2 - 1
     (x[i], x[i + H/2])  →  (x[i] cos - x[i + H/2] sin,  x[i + H/2] cos + x[i] sin)
 
-Pairs are half a head apart, as in the published Llama and Qwen weights. Scaling stretches the low
-frequencies so that a model reads further than it was first trained.
+Pairs are half a head apart, as in the published Llama and Qwen weights. Scaling lowers the low
+frequencies to extend the context beyond the length of the original training.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The base and how frequencies are stretched; the fields below `factor` serve some kinds only.
+    """RoPE's base and scaling; the fields after `factor` apply to some types of scaling only.
 
     Attributes:
-      base: 10,000 in the first Llama; larger ones turn more slowly.
-      scaling: "none"; "linear": every frequency ÷ factor; "llama3": those slower than
-        original_context / low_frequency turns ÷ factor, those faster than / high_frequency kept,
-        a ramp between; "yarn": a ramp between beta_fast and beta_slow turns, and cos and sin
-        times attention_factor.
-      factor: how many times further the model reads.
-      original_context: tokens of the first training.
-      attention_factor: of yarn; default 0.1 · ln(factor) + 1.
+      base: 10,000 in the first Llama; a larger base rotates more slowly.
+      scaling: "none"; "linear": every frequency is divided by factor; "llama3": frequencies whose
+        wavelength is above original_context / low_frequency are divided by factor, those below
+        original_context / high_frequency are kept, with a linear ramp between; "yarn": the ramp is
+        between beta_fast and beta_slow rotations over original_context, and cos and sin are
+        multiplied by attention_factor.
+      factor: the extended context ÷ original_context.
+      original_context: context length of the original training.
+      attention_factor: for yarn; default 0.1 · ln(factor) + 1.
     """
 
     base: float = 10_000.0
@@ -55,7 +56,7 @@ class Rope:
         if self.scaling in ("llama3", "yarn") and self.original_context < 1:
             raise ValueError(
                 f"rope scaling {self.scaling!r} needs original_context, "
-                "the tokens of the first training"
+                "the context length of the original training"
             )
         if self.scaling == "llama3" and not 0 < self.low_frequency < self.high_frequency:
             raise ValueError(
@@ -65,18 +66,18 @@ class Rope:
 
 
 def frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
-    """(radians per position of each pair, float32 [H/2]; what cos and sin are multiplied with)."""
+    """(radians per position of each pair, float32 [H/2]; the factor of cos and sin)."""
     plain = rope.base ** -(np.arange(0, head_size, 2) / head_size)
     if rope.scaling == "none":
         return plain.astype(np.float32), 1.0
     if rope.scaling == "linear":
         return (plain / rope.factor).astype(np.float32), 1.0
     if rope.scaling == "llama3":
-        turns = rope.original_context * plain / (2 * np.pi)  # over the first training's context
+        turns = rope.original_context * plain / (2 * np.pi)  # over original_context
         keep = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
         magnitude = 1.0
     else:
-        # the pair, as a real number, that makes so many turns over the first training's context
+        # the (fractional) index of the pair that makes `beta` rotations over original_context
         slowest, fastest = (
             head_size
             * math.log(rope.original_context / (beta * 2 * math.pi))
@@ -90,14 +91,18 @@ def frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
     return (plain * keep + plain / rope.factor * (1 - keep)).astype(np.float32), magnitude
 
 
-def angles(rope: Rope, head_size: int, positions: Any) -> tuple[Array, Array]:
+def angles(
+    rope: Rope, head_size: int, positions: Int[Array | np.ndarray, "B T"]
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
     """(cos, sin), float32 [B, T, 1, H/2] each, for positions [B, T]; the 1 is for the heads."""
     per_position, magnitude = frequencies(rope, head_size)
     angle = positions[..., None, None].astype(jnp.float32) * per_position
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """x [B, T, N, H] turned, in float32, and back in its own type."""
+def rotate(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
+) -> Float[Array, "B T N H"]:
+    """Rotates x [B, T, N, H] in float32 and casts back to its dtype."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,7 +1,7 @@
-"""Sampling: which token comes next, decided by logits and a seed and by nothing else.
+"""Sampling: draws the next token from logits.
 
-A row's draw at a position depends on (seed, row, position): neither the other rows of the batch nor
-the size of the bursts in which tokens are made change it.
+The token of a sequence depends only on (seed, batch row, position), not on the rest of the batch
+or on the size of a burst.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ class Sampling:
     """How a token is drawn.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k: only the k likeliest tokens; None: all.
-      top_p: only the likeliest tokens that together hold this share of the probability: the
-        smallest such set, so at least one; 1: all.
-      seed: of the draws.
+      temperature: logits are divided by it; 0 takes the most likely token.
+      top_k: only the k most likely tokens; None: all.
+      top_p: only the smallest set of most likely tokens with this total probability; 1: all.
+      seed: of the random numbers.
     """
 
     temperature: float = 0.0
@@ -58,7 +57,7 @@ def sample(logits: Array, sampling: Sampling, seed: Any, position: Array) -> Arr
     token = None
     if sampling.top_k is not None or sampling.top_p < 1:
         kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
-        logits, token = jax.lax.top_k(logits, kept)  # likeliest first
+        logits, token = jax.lax.top_k(logits, kept)  # most likely first
         p = jax.nn.softmax(logits, axis=-1)
         before = jnp.cumsum(p, axis=-1) - p
         logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)

@@ -39,9 +39,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 from xsake.model import rope
-from xsake.model.attend import Attend, by_mask
+from xsake.model.attend import Attend, ModelMask, by_mask
 from xsake.model.config import Config
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -56,7 +57,7 @@ Axes = dict[str, int]
 
 
 class Observation(NamedTuple):
-    """What one layer's attention was given, and what it gave."""
+    """Inputs and output of one layer's attention."""
 
     q: Array  # [B, T, N, H], normed and rotated
     k: Array  # [B, T, K, H]
@@ -72,8 +73,8 @@ class Transformer(nnx.Module):
       config: its shape.
       rngs: for the initial weights: `nnx.Rngs(0)`.
       dtype: what activations are in, and parameters while they are used.
-      scan: loop over layers in compiled code (compiles once for all), or write them out.
-      remat: keep only each layer's input for the backward pass and compute the rest again.
+      scan: use lax.scan over layers, which compiles faster, or unroll them.
+      remat: keep only each layer's input for the backward pass and recompute the rest.
       implementation: of `xsake.dot_product_attention`; default the fastest that can run.
 
     >>> from flax import nnx
@@ -103,35 +104,35 @@ class Transformer(nnx.Module):
         self.head = None if config.tied else Linear(rngs, embed, vocab)
 
     def __call__(
-        self, tokens: Any, *, mask: Any = None, positions: Any = None, segment_ids: Any = None
-    ) -> Array:
+        self, tokens: Any, *, mask: ModelMask = None, positions: Any = None, segment_ids: Any = None
+    ) -> Float[Array, "B T vocab"]:
         """Logits of the next token, float32 [B, T, vocab].
 
         Args:
           tokens: int [B, T].
-          mask: narrows who sees whom, by layer if it likes: `attend.by_mask` says what it may be.
-            Its arrays are arguments: other contents do not recompile.
-          positions: int [B, T], what the position embedding sees; default 0, 1, 2 …, from 0 again
-            where segment_ids change. Who sees whom goes by the order in the row.
-          segment_ids: int [B, T]: documents packed in a row, which do not see each other.
+          mask: restricts attention, optionally per layer; `attend.by_mask` lists the types. Under
+            jit its arrays may be arguments: new values do not recompile.
+          positions: int [B, T], for the position embedding only; default 0, 1, 2 …, from 0 again
+            where segment_ids change. Masks use the token's index in its row.
+          segment_ids: int [B, T] of packed documents, which do not see each other.
         """
         hidden = self.hidden(tokens, mask=mask, positions=positions, segment_ids=segment_ids)
         return self.logits(hidden)
 
     def hidden(
-        self, tokens: Any, *, mask: Any = None, positions: Any = None, segment_ids: Any = None
-    ) -> Array:
-        """What the head is applied to, [B, T, width]: for a loss in pieces, without all logits."""
-        attend, positions = self._set_out(tokens, mask, positions, segment_ids)
+        self, tokens: Any, *, mask: ModelMask = None, positions: Any = None, segment_ids: Any = None
+    ) -> Float[Array, "B T width"]:
+        """Final hidden states [B, T, width], for a loss that never holds all logits in memory."""
+        attend, positions = self._prepare(tokens, mask, positions, segment_ids)
         return self.run(tokens, positions, attend)[0]
 
-    def logits(self, hidden: Array) -> Array:
+    def logits(self, hidden: Float[Array, "*lead width"]) -> Float[Array, "*lead vocab"]:
         """hidden [..., width] -> float32 [..., vocab]."""
         kernel = self.head_kernel().astype(hidden.dtype)
         return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32).astype(jnp.float32)
 
-    def head_kernel(self) -> Array:
-        """What hidden states are multiplied with, [width, vocab]."""
+    def head_kernel(self) -> Float[Array, "width vocab"]:
+        """The matrix that maps hidden states to logits, [width, vocab]."""
         return self.embed.tokens[...].T if self.head is None else self.head.kernel[...]
 
     def observe(
@@ -140,7 +141,7 @@ class Transformer(nnx.Module):
         fold: Callable[[Any, Observation, Any], Any],
         carry: Any,
         *,
-        mask: Any = None,
+        mask: ModelMask = None,
         positions: Any = None,
         segment_ids: Any = None,
     ) -> Any:
@@ -149,7 +150,7 @@ class Transformer(nnx.Module):
         One layer's q, k and v are alive at a time. Under scan `layer` is traced and `carry` keeps
         its shapes: `carry.at[layer].set(…)` collects a figure for each layer.
         """
-        attend, positions = self._set_out(tokens, mask, positions, segment_ids)
+        attend, positions = self._prepare(tokens, mask, positions, segment_ids)
 
         def watched(layer: Any, q: Array, k: Array, v: Array, carry: Any) -> tuple[Array, Any]:
             out, _ = attend(layer, q, k, v, None)
@@ -160,7 +161,7 @@ class Transformer(nnx.Module):
 
     def run(
         self, tokens: Any, positions: Any, attend: Attend, state: Any = None
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Float[Array, "B T width"], Any]:
         """(hidden [B, T, width], state) after all layers; `attend` is each one's attention."""
         x = self.embed(tokens, positions).astype(self.dtype)
         angles = None
@@ -185,22 +186,22 @@ class Transformer(nnx.Module):
         return self.norm(x), state
 
     def layer(self, number: Any) -> Layer:
-        """One layer, with weights of its own."""
+        """One layer with its own weights."""
         if isinstance(self.layers, Layer):
             return jax.tree.map(lambda stacked: stacked[number], self.layers)
         return self.layers[number]
 
     @property
     def is_stacked(self) -> bool:
-        """Whether all layers' weights lie in common arrays."""
+        """Whether all layers' weights are stacked in common arrays."""
         return isinstance(self.layers, Layer)
 
     def unstacked(self) -> Transformer:
-        """A copy in `dtype` whose layers have arrays of their own: faster to decode with.
+        """A copy in `dtype` whose layers have their own arrays, which decodes faster.
 
         A slice of a stacked array is copied before each product, which costs as much as the product
-        when it is of one token. It compiles longer, and its parameters have other names:
-        layers.0.up.kernel, layers.1.up.kernel ….
+        itself for a single token. The copy takes longer to compile, and its parameters have other
+        names: layers.0.up.kernel, layers.1.up.kernel ….
         """
         graph, state = nnx.split(self)
         narrow = nnx.merge(graph, jax.tree.map(lambda x: x.astype(self.dtype), state))
@@ -211,10 +212,10 @@ class Transformer(nnx.Module):
         narrow.layers = nnx.List(layers)
         return narrow
 
-    def _set_out(
-        self, tokens: Any, mask: Any, positions: Any, segment_ids: Any
+    def _prepare(
+        self, tokens: Any, mask: ModelMask, positions: Any, segment_ids: Any
     ) -> tuple[Attend, Array]:
-        """The attention and the positions of a whole pass."""
+        """Checks the inputs; returns the attend function and the positions of a full pass."""
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be int [B, T], got {tokens.dtype} {list(tokens.shape)}")
@@ -240,7 +241,7 @@ class Transformer(nnx.Module):
 
     @classmethod
     def of(cls, config: Config, parameters: Mapping[str, Any], **options: Any) -> Transformer:
-        """A model of given arrays, which stay what they are; names and shapes are checked."""
+        """A model of existing arrays, without a cast or a copy; names and shapes are checked."""
         blank = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **options))
         graph, state = nnx.split(blank)
         wanted = _leaves(state)
@@ -274,7 +275,7 @@ def _leaves(state: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
 
-def document_positions(batch: int, length: int, segment_ids: Any = None) -> Array:
+def document_positions(batch: int, length: int, segment_ids: Any = None) -> Int[Array, "B T"]:
     """0, 1, 2 … for every row, [B, T], from 0 again wherever the segment id changes.
 
     >>> document_positions(1, 5, jnp.array([[7, 7, 7, 2, 2]]))
@@ -292,13 +293,13 @@ def document_positions(batch: int, length: int, segment_ids: Any = None) -> Arra
 
 
 class Layer(nnx.Module):
-    """One layer, or with `stack` the weights of many, which `run` takes apart."""
+    """One layer, or with `stack` all layers' weights stacked, which `run` scans or slices."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, stack: Axes) -> None:
         embed, mlp = {"embed": config.width}, {"mlp": config.mlp_width}
         size = {"head_size": config.head_size}
         heads, kv_heads = {"heads": config.heads} | size, {"kv_heads": config.kv_heads} | size
-        # what is added to the residual stream starts small, so that its sum over layers does not
+        # residual outputs start at 1/sqrt(2 · layers), so that the variance of their sum is bounded
         small = 0.02 / math.sqrt(2 * config.layers)
         linear = functools.partial(Linear, rngs, stack=stack)
         norm = functools.partial(Norm, epsilon=config.norm_epsilon, stack=stack)
@@ -408,5 +409,5 @@ def _constant(axes: Axes, value: float) -> nnx.Param[Array]:
 
 
 def _named(value: Array, axes: Axes) -> nnx.Param[Array]:
-    """A parameter that knows its axes' names; whoever has a mesh shards by them."""
+    """A parameter with logical axis names, for sharding rules."""
     return nnx.Param(value, out_sharding=tuple(axes), eager_sharding=False)

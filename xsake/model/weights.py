@@ -1,12 +1,12 @@
-"""Which tensor of a published file is which parameter, and how it lies there.
+"""Mapping between the tensors of a checkpoint and the parameters of a model, with layouts.
 
     file                                              parameter
     model.layers.7.self_attn.q_proj.weight [N·H, D]  →  layers.query.kernel [7, D, N, H]
     transformer.h.7.attn.c_attn.weight     [D, 3·D]  →  layers.query, .key, .value .kernel [7, …]
     blk.7.attn_norm.weight                 [D]       →  layers.attention_norm.scale [7, D]
 
-`check` looks at every name, shape and type before one byte of weights is read; `gather` reads and
-stacks them layer by layer; `scatter` is its inverse.
+`check` compares every name, shape and type before any weight is read; `gather` reads and stacks
+the tensors layer by layer; `scatter` is its inverse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xsake.model.config import Config
 from xsake.model.transformer import parameter_shapes
 
 SUFFIX = {"kernel": "weight", "scale": "weight", "bias": "bias"}
-# Where llama.cpp turns pairs (2i, 2i + 1), its files hold q and k in that order.
+# llama.cpp uses interleaved RoPE and stores these modules permuted accordingly.
 ROTATED = ("layers.query", "layers.key")
 
 
@@ -35,10 +35,10 @@ class Names:
 
     Attributes:
       modules: from a parameter's module to the tensor's name without `.weight` or `.bias`; {} is
-        the layer's number. Modules of one name lie side by side in one tensor, in this order.
-      inputs_first: matrices are stored [in, out], the head excepted; otherwise [out, in].
-      adjacent_pairs: rows of q and k are stored so that rotated pairs are neighbours.
-      ignored: tensors that hold no parameter, such as masks and frequencies.
+        the layer's number. Modules that map to one tensor are fused in it, in this order.
+      inputs_first: True: matrices are stored [in, out], except the head; False: [out, in].
+      adjacent_pairs: q and k are stored in the interleaved RoPE layout.
+      ignored: a pattern for tensors that hold no parameter, such as masks and frequencies.
     """
 
     modules: Mapping[str, str]
@@ -121,26 +121,27 @@ class Source:
       types: how each is stored, as the format calls it.
       readable: the types that `read` knows.
       read: a tensor by its name.
-      place: the file that holds a tensor, for messages; with no name, the whole.
+      location: location(name) is the file that holds a tensor, location(None) the checkpoint; for
+        messages.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     types: Mapping[str, str]
     readable: tuple[str, ...]
     read: Callable[[str], np.ndarray]
-    place: Callable[[str | None], str]
+    location: Callable[[str | None], str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor of a file for each layer, or one in all, and the parameters in it."""
+    """A checkpoint tensor, one per layer or one in all, and the parameters stored in it."""
 
     name: str  # with {} for the layer's number
-    parameters: Mapping[str, tuple[int, ...]]  # with their shapes; side by side on the output axis
-    shape: tuple[int, ...]  # as it lies in the file
-    layers: int | None  # how many of it there are; None: one, which is not a layer's
-    turned: bool  # [out, in] in the file
-    adjacent: bool  # rotated pairs are neighbours
+    parameters: Mapping[str, tuple[int, ...]]  # and shapes; concatenated on the output axis
+    shape: tuple[int, ...]  # in the file
+    layers: int | None  # number of layers; None: a tensor that is not per layer
+    transposed: bool  # [out, in] in the file
+    adjacent: bool  # in the interleaved RoPE layout
 
     def names(self) -> list[str]:
         """The tensors' names, one for each layer."""
@@ -148,7 +149,7 @@ class Entry:
 
 
 def entries(config: Config, names: Names) -> Iterator[Entry]:
-    """Every tensor that a file of this config holds; a config that the names lack is refused."""
+    """Every tensor of a checkpoint of this config; raises if `names` lacks a parameter."""
     shapes = parameter_shapes(config)
     together: dict[str, list[str]] = {}
     for parameter in shapes:
@@ -158,15 +159,15 @@ def entries(config: Config, names: Names) -> Iterator[Entry]:
         stacked = parameters[0].startswith("layers.")
         module, leaf = _module(parameters[0]), parameters[0].rpartition(".")[2]
         sizes = [_matrix(p, shapes[p]) for p in parameters]
-        # side by side: the inputs are the same, the outputs add up
+        # fused parameters share the input axis, and their output axes add up
         shape = (*sizes[0][:-1], sum(size[-1] for size in sizes))
-        turned = leaf == "kernel" and (not names.inputs_first or module == "head")
+        transposed = leaf == "kernel" and (not names.inputs_first or module == "head")
         yield Entry(
             name=name,
             parameters={p: shapes[p] for p in parameters},
-            shape=shape[::-1] if turned else shape,
+            shape=shape[::-1] if transposed else shape,
             layers=config.layers if stacked else None,
-            turned=turned,
+            transposed=transposed,
             adjacent=names.adjacent_pairs and module in ROTATED,
         )
 
@@ -178,7 +179,7 @@ def _module(parameter: str) -> str:
 def _tensor(parameter: str, names: Names) -> str:
     module, leaf = _module(parameter), parameter.rpartition(".")[2]
     if module not in names.modules:
-        raise ValueError(f"this family of checkpoints has no place for {parameter!r}")
+        raise ValueError(f"this checkpoint format has no tensor for parameter {parameter!r}")
     return f"{names.modules[module]}.{SUFFIX.get(leaf, 'weight')}"
 
 
@@ -199,7 +200,7 @@ def gather(config: Config, wanted: list[Entry], source: Source, dtype: Any) -> d
     """Every parameter, stacked over layers, from the tensors that `check` found."""
     parameters: dict[str, Array] = {}
     for entry in wanted:
-        # one buffer at a time in host memory; the arrays made of them are the model's own
+        # only the parameters of one entry are in host memory; jnp.array copies them
         stacks = {p: np.empty(shape, np.float32) for p, shape in entry.parameters.items()}
         for layer, name in enumerate(entry.names()):
             for p, x in _unpack(entry, source.read(name), config.head_size).items():
@@ -211,9 +212,9 @@ def gather(config: Config, wanted: list[Entry], source: Source, dtype: Any) -> d
 
 def _unpack(entry: Entry, x: np.ndarray, head_size: int) -> dict[str, np.ndarray]:
     """The parts of one tensor, [in, out] or [out] each."""
-    x = x.T if entry.turned else x
+    x = x.T if entry.transposed else x
     if entry.adjacent:
-        # [..., N, H/2, 2] → [..., N, 2, H/2]: neighbours become halves
+        # [..., N, H/2, 2] → [..., N, 2, H/2]: interleaved → half-split
         paired = x.reshape(*x.shape[:-1], -1, head_size // 2, 2)
         x = paired.swapaxes(-1, -2).reshape(x.shape)
     ends = np.cumsum([_matrix(p, shape)[-1] for p, shape in entry.parameters.items()])[:-1]
@@ -221,24 +222,24 @@ def _unpack(entry: Entry, x: np.ndarray, head_size: int) -> dict[str, np.ndarray
 
 
 def check(config: Config, names: Names, source: Source) -> list[Entry]:
-    """What a file of this config holds; this one is refused if it lacks any, has more or others."""
+    """The expected tensors; raises if the checkpoint has missing, extra or mismatching ones."""
     wanted = list(entries(config, names))
     shapes = {name: entry.shape for entry in wanted for name in entry.names()}
     missing = [name for name in shapes if name not in source.shapes]
     if missing:
         raise ValueError(
-            f"{source.place(None)} lacks the tensor {missing[0]!r}{_and_more(missing)}, "
+            f"{source.location(None)} lacks the tensor {missing[0]!r}{_and_more(missing)}, "
             f"of the {len(shapes)} that its configuration asks for"
         )
     for name, shape in shapes.items():
         if (found := source.shapes[name]) != shape:
             raise ValueError(
-                f"{source.place(name)}: the tensor {name!r} is {list(found)}, but the "
+                f"{source.location(name)}: the tensor {name!r} is {list(found)}, but the "
                 f"configuration makes it {list(shape)}"
             )
         if (stored := source.types[name]) not in source.readable:
             raise ValueError(
-                f"{source.place(name)}: the tensor {name!r} is stored as {stored}, "
+                f"{source.location(name)}: the tensor {name!r} is stored as {stored}, "
                 f"which is not one of {list(source.readable)}"
             )
     surplus = [
@@ -251,7 +252,7 @@ def check(config: Config, names: Names, source: Source) -> list[Entry]:
         surplus.remove(_tensor("head.kernel", names))
     if surplus:
         raise ValueError(
-            f"{source.place(surplus[0])} holds the tensor {surplus[0]!r}{_and_more(surplus)}, "
+            f"{source.location(surplus[0])} holds the tensor {surplus[0]!r}{_and_more(surplus)}, "
             "which its configuration has no use for"
         )
     return wanted
@@ -262,8 +263,8 @@ def _check_tied(names: Names, source: Source) -> None:
     head, embedding = _tensor("head.kernel", names), _tensor("embed.tokens", names)
     if not np.array_equal(source.read(head), source.read(embedding)):
         raise ValueError(
-            f"{source.place(head)}: the tensor {head!r} differs from {embedding!r}, although the "
-            "configuration ties them"
+            f"{source.location(head)}: the tensor {head!r} differs from {embedding!r}, although "
+            "the configuration ties them"
         )
 
 
@@ -286,4 +287,4 @@ def scatter(
                 for p, x in zip(entry.parameters, stacks, strict=True)
             ]
             x = np.concatenate(parts, axis=-1)
-            yield name, np.ascontiguousarray(x.T if entry.turned else x)
+            yield name, np.ascontiguousarray(x.T if entry.transposed else x)

@@ -140,7 +140,7 @@ class _Session:
                     mesh=self.mesh,
                 )
                 self.step += 1
-                self.pending.append(_Pending(self.step, metrics, batch.segment_ids))
+                self.pending.append(_Pending(self.step, metrics, np.asarray(batch.segment_ids)))
                 self._after_step()
             self._save()
             self.checkpoints.wait()

@@ -1,10 +1,10 @@
-"""HADS while training: a plan from the training text and the weights of this step.
+"""HADS while training: plans are calibrated on the training text with the current weights.
 
     dense ──── warmup_steps ──┬── plan ── every ──┬── plan ── every ──┬── …
                               └ calibrate, swap   └ calibrate, swap
 
-A plan is made after an update and before the next: the same step, weights and seed give the same
-plan. Its arrays are arguments of the compiled step, so that swapping it compiles nothing.
+A plan is made between two updates: the same step, weights and seed give the same plan. Its arrays
+are arguments of the compiled step, so that another plan does not recompile.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from xsake.block_mask import BLOCK
 from xsake.data.stream import Stream
-from xsake.hads import Plan, calibrate, make
+from xsake.hads import Plan, calibrate, make, row_blocks
+from xsake.hads.documents import shared_blocks
 from xsake.hads.plan import Terms
 from xsake.hads.profile import hash_of
 from xsake.train.config import Config
@@ -26,7 +29,7 @@ from xsake.train.step import transformer
 
 
 def new_plan(config: Config, parameters: Any, stream: Stream, step: int) -> Plan:
-    """The plan that is due after `step` updates."""
+    """Calibrates and makes the plan that is due after `step` updates."""
     hads = config.hads
     density = hads.density_at(step)
     if density is None:
@@ -47,7 +50,7 @@ def new_plan(config: Config, parameters: Any, stream: Stream, step: int) -> Plan
 
 @functools.lru_cache(maxsize=1)
 def _observer(config: Config) -> Callable[..., Any]:
-    """What `calibrate` sees a model through; the same object each time, as jit goes by identity."""
+    """The `observe` function for `calibrate`; cached, because jit compares it by identity."""
 
     def observe(weights: Any, tokens: Any, fold: Any, carry: Any) -> Any:
         return transformer(config, weights).observe(tokens, fold, carry)
@@ -56,7 +59,7 @@ def _observer(config: Config) -> Callable[..., Any]:
 
 
 def argument(plan: Plan | None, sharding: Any = None) -> Plan | None:
-    """The plan as the compiled step takes it: on the devices, without what sets it apart."""
+    """The plan on the devices, with metadata reset so that all plans share one compiled step."""
     if plan is None:
         return None
     terms = dataclasses.replace(
@@ -66,12 +69,32 @@ def argument(plan: Plan | None, sharding: Any = None) -> Plan | None:
 
 
 def density(plan: Plan | None) -> float:
-    """What a plan realises, 0 to 1; 1 without one."""
+    """The realised density of a plan, 0 to 1; 1 without a plan."""
     return 1.0 if plan is None else plan.density
 
 
+def visited_density(config: Config, plan: Plan | None, segment_ids: np.ndarray) -> float | None:
+    """Blocks that a batch visits ÷ blocks that causality allows, 0 to 1.
+
+        Σ min(counts[l, h, i], own[b, i]) ÷ (layers · N · B · n (n + 1) / 2)
+
+    over layers, heads, batch rows and row blocks; own[b, i] is how many blocks up to i share a
+    document with block i. Without a plan counts[l, h, i] = i + 1. None for sliding-window models,
+    where this would be too large.
+    """
+    if config.model.window is not None:
+        return None
+    block = BLOCK if plan is None else plan.terms.block
+    ids = segment_ids if config.data.separate else np.zeros_like(segment_ids)
+    own = np.asarray(shared_blocks(jnp.asarray(ids), block))
+    n = own.shape[-1]
+    own = np.tril(own).sum(-1)[:, None, None]
+    counts = row_blocks.ceilings(n) if plan is None else np.asarray(plan.counts)
+    return float(np.minimum(counts, own).mean() / ((n + 1) / 2))
+
+
 def arrays(plan: Plan | None) -> dict[str, np.ndarray]:
-    """What of a plan is an array, for a checkpoint."""
+    """The plan's arrays, for a checkpoint."""
     if plan is None:
         return {}
     found = {"counts": plan.counts, "scores": plan.scores}
@@ -79,12 +102,12 @@ def arrays(plan: Plan | None) -> dict[str, np.ndarray]:
 
 
 def rebuilt(found: dict[str, np.ndarray], terms: dict[str, Any]) -> Plan:
-    """The inverse of `arrays`, with the terms as plain values."""
+    """The plan of such arrays, and of its terms as plain values."""
     kept = Terms(**terms | {"notes": tuple(terms["notes"])})
     return Plan(found["counts"], found.get("scores"), kept)
 
 
 def plan_hash(plan: Plan) -> str:
-    """Of a plan's arrays."""
+    """The hash of a plan's arrays."""
     found = arrays(plan)
     return hash_of(found[name] for name in sorted(found))

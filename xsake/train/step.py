@@ -1,10 +1,11 @@
-"""One update, compiled: loss and gradient over micro-batches, clipped AdamW, or nothing at all.
+"""One update, compiled: loss and gradient over micro-batches, then clipped AdamW.
 
-    state, batch [rows, T], plan ─ Σ over micro-batches ─ ÷ tokens ─ update ─ finite? ─┬─ new state
-                                                                                       └─ the old
+    state, batch [B, T], plan ─ Σ over micro-batches ─ ÷ targets ─ update ─ finite? ─┬─ new state
+                                                                                     └─ old state
 
-The plan is an argument: another one of the same form does not recompile. On a mesh every device
-sums over its own rows, the sums are added up, and all devices make the same update.
+An update whose loss or gradient is not finite is skipped. The plan is an argument: another one of
+the same shape does not recompile. On a mesh every device sums over its own batch rows, the sums are
+added up, and all devices make the same update.
 """
 
 from __future__ import annotations
@@ -23,30 +24,29 @@ from xsake.data.stream import Batch
 from xsake.model import Transformer
 from xsake.parallel.mesh import sum_over_batch
 from xsake.train import cross_entropy, optimizer
-from xsake.train.attention import Attention
 from xsake.train.config import Config
 
 
 class State(NamedTuple):
-    """What a run carries from step to step. A pytree; the plan and the text are apart."""
+    """What a run carries from step to step, a pytree. Plan and data are not part of it."""
 
-    step: Any  # int32 []: updates tried, which is the position in the data
-    skipped_steps: Any  # int32 []: how many of them changed nothing
-    bad_steps: Any  # int32 []: how many of the last changed nothing, in a row
+    step: Any  # int32 []: updates so far, skipped ones too; it is the position in the data
+    skipped_steps: Any  # int32 []: how many of them were skipped
+    bad_steps: Any  # int32 []: consecutive skipped updates up to now
     parameters: Any  # {name: float32}
     optimizer: Any  # optax's state
     average: Any  # {name: float32}, or {} where none is kept
 
 
 class Metrics(NamedTuple):
-    """What one update says of itself; arrays without axes."""
+    """Scalar metrics of one update."""
 
     loss: Any  # nats per target, before the update
-    targets: Any  # that counted
+    targets: Any  # sum of the targets' weights
     gradient_norm: Any  # before clipping
     learning_rate: Any
-    skipped_steps: Any  # so far: loss or gradient was not finite, and nothing was changed
-    bad_steps: Any  # of them in a row, up to this one
+    skipped_steps: Any  # so far, because loss or gradient was not finite
+    bad_steps: Any  # consecutive ones, up to this update
 
 
 def initial(config: Config) -> State:
@@ -55,7 +55,7 @@ def initial(config: Config) -> State:
     parameters = model.parameters()
     average = jax.tree.map(jnp.array, parameters) if config.optimizer.ema_decay else {}
     return State(
-        # each its own buffer, to be given away
+        # separate buffers, because the state is donated
         step=jnp.zeros((), jnp.int32),
         skipped_steps=jnp.zeros((), jnp.int32),
         bad_steps=jnp.zeros((), jnp.int32),
@@ -66,7 +66,7 @@ def initial(config: Config) -> State:
 
 
 def transformer(config: Config, parameters: Any) -> Transformer:
-    """The model of some parameters, computing as the config says."""
+    """A model of these parameters with the config's compute options."""
     how = config.compute
     return Transformer.of(
         config.model,
@@ -81,13 +81,11 @@ def transformer(config: Config, parameters: Any) -> Transformer:
 def summed_loss(
     parameters: Any, batch: Batch, plan: Any, config: Config
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Σ weight · -log p(target), and the sum again beside the sum of weights, all float32."""
+    """(Σ loss, (Σ loss, Σ weights)) in float32, with loss = weight · -log p(target)."""
     model = transformer(config, parameters)
     segments = batch.segment_ids if config.data.separate else None
-    mask = plan if plan is None or segments is None else Attention(plan, segments)
-    return loss_of_hidden(
-        model, model.hidden(batch.tokens, mask=mask, segment_ids=segments), batch, config
-    )
+    hidden = model.hidden(batch.tokens, mask=plan, segment_ids=segments)
+    return loss_of_hidden(model, hidden, batch, config)
 
 
 def loss_of_hidden(
@@ -146,20 +144,20 @@ def update(
     loss, norm = loss / count, jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient)))
     speed = optimizer.rate(config.optimizer, config.schedule, state.step)
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
-    new = _moved(state, gradient, speed, config)
+    new = _updated(state, gradient, speed, config)
     kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
     after = kept._replace(
         step=state.step + 1,
         skipped_steps=state.skipped_steps + ~good,
         bad_steps=jnp.where(good, 0, state.bad_steps + 1),
     )
-    said = Metrics(loss, targets, norm, speed, after.skipped_steps, after.bad_steps)
-    # results of their own: the state's buffers are given away to the next step
-    return after, jax.tree.map(lambda x: x + 0, said)
+    metrics = Metrics(loss, targets, norm, speed, after.skipped_steps, after.bad_steps)
+    # copies: the state's buffers are donated to the next step
+    return after, jax.tree.map(lambda x: x + 0, metrics)
 
 
-def _moved(state: State, gradient: Any, speed: Array, config: Config) -> State:
-    """The state after an update by a gradient that is taken to be finite."""
+def _updated(state: State, gradient: Any, speed: Array, config: Config) -> State:
+    """The state after an update by this gradient, which is assumed to be finite."""
     chain = optimizer.make(config.optimizer)
     change, moments = chain.update(gradient, state.optimizer, state.parameters)
     parameters = jax.tree.map(lambda x, d: x - speed * d, state.parameters, change)

@@ -30,14 +30,15 @@ from xsake.bench.suites import Record
 from xsake.bench.timing import provenance, time_queued
 from xsake.block_mask import BlockMask
 from xsake.data import documents as text
+from xsake.decode import REFRESH
 from xsake.evaluate import table as tables
-from xsake.evaluate.decoding import budget_of, compare_decoding
+from xsake.evaluate.decoding import compare_decoding
 from xsake.evaluate.quality import compare, mean_and_error
 from xsake.hads import Plan, Profile, budget, make
 from xsake.hads.statistics import CURVES
 from xsake.model import Transformer, huggingface
-from xsake.model.generate import REFRESH, stream
-from xsake.model.observer import Subject
+from xsake.model.generate import stream
+from xsake.model.observer import Observer
 
 
 def prepare(
@@ -129,13 +130,13 @@ def table(
     )
 
 
-def _subject(model: Path, dtype: str, implementation: str | None) -> Subject:
+def _subject(model: Path, dtype: str, implementation: str | None) -> Observer:
     loaded = huggingface.load(model, dtype=dtype, tokenizer=False, implementation=implementation)
-    return Subject(loaded.model)
+    return Observer(loaded.model)
 
 
 def _cached_profile(
-    subject: Subject,
+    subject: Observer,
     documents: Path,
     profiles: Path,
     block: int,
@@ -157,7 +158,7 @@ def _cached_profile(
 
 
 def _timed_profile(
-    subject: Subject, documents: list[np.ndarray], block: int, curves: tuple[str, ...]
+    subject: Observer, documents: list[np.ndarray], block: int, curves: tuple[str, ...]
 ) -> tuple[Profile, Record]:
     """A profile and its seconds with compilation, most of which is in the first document."""
     times = [time.perf_counter()]
@@ -239,7 +240,7 @@ def speed(
         write(_on_activations(subject, selecting, np.stack(held_out), implementation))
     unstacked = huggingface.load(model, dtype="bfloat16", tokenizer=False).model.unstacked()
     quarter = np.full((subject.layers, subject.heads), 0.25, np.float32)
-    by_plan, by_plan_less = (budget_of(loaded, share) for share in (0.43, 0.25))
+    by_plan, by_plan_less = (loaded.decode_budget(share) for share in (0.43, 0.25))
     policy = loaded.terms.policy
     for name, shares, refresh, batches in (
         ("dense", None, 1, (1, 8)),
@@ -311,7 +312,7 @@ def _budgets(plan: Plan, T: int, N: int) -> dict[str, Array]:
 
 
 def _on_activations(
-    subject: Subject, plan: Plan, tokens: np.ndarray, implementation: str | None
+    subject: Observer, plan: Plan, tokens: np.ndarray, implementation: str | None
 ) -> Record:
     """Time and quality of the plan's masks on the dense model's q, k, v, layer by layer."""
     layers = jnp.arange(subject.layers)

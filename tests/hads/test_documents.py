@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake import BlockMask, masks
 from xsake.hads import Plan, row_blocks
+from xsake.hads.documents import shared_blocks
 from xsake.hads.plan import Terms
-from xsake.model import PRESETS
-from xsake.train.attention import Attention, shared_blocks, visited_density
-from xsake.train.config import Config, Data
 
 T, BLOCK, N = 90, 8, 3  # the last block is short
 n = row_blocks.count_blocks(T, BLOCK)
@@ -54,7 +52,7 @@ def test_a_row_keeps_its_count_of_its_own_blocks_and_no_others(selector):
     ids, (q, k) = packed(1), inputs(1)
     plan = plan_of(selector)
     shared = np.asarray(shared_blocks(jnp.asarray(ids), BLOCK)) & row_blocks.allowed(n)
-    kept = np.asarray(Attention(plan, ids).blocks(1, q, k))
+    kept = np.asarray(plan.blocks(1, q, k, segment_ids=ids))
     assert not (kept & ~shared[:, None]).any()
     own = shared.sum(-1)[:, None]
     expected = np.minimum(plan.counts[1], own)
@@ -66,36 +64,54 @@ def test_a_row_keeps_its_count_of_its_own_blocks_and_no_others(selector):
 def test_a_row_of_one_document_is_the_plan_itself():
     q, k = inputs(2)
     plan = plan_of("mean_query")
-    kept = Attention(plan, np.zeros((2, T), int)).blocks(0, q, k)
+    kept = plan.blocks(0, q, k, segment_ids=np.zeros((2, T), int))
     np.testing.assert_array_equal(kept, plan.blocks(0, q, k))
 
 
-def test_a_plan_of_another_length_is_refused():
+def test_a_plan_of_another_length_is_refused_under_jit():
     q, k = inputs(3)
-    short = Attention(plan_of("mean_query"), np.zeros((2, 40), int))
-    with pytest.raises(ValueError, match=r"12 rows of blocks and the input 5: make it plan.at"):
-        short.blocks(0, q[:, :40], k[:, :40])
+    blocks = jax.jit(lambda plan, q, k, ids: plan.blocks(0, q, k, segment_ids=ids))
+    with pytest.raises(ValueError, match=r"12 row blocks and the input has 5: call plan.at\(40\)"):
+        blocks(plan_of("mean_query"), q[:, :40], k[:, :40], np.zeros((2, 40), int))
 
 
-def config(separate=True):
-    model = dataclasses.replace(PRESETS["tiny"], context=1024)
-    return Config(model=model, data=Data(separate=separate, length=T))
-
-
-@pytest.mark.parametrize("selector", ["static", "gaussian"])
-def test_the_visited_density_is_what_the_masks_list(selector):
-    ids, (q, k) = packed(1), inputs(1)
+@pytest.mark.parametrize("selector", ["static", "mean_query"])
+def test_the_mask_keeps_documents_apart_and_lists_the_blocks(selector):
+    """What the blocks allow, less later tokens and other documents: nothing more is dropped."""
+    ids, (q, k) = packed(2), inputs(2)
     plan = plan_of(selector)
-    found = [Attention(plan, ids)(layer, q, k).density() for layer in range(2)]
-    assert visited_density(config(), plan, ids) == pytest.approx(np.mean(found), abs=1e-6)
-    assert visited_density(config(), plan, ids) < plan.density
+    mask = plan.mask(1, q, k, segment_ids=ids)
+    kept = np.asarray(plan.blocks(1, q, k, segment_ids=ids))
+    np.testing.assert_array_equal(np.asarray(mask.blocks()) > 0, kept)
+    tokens = np.repeat(np.repeat(kept, BLOCK, 2), BLOCK, 3)[:, :, :T, :T]
+    own = np.tri(T, dtype=bool) & (ids[:, :, None] == ids[:, None, :])
+    np.testing.assert_array_equal(mask.to_dense(), tokens & own[:, None])
 
 
-def test_dense_rows_visit_their_own_documents_and_one_text_visits_all():
-    ids = np.repeat(np.arange(8), [200, 17, 300, 1, 130, 90, 250, 12])[None]
-    rule = masks.causal() & masks.documents(jnp.asarray(ids))
-    mask = BlockMask.from_rule(rule, (1000, 1000), batch=1)
-    found = visited_density(config(), None, ids)
-    assert found == pytest.approx(float(mask.density()), abs=1e-6)
-    assert found < 1
-    assert visited_density(config(separate=False), None, ids) == 1
+def test_ids_need_not_rise_as_long_as_a_document_is_in_one_piece():
+    ids, (q, k) = packed(1), inputs(1)
+    names = np.random.default_rng(0).permutation(T)[ids]
+    plan = plan_of("mean_query")
+    one, other = (plan.blocks(0, q, k, segment_ids=x) for x in (ids, names))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_part_of_a_text_has_the_documents_of_the_whole():
+    """Row blocks of a chunk are those of the whole text, blocks and tokens."""
+    S = T // BLOCK * BLOCK
+    ids, (q, k) = packed(1)[:, :S], (x[:, :S] for x in inputs(1))
+    plan = plan_of("mean_query").at(S)
+    whole = plan.mask(0, q, k, segment_ids=ids).to_dense()
+    first, last = 3 * BLOCK, 6 * BLOCK
+    part = plan.mask(0, q[:, first:last], k, segment_ids=ids, first=first).to_dense()
+    np.testing.assert_array_equal(part, whole[:, :, first:last])
+
+
+def test_top_p_stops_within_documents():
+    ids, (q, k) = packed(1), inputs(1)
+    full = plan_of("mean_query")
+    terms = dataclasses.replace(full.terms, top_p=0.6)
+    few = dataclasses.replace(full, terms=terms).blocks(1, q, k, segment_ids=ids)
+    every = full.blocks(1, q, k, segment_ids=ids)
+    assert not (few & ~every).any()
+    assert few.sum() < every.sum()
