@@ -1,8 +1,6 @@
-"""xsake demo: all of it on short texts (XSAKE_SLOW=1), and its training run without steps."""
+"""xsake demo: all of it on short texts (slow), and its training run without steps."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
@@ -33,7 +31,6 @@ def test_the_training_run_takes_the_place_of_an_earlier_one(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("XSAKE_SLOW" not in os.environ, reason="a minute; XSAKE_SLOW=1 runs it")
 def test_the_demo_leaves_a_plan_and_a_run_and_may_be_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "LENGTH", 256)
     monkeypatch.setattr(demo, "BLOCK", 16)

@@ -90,6 +90,7 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
             np.testing.assert_allclose(curve[:, 2:, count - 1], want[:, 2:], rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.optimized
 def test_memory_is_linear_in_length():
     """The compiler's temporary bytes; nothing of this size is run."""
 

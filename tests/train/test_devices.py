@@ -14,7 +14,6 @@ from xsake.parallel import mesh as devices
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_eight_devices_train_as_one_does(tmp_path):
     told = subprocess.run(
         [sys.executable, "-m", "tests.train.sharded", str(tmp_path)],
