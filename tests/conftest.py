@@ -3,7 +3,7 @@
     pytest                       everything but `slow`, without XLA's optimiser
     pytest --optimizer           the same as users compile: three times the compile time
     pytest --slow                the long sweeps too
-    pytest --sample 5            `by_version`, and about a fifth of the rest: the same fifth each time
+    pytest --sample 5            `by_version`, and a fifth of the rest: the same fifth each time
 
 `make test` runs what is marked `optimized` with the optimiser and the rest without it.
 """
@@ -14,8 +14,6 @@ import importlib.metadata
 import os
 import zlib
 from pathlib import Path
-
-import pytest
 
 WITHOUT_OPTIMIZER = [
     "--xla_backend_optimization_level=0",
