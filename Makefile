@@ -9,6 +9,8 @@ EXTRAS ?=
 # pytest-xdist: number of worker processes (0: none), and its --dist mode
 WORKERS ?= 2
 DIST ?= worksteal
+# `make pytest SAMPLE=n` runs one in n of the tests that do not depend on the JAX version
+SAMPLE ?= 1
 # Extra arguments for pytest: make pytest PYTEST_ARGS="tests/test_readme.py -x"
 PYTEST_ARGS ?=
 # How many random cases `make fuzz` runs, and the seed of the first
@@ -27,10 +29,10 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint pytest format bench fuzz lock clean
+.PHONY: help setup demo test lint pytest test-slow format bench fuzz lock clean
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## install into .venv/VERSION what constraints.txt pins; EXTRAS=cuda adds extras
 
@@ -59,8 +61,21 @@ lint: setup  ## ruff, mypy and import-linter
 	$(BIN)/lint-imports
 
 # NumPy's BLAS would start a thread per core in every worker, more threads than cores.
-pytest: setup  ## the tests without lint
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist $(DIST) $(PYTEST_ARGS)
+PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist $(DIST)
+
+# Most tests compile without XLA's optimiser, which would take most of their time. Tests whose claims
+# depend on it are marked `optimized` and run with it.
+pytest: setup  ## the tests without lint; those marked slow are left out
+ifeq ($(PYTEST_ARGS),)
+	$(PYTEST) -m "not optimized" --sample $(SAMPLE)
+	$(PYTEST) -m optimized --optimizer $$(grep -rl --include='test_*.py' mark.optimized tests)
+else
+	$(PYTEST) $(PYTEST_ARGS)
+endif
+
+test-slow: setup  ## every test with XLA's optimiser, long sweeps too, and N random cases
+	$(PYTEST) --optimizer --slow $(PYTEST_ARGS)
+	$(BIN)/python -m tests.fuzz --n $(N) --seed $(SEED)
 
 format: setup  ## format the sources and fix what ruff can
 	$(BIN)/ruff check --fix --exit-zero .

@@ -1,8 +1,6 @@
-"""xsake demo: the whole demo on short texts (XSAKE_SLOW=1), and its training run with a stub."""
+"""xsake demo: the whole demo on short texts (slow), and its training run with a stub."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
@@ -33,7 +31,6 @@ def test_the_training_run_replaces_an_earlier_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("XSAKE_SLOW" not in os.environ, reason="a minute; XSAKE_SLOW=1 runs it")
 def test_the_demo_writes_a_plan_and_a_run_and_can_be_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "LENGTH", 256)
     monkeypatch.setattr(demo, "BLOCK", 16)

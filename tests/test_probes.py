@@ -257,6 +257,7 @@ def random_bits(*shape, seed=3):
     return jnp.asarray(np.random.default_rng(seed).random(shape) < 0.6)
 
 
+@pytest.mark.optimized
 @every_backend
 def test_a_traced_mask_does_not_recompile(backend):
     """A BlockMask is an argument like any other: new contents, the same program."""
@@ -348,6 +349,7 @@ def test_eval_shape(backend):
     assert (lse.shape, lse.dtype) == ((8, T, 8), jnp.float32)
 
 
+@pytest.mark.by_version
 @every_backend
 def test_export(backend):
     """Serialised, read back, called and differentiated with other contents."""
@@ -448,6 +450,7 @@ def test_partial_results_merge_by_their_logsumexp(backend):
         assert oracle.relative_error(x, y) <= (GRADIENT if i else OUTPUT)
 
 
+@pytest.mark.by_version
 def test_shard_map_over_batch_and_heads():
     """On 8 devices, with rules of b and n: see tests/sharded.py."""
     done = subprocess.run(

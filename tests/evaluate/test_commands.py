@@ -14,7 +14,6 @@ def run(monkeypatch, *words):
     cli.main()
 
 
-@pytest.mark.slow
 def test_calibrate_plan_evaluate(tmp_path, monkeypatch, capsys):
     """From a checkpoint and documents to a plan with its measured quality."""
     config = Config(

@@ -105,7 +105,6 @@ def test_a_short_profile_serves_a_density_below_its_own_forced_blocks(subject, d
         make(short, 0.3, "kl", length=LENGTH)
 
 
-@pytest.mark.slow
 def test_the_table_is_written_resumed_and_refused(subject, profile, documents, tmp_path):
     """Nothing is measured or compiled twice; another text asks for another file."""
     out, said = tmp_path / "table.json", []

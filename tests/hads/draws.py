@@ -1,23 +1,21 @@
 """Small attention problems for the tests of HADS: q, k, v and an output projection."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 
 def attention(T=100, N=4, K=2, H=8, width=24, seed=0, sharp=2.0):
     """q [T, N, H], k and v [T, K, H], kernel [N, H, width]; `sharp` makes heads focused."""
-    keys = jax.random.split(jax.random.key(seed), 4)
+    normal = np.random.default_rng(seed).standard_normal
 
-    def drifting(key, heads):
+    def drifting(heads):
         """Neighbours are alike and blocks differ, as in a text."""
-        steps = jax.random.normal(key, (T, heads, H))
-        return 0.5 * steps + jnp.cumsum(0.2 * steps, 0)
+        steps = normal((T, heads, H))
+        return 0.5 * steps + np.cumsum(0.2 * steps, 0)
 
-    q, k = sharp * drifting(keys[0], N), drifting(keys[1], K)
-    v = jax.random.normal(keys[2], (T, K, H))
-    kernel = jax.random.normal(keys[3], (N, H, width)) / np.sqrt(H)
-    return q, k, v, kernel
+    q, k = sharp * drifting(N), drifting(K)
+    v, kernel = normal((T, K, H)), normal((N, H, width)) / np.sqrt(H)
+    return tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v, kernel))
 
 
 def dense(q, k, v):

@@ -14,10 +14,7 @@ from tests.model import check_smollm2
 from xsake.model import huggingface
 
 GGUF = os.environ.get("XSAKE_SMOLLM2", "")
-pytestmark = [
-    pytest.mark.skipif(not GGUF, reason="XSAKE_SMOLLM2 does not name SmolLM2-135M's GGUF"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(not GGUF, reason="XSAKE_SMOLLM2 does not name SmolLM2-135M's GGUF")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A run that is killed -9 again and again; `python -m tests.train.killed FOLDER KILLS SEED`.
+"""A run that is killed -9 again and again; `python -m tests.train.killed FOLDER STEPS KILLS SEED`.
 
 The parent process imports everything and computes nothing. Every attempt is a fork that trains
 until it is killed, at a random time after it has logged a number of further steps. The result of
@@ -37,12 +37,12 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b'"TrainStep"') if path.exists() else 0
 
 
-def main(folder: Path, kills: int, seed: int) -> None:
+def main(folder: Path, count: int, kills: int, seed: int) -> None:
     """Prints one line per attempt: how many steps were logged when it was killed."""
     jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     text = TokenFile.open(token_file(folder).folder)
-    steps = {"schedule__steps": 40, "evaluation__files": ()}
+    steps = {"schedule__steps": count, "evaluation__files": ()}
     calm = config(folder, text, run__name="calm", **steps)
     assert os.waitpid(forked(lambda: loop.train(calm)), 0)[1] == 0
     stormy = config(folder, text, run__name="stormy", **steps)
@@ -50,7 +50,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
     events, killed = stormy.run_folder / "events.jsonl", 0
     while True:
         child = forked(lambda: loop.train(stormy))
-        goal = (killed + 1) * 36 // kills + draw.randint(-1, 1) if killed < kills else None
+        goal = (killed + 1) * (count - 4) // kills + draw.randint(-1, 1) if killed < kills else None
         status = None
         while goal is not None and lines(events) < goal and status is None:
             found, code = os.waitpid(child, os.WNOHANG)
@@ -69,4 +69,4 @@ def main(folder: Path, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

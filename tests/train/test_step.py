@@ -143,6 +143,7 @@ def test_the_average_follows_the_parameters(eager, stream):
         np.testing.assert_allclose(x, expected, rtol=0, atol=2 * ulp)
 
 
+@pytest.mark.optimized
 def test_one_batch_is_learned_by_heart(eager, stream):
     batch = stream.batch(0, 1)
     state = step.initial(eager)

@@ -1,0 +1,60 @@
+"""How the tests compile, and which of them run.
+
+    pytest                       everything but `slow`, without XLA's optimiser
+    pytest --optimizer           the same as users compile: three times the compile time
+    pytest --slow                the long sweeps too
+    pytest --sample 5            `by_version`, and a fifth of the rest: the same fifth each time
+
+`make test` runs what is marked `optimized` with the optimiser and the rest without it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import zlib
+from pathlib import Path
+
+WITHOUT_OPTIMIZER = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",  # one LLVM module for a program, not 32
+]
+if importlib.metadata.version("jax").startswith("0.10."):
+    WITHOUT_OPTIMIZER.append("--xla_cpu_use_fusion_emitters=false")  # newer ones have no other
+
+BY_VERSION = "tests/backends/hopper/"  # kernels, which older versions cannot even trace
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("xsake")
+    group.addoption("--optimizer", action="store_true", help="compile with XLA's optimiser")
+    group.addoption("--slow", action="store_true", help="run tests marked slow too")
+    group.addoption(
+        "--sample", type=int, default=1, metavar="N", help="by_version, and one in N of the rest"
+    )
+
+
+def pytest_configure(config):
+    """Sets XLA's flags before a backend reads them; processes that tests start inherit them.
+
+    A GPU's programs are always compiled as users do: their tests are of the kernels themselves.
+    """
+    if not config.getoption("--optimizer") and not Path("/dev/nvidiactl").exists():
+        given = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = " ".join([given, *WITHOUT_OPTIMIZER]).strip()
+
+
+def pytest_collection_modifyitems(config, items):
+    every, slow = config.getoption("--sample"), config.getoption("--slow")
+
+    def runs(item):
+        if item.get_closest_marker("slow") and not slow:
+            return False
+        by_version = item.get_closest_marker("by_version") or item.nodeid.startswith(BY_VERSION)
+        return by_version or zlib.crc32(item.nodeid.encode()) % every == 0
+
+    left_out = [item for item in items if not runs(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if runs(item)]
