@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.conditions import needs_newer_jax
-from xsake.backends import Options, hopper, reference
+from xsake.backends import Call, hopper, reference
+from xsake.backends.options import Options
 from xsake.bench import autotune, timing
 from xsake.bench.cases import hopper_case
 from xsake.bench.checks import WrongResultError
@@ -23,9 +24,7 @@ def stubs(monkeypatch):
     state = {"wrong_order": ""}
 
     def forward(settings, q, k, v, mask):
-        out, lse = reference.forward(
-            q, k, v, None, mask, scale=settings.scale, soft_cap=None, options=Options()
-        )
+        out, lse = reference.forward(Call(q, k, v, None, mask, settings.scale, None, Options()))
         tiling = settings.options.hopper_forward
         wrong = tiling is not None and tiling.order == state["wrong_order"]
         return out * (1.5 if wrong else 1), lse
@@ -35,8 +34,8 @@ def stubs(monkeypatch):
         run = jax.vjp(lambda *x: forward(settings, *x, mask), q, k, v)[1]
         return run(cotangents)
 
-    monkeypatch.setattr(hopper, "_forward", forward)
-    monkeypatch.setattr(hopper, "_backward", backward)
+    monkeypatch.setattr(hopper, "run_forward", forward)
+    monkeypatch.setattr(hopper, "run_backward", backward)
     quickly = functools.partial(timing.time_queued, seconds=0.0)
     monkeypatch.setattr(timing, "time_queued", quickly)
     monkeypatch.setattr(autotune, "FORWARD", ({"order": "sections"}, {"order": "natural"}))

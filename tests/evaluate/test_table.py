@@ -149,12 +149,12 @@ def test_a_page_gets_its_tables_from_the_file(tmp_path):
     """Densities in order, the best method first, an empty cell where nothing was measured."""
     drawn_table(tmp_path / "table.json")
     page = "<!-- table hads-{} table.json -->\n<!-- end -->"
-    lines = report.filled(page.format("kl"), tmp_path).splitlines()
-    assert lines[2] == "| method | knows | kl at density 0.1 | kl at density 0.43 |"
+    lines = report.fill(page.format("kl"), tmp_path).splitlines()
+    assert lines[2] == "| method | kind | kl at density 0.1 | kl at density 0.43 |"
     assert lines[4] == "| good | run time | 0.1000 ± 0.0100 | 0.1000 ± 0.0100 |"
     assert lines[5] == "| bad | run time |  | 0.2000 ± 0.0100 |"
     assert "`benchmarks/results/table.json`: " in lines[7]
-    lines = report.filled(page.format("recall"), tmp_path).splitlines()
+    lines = report.fill(page.format("recall"), tmp_path).splitlines()
     assert lines[4].startswith("| good | run time | 0.9000 |")
 
 
@@ -184,7 +184,7 @@ def test_documents_are_cut_from_texts_long_enough(tmp_path):
     assert all((a == b).all() for a, b in zip(cut, ready, strict=True))
     with pytest.raises(ValueError, match="only 0 of 2 documents of 5,000 tokens"):
         text.documents(texts, encode, 5000, 2)
-    with pytest.raises(ValueError, match=r"neither \.txt nor \.jsonl"):
+    with pytest.raises(ValueError, match=r"unsupported extension"):
         text.load_documents([path.rename(tmp_path / "texts.csv")], encode, 50, 5)
 
 

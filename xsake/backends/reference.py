@@ -30,7 +30,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
     bias: Float[Array, "#B #N #T #S"] | None,
-    allowed: Bool[Array, "#B #N T S"],
+    allowed: Bool[Array, "#B #N #T #S"],
     *,
     scale: float | Array,
     soft_cap: float | None,
