@@ -33,16 +33,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.backends.hopper.items import COMPUTE, THREADS, WARP, split
+from xsake.backends.hopper import barriers
+from xsake.backends.hopper.layouts import COMPUTE_WGS, THREADS, WARP, div_rem
 from xsake.backends.hopper.ptx import (
-    CAST_BARRIER,
-    NUMBER,
+    INT32,
     ONE,
     SCALAR,
+    address,
+    as_scalar,
     asm,
-    number,
-    pointer,
-    shared,
+    shared_address,
 )
 
 LEFT = 1 << 28  # more than there are visits
@@ -61,12 +61,12 @@ class Cast:
         self.shape = kernel.shape
         self.dtype = jnp.dtype(dtype)
         self.patience = patience
-        self.row_blocks = self.shape.batch * self.shape.heads * self.shape.row_blocks
+        self.row_blocks = self.shape.sizes.B * self.shape.sizes.N * self.shape.row_blocks
 
     def run(self, work, index, counters, sums, dq, added, started):
         """Reports every item's visits and takes this CTA's row blocks, or those that were left."""
         cta = lax.axis_index("cta")
-        ctas = self.kernel.ctas
+        ctas = self.kernel.scheduler.ctas
         own = lax.div(self.row_blocks - 1 - cta, jnp.int32(ctas)) + 1
         own = jnp.where(cta < self.row_blocks, own, 0)
         _reset(added)
@@ -95,7 +95,7 @@ class Cast:
             place = lax.while_loop(
                 lambda carry: carry[1] == 0, take_one, (place, await_item(place))
             )[0]
-            head = item.b * self.shape.heads + item.n
+            head = item.b * self.shape.sizes.N + item.n
             first = head * self.shape.row_blocks
             there = counters.at[pl.ds(first, self.shape.row_blocks)]
             found_left = _report(there, index.at[pl.ds(item.start, 1)], item.count)
@@ -109,7 +109,7 @@ class Cast:
 
             return turn + 1, place
 
-        place = self.kernel.for_each_item(work, after, (0, 0))[1]
+        place = self.kernel.scheduler.for_each_tile(work, after, (0, 0))[1]
         # The compute warpgroups have given theirs back; now nothing hides what is left to do.
         plgpu.set_max_registers(LAST_REGISTERS, action="increase")
 
@@ -129,13 +129,13 @@ class Cast:
 
     def convert(self, row, sums, dq, loads):
         """scale * sums of a row block -> dq; a thread has so many loads of 16 bytes in flight."""
-        head, i = split(row, self.shape.row_blocks)
-        b, n = split(head, self.shape.heads)
+        head, i = div_rem(row, self.shape.row_blocks)
+        b, n = div_rem(head, self.shape.sizes.N)
         first = i * self.shape.block[0]
         left = jnp.minimum(sums.shape[1] - first, self.shape.block[0])  # rows
-        lanes = self.shape.size * 4 // 16  # of a warp for a row
+        lanes = self.shape.sizes.H * 4 // 16  # of a warp for a row
         together = WARP // lanes  # rows of a warp's load
-        stride = self.shape.heads * self.shape.size * 4  # bytes from row to row of sums
+        stride = self.shape.sizes.N * self.shape.sizes.H * 4  # bytes from row to row of sums
         of_warp, of_all = loads * together, WARPS * loads * together  # rows at a time
         kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[self.dtype.name]
         scale = "0f" + struct.pack(">f", self.kernel.scale).hex().upper()
@@ -174,13 +174,13 @@ class Cast:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
         def emit(_, sums, dq, left):
-            asm(lines, "l,l,r", [pointer(sums), pointer(dq), left.registers[()]])
+            asm(lines, "l,l,r", [address(sums), address(dq), left.registers[()]])
 
         rows = pl.ds(first, self.shape.block[0])
         emit(sums.at[b, rows, n], dq.at[b, rows, n], left)
 
 
-def tell(added):
+def report_added(added):
     """A compute warpgroup's additions of an item are in memory: it has waited for them.
 
     `added` is its own number.
@@ -191,20 +191,20 @@ def tell(added):
 
 
 def _reset(added):
-    _in_shared(added, [f"@one st.shared.u32 [$0+{4 * wg}], 0;" for wg in range(COMPUTE)])
+    _in_shared(added, [f"@one st.shared.u32 [$0+{4 * wg}], 0;" for wg in range(COMPUTE_WGS)])
 
 
 def _in_shared(added, lines):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, added):
-        asm([*ONE, *lines], "r", [shared(added)])
+        asm([*ONE, *lines], "r", [shared_address(added)])
 
     emit(added)
 
 
 # p of one thread to all of them, who thereby see what it has seen.
 SHARED = (
-    f"barrier.cta.red.or.pred p, {CAST_BARRIER}, {THREADS}, p;",
+    f"barrier.cta.red.or.pred p, {barriers.CAST}, {THREADS}, p;",
     "selp.b32 $0, 1, 0, p;",
 )
 
@@ -226,11 +226,11 @@ def _item_or_row(added, want, counter, more):
     ]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType(), SCALAR), return_type=NUMBER
+        arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType(), SCALAR), return_type=INT32
     )
     def emit(_, added, want, counter, more):
-        operands = [shared(added), want.registers[()], pointer(counter), more.registers[()]]
-        return number(asm(lines, "=r,r,r,l,r", operands))
+        operands = [shared_address(added), want.registers[()], address(counter), more.registers[()]]
+        return as_scalar(asm(lines, "=r,r,r,l,r", operands))
 
     return emit(added, want, counter, more.astype(jnp.int32))
 
@@ -249,10 +249,10 @@ def _report(counters, index, count):
         *SHARED,
     ]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), return_type=NUMBER)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), return_type=INT32)
     def emit(_, counters, index, count):
-        operands = [pointer(counters), pointer(index), count.registers[()]]
-        return number(asm(lines, "=r,l,l,r", operands))
+        operands = [address(counters), address(index), count.registers[()]]
+        return as_scalar(asm(lines, "=r,l,l,r", operands))
 
     return emit(counters, index, count)
 
@@ -271,9 +271,9 @@ def _is_complete(counter, patience):
         *SHARED,
     ]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=NUMBER)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=INT32)
     def emit(_, counter, patience):
-        return number(asm(lines, "=r,l,r", [pointer(counter), patience.registers[()]]))
+        return as_scalar(asm(lines, "=r,l,r", [address(counter), patience.registers[()]]))
 
     return emit(counter, patience)
 
@@ -288,9 +288,9 @@ def _claim(counter):
         *SHARED,
     ]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=NUMBER)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INT32)
     def emit(_, counter):
-        return number(asm(lines, "=r,l", [pointer(counter)]))
+        return as_scalar(asm(lines, "=r,l", [address(counter)]))
 
     return emit(counter)
 
@@ -301,6 +301,6 @@ def _leave(counter):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, counter):
         lines = [*ONE, f"@one red.relaxed.gpu.global.add.u32 [$0], {LEFT};"]
-        asm(lines, "l", [pointer(counter)])
+        asm(lines, "l", [address(counter)])
 
     emit(counter)

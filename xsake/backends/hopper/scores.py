@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
-from xsake.backends.hopper.items import LOG2E, ROWS, TILE, check_sizes, tiles
+from xsake.backends.hopper.layouts import ALIGNED, LOG2E, ROWS, TILE, pad_tokens, round_up, slot_of, tiles
+from xsake.backends.hopper.shape import check_sizes
 
 
 @dataclasses.dataclass(frozen=True)
