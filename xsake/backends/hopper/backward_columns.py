@@ -186,7 +186,9 @@ class ColumnsKernel(GradientKernel):
 
     # Memory warpgroup
 
-    def memory(self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, index, scratch):
+    def memory(
+        self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, index, scratch
+    ):
         """Copies K, V once per work tile and Q, d_out once per step, as soon as slots are free."""
         copy = plgpu.copy_gmem_to_smem
         lse_smem, delta_smem = self.statistics(scratch)
@@ -460,9 +462,7 @@ class _TileSteps:
             plgpu.wgmma_wait(1)  # dv is done, and the registers of p are free
             plgpu.barrier_arrive(d_out_free.at[self.d_out_slot(t)])
         if kernel.has_dk:
-            self.add_product(
-                refs["dk"], [ds for _, ds in pairs], scratch.q_smem.at[self.q_slot(t)]
-            )
+            self.add_product(refs["dk"], [ds for _, ds in pairs], scratch.q_smem.at[self.q_slot(t)])
         dk_products = len(pairs) * kernel.has_dk  # in flight after those of dv and dq
         if dq_first:
             self.add_dq(t, kernel.settle(dq, dk_products), first_query)
@@ -510,8 +510,8 @@ class _TileSteps:
     def issue_dq(self, t, column=0):
         """This warpgroup's part of ds k of step t, in flight."""
         kernel, scratch = self.kernel, self.scratch
-        slot = 0 if kernel.alternate else slot_of(self.done + t, DS_STAGES)
-        ds = kernel.dq.ds(kernel, self.wg, scratch.ds_smem.at[slot])
+        slot = None if kernel.alternate else slot_of(self.done + t, DS_STAGES)
+        ds = kernel.dq.ds(kernel, self.wg, scratch.ds_smem, slot)
         return kernel.issue(ds, kernel.dq.k(kernel, self.wg, scratch.k_smem, column))
 
     def add_dq(self, t, dq, first_query, column=0):

@@ -23,9 +23,9 @@ class ByRows:
     before_dk = True
 
     @staticmethod
-    def ds(kernel, wg, ds_smem):
-        """The left operand, from the step's dsT tiles."""
-        return ds_smem.at[kernel.opaque(wg)].transpose((1, 0))
+    def ds(kernel, wg, ds_smem, slot):
+        """The left operand: ds of the step whose dsT is in that slot."""
+        return ds_smem.at[slot].at[kernel.opaque(wg)].transpose((1, 0))
 
     @staticmethod
     def k(kernel, wg, k_smem, column):
@@ -44,9 +44,9 @@ class AlternatingSteps:
     before_dk = False
 
     @staticmethod
-    def ds(kernel, wg, ds_smem):
-        """The left operand, from the step's dsT tiles."""
-        return ds_smem.at[0].transpose((1, 0))
+    def ds(kernel, wg, ds_smem, slot):
+        """The left operand: ds of the step whose dsT is in that slot."""
+        return ds_smem.at[slot].at[0].transpose((1, 0))
 
     @staticmethod
     def k(kernel, wg, k_smem, column):
@@ -82,9 +82,9 @@ class OwnSteps(AlternatingSteps):
     before_dk = True
 
     @staticmethod
-    def ds(kernel, wg, ds_smem):
-        """The left operand, from the warpgroup's own half of the only dsT tile."""
-        return ds_smem.at[0, kernel.half(wg)].transpose((1, 0))
+    def ds(kernel, wg, ds_smem, slot):
+        """The left operand: the warpgroup's own half of the only dsT tile."""
+        return ds_smem.at[0, 0, kernel.half(wg)].transpose((1, 0))
 
     @staticmethod
     def k(kernel, wg, k_smem, column):

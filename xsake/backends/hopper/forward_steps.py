@@ -207,9 +207,7 @@ class TileSteps:
         """acc * shrink; lazily, a warp skips it when none of its rows has a new maximum."""
         if not self.kernel.tiling.lazy_rescale or self.kernel.interpret:
             return acc * over_columns(shrink, acc)
-        return lax.cond(
-            _any_in_warp(shrink), lambda: acc * over_columns(shrink, acc), lambda: acc
-        )
+        return lax.cond(_any_in_warp(shrink), lambda: acc * over_columns(shrink, acc), lambda: acc)
 
     # Products
 

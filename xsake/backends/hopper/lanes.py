@@ -50,9 +50,7 @@ def for_each_entry(index, head_offset, start, count, capacity, step, state):
     """
 
     def several(ranks, state):
-        entries = [
-            gather(index, head_offset + jnp.minimum(start + t, capacity - 1)) for t in ranks
-        ]
+        entries = [gather(index, head_offset + jnp.minimum(start + t, capacity - 1)) for t in ranks]
         for t, entry in zip(ranks, entries, strict=True):
             state = step(t, entry, t < count, state)
         return state

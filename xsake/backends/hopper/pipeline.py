@@ -1,7 +1,7 @@
 """The memory warpgroup: TMA copies into shared memory, ahead of the compute warpgroups.
 
-    ring       a tile for every step, as many in flight as the ring has slots
-    resident   a tile for every work tile, which stays for all its steps
+ring       a tile for every step, as many in flight as the ring has slots
+resident   a tile for every work tile, which stays for all its steps
 """
 
 import functools

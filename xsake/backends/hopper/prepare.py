@@ -20,7 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
 from xsake.backends.hopper import work_table
-from xsake.backends.hopper.delta import COMPILER_PARAMS, SM_BYTES, DeltaPass, fits, operands, statistics
+from xsake.backends.hopper.delta import (
+    COMPILER_PARAMS,
+    SM_BYTES,
+    DeltaPass,
+    fits,
+    operands,
+    statistics,
+)
 from xsake.backends.hopper.layouts import ALIGNED, LOG2E, THREADS, WARP, round_up
 from xsake.backends.hopper.shape import Shape
 from xsake.backends.hopper.transpose import transpose_lists

@@ -93,9 +93,7 @@ def transpose_columns(
     first = part * THREADS
     lane = lane_index()
     head_offset = head * capacity
-    before, live = _mark(
-        lane, first, head, head_offset, operands, lists, units, count_rows
-    )
+    before, live = _mark(lane, first, head, head_offset, operands, lists, units, count_rows)
 
     def for_each_row(step):
         """state = step(row, its units, state); rows past the last one are empty."""

@@ -152,7 +152,7 @@ def _rank_tiles(start, count, full, table, *, shared, lists, B, N, run, end):
 
 
 def _comes_before(other, other_visits, tile, visits):
-    """Whether another work tile is computed first: it has more visits, or as many and is earlier."""
+    """Whether another work tile is first: it has more visits, or as many and a smaller index."""
     return (other_visits > visits) | ((other_visits == visits) & (other < tile))
 
 

@@ -115,9 +115,7 @@ def transposing(B: int, T: int, H: int) -> Part:
     name = f"{case.name}, transposed lists"
 
     def rows(done: list[Row]) -> Iterator[Row]:
-        from xsake.backends.hopper.work_table import (
-            lists_by_column,  # needs a newer JAX than the door
-        )
+        from xsake.backends.hopper.transpose import transpose_lists  # needs a newer JAX
 
         given = case.arguments(on_device=True)
         arrays = tuple(given[name] for name in ("query", "key", "value"))
@@ -125,7 +123,7 @@ def transposing(B: int, T: int, H: int) -> Part:
         second = BlockMask.from_dense(
             second.blocks() > 0, shape=(T, T), capacity=first.kv_index.shape[-1]
         )
-        turned = jax.jit(lambda mask: lists_by_column(mask.lists, mask.grid.counts[1]))
+        turned = jax.jit(lambda mask: transpose_lists(mask.lists, mask.grid.counts[1]))
         taken = time_queued(turned, first).median_seconds
         gradients = jax.jit(_attend_and_back)
         jax.block_until_ready(gradients(*arrays, first))
