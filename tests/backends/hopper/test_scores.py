@@ -53,22 +53,23 @@ def interpreted(queries, k, block, *, causal, run=None, **tiling):
 
 
 @pytest.mark.parametrize(
-    ("batch", "R", "S", "heads", "size", "block", "causal", "tiling"),
+    ("batch", "R", "S", "heads", "size", "block", "causal", "sms", "tiling"),
     [
-        (1, 2, 256, (1, 1), 64, 128, True, {}),
-        (2, 3, 301, (6, 2), 64, 128, True, {"sms": 3}),
-        (1, 5, 300, (2, 2), 128, 64, True, {"sms": 2, "warpgroups": 2}),
-        (1, 70, 70 * 64 - 20, (1, 1), 64, 64, True, {"sms": 2, "q_bytes": 8 << 10}),
-        (1, 70, 130, (2, 1), 128, 64, False, {"sms": 2, "q_bytes": 48 << 10}),
-        (1, 2, 333, (3, 1), 256, 128, False, {"sms": 1}),
+        (1, 2, 256, (1, 1), 64, 128, True, 132, {}),
+        (2, 3, 301, (6, 2), 64, 128, True, 3, {}),
+        (1, 5, 300, (2, 2), 128, 64, True, 2, {"warpgroups": 2}),
+        (1, 70, 70 * 64 - 20, (1, 1), 64, 64, True, 2, {"q_bytes": 8 << 10}),
+        (1, 70, 130, (2, 1), 128, 64, False, 2, {"q_bytes": 48 << 10}),
+        (1, 2, 333, (3, 1), 256, 128, False, 1, {}),
     ],
     ids=str,
 )
 @needs_interpreter
 def test_the_kernel_sums_over_the_keys_of_every_block(
-    batch, R, S, heads, size, block, causal, tiling, capsys
+    batch, R, S, heads, size, block, causal, sms, tiling, capsys, monkeypatch
 ):
     """One or many segments for a CTA, groups that reach past the last tile, a short last block."""
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: sms)
     queries = drawn(batch, R, heads[0], size) / 8
     k = drawn(batch, S, heads[1], size, seed=1)
     got = np.asarray(interpreted(queries, k, block, causal=causal, **tiling))
@@ -117,8 +118,8 @@ def test_segments_cover_what_is_seen_once_and_evenly(sizes, tiling):
     tiling = hopper_scores.ScoresTiling(**tiling)
     causal = rows.count_blocks(S, block) == R
     queries, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((B, R, N, H), (B, S, K, H)))
-    shape = hopper_scores._Shape.of(queries, k, block, causal, tiling)
-    table = hopper_scores.segments(shape, tiling)
+    shape = hopper_scores.ScoresShape.of(queries, k, block, causal, tiling)
+    table = hopper_scores.segments(shape, 132)
     times = np.zeros((B, K, shape.groups, shape.blocks), int)
     for b, h, group, first, count in table.reshape(-1, 5):
         times[b, h, group, first : first + count] += 1
@@ -173,8 +174,9 @@ def kernel_taken(monkeypatch):
 
     def run(queries, k, block, *, causal):
         calls.append((queries.shape, k.shape, causal))
-        return interpreted(queries, k, block, causal=causal, run=kernel, sms=2)
+        return interpreted(queries, k, block, causal=causal, run=kernel)
 
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
     means = functools.partial(hopper_means.means, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(hopper_means, "means", means)
     scores._batchable.cache_clear()

@@ -171,11 +171,11 @@ class ColumnsKernel(GradientKernel):
                 del scratch["piece_smem"], scratch["out_smem"]
         return scratch
 
-    def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **scratch):
+    def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **buffers):
         """One CTA: what its warpgroups do."""
         rows, columns, written = self.rule.split(refs)
-        work, scratch = self.scheduler.work_of(table, scratch)
-        scratch = _Scratch(**scratch)
+        work, others = self.scheduler.work_of(table, buffers)
+        scratch = _Scratch(**others)
         outs = dict(zip(self.out_names, written, strict=True))
         context = _Context(index, rows, columns, outs, scratch)
         self.run_roles(

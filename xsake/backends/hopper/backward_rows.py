@@ -73,11 +73,11 @@ class RowsKernel(GradientKernel):
             scratch["left_smem"] = tiles(COMPUTE_WGS, ROWS, step, dtype=dtype)
         return scratch
 
-    def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **scratch):
+    def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **buffers):
         """One CTA: what its warpgroups do."""
         rows, columns, (dq,) = self.rule.split(refs)
-        work, scratch = self.scheduler.work_of(table, scratch)
-        scratch = _Scratch(**scratch)
+        work, others = self.scheduler.work_of(table, buffers)
+        scratch = _Scratch(**others)
         self.run_roles(
             lambda wg: self.compute(wg, lse, delta, work, index, rows, columns, dq, scratch),
             lambda: self.memory(q, k, v, d_out, work, index, scratch),

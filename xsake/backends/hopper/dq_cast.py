@@ -165,12 +165,13 @@ class Cast:
             lines.append(within[0].format(load * rows_per_load))
             lines.append(f"{within[1]}ld.relaxed.gpu.global.v4.f32 {to};")
         for load, names in enumerate(x):
+            offset = load * rows_per_load * stride  # bytes of sums
             lines += [f"mul.f32 {name}, {name}, {scale};" for name in names]
             lines += [
                 f"cvt.rn.{kind}.f32 y0, {names[1]}, {names[0]};",
                 f"cvt.rn.{kind}.f32 y1, {names[3]}, {names[2]};",
                 within[0].format(load * rows_per_load),
-                f"{within[1]}st.global.v2.b32 [o+{load * rows_per_load * stride // 2}], {{y0, y1}};",
+                f"{within[1]}st.global.v2.b32 [o+{offset // 2}], {{y0, y1}};",
             ]
         lines += [
             f"sub.s32 row, row, {all_rows}; add.u64 a, a, {all_rows * stride};",
@@ -296,7 +297,8 @@ def _claim(counter):
     lines = [
         *ONE,
         ".reg .pred p; .reg .b32 x; setp.ne.u32 p, tid, tid; @!one bra OUT;",
-        f"atom.acq_rel.gpu.global.cas.b32 x, [$1], {ABANDONED}, {TAKEN}; setp.eq.s32 p, x, {ABANDONED};",
+        f"atom.acq_rel.gpu.global.cas.b32 x, [$1], {ABANDONED}, {TAKEN}; "
+        f"setp.eq.s32 p, x, {ABANDONED};",
         "OUT:",
         *BROADCAST,
     ]

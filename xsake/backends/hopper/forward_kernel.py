@@ -159,10 +159,10 @@ class _Kernel(BlockKernel):
             scratch |= Handover.barriers()
         return scratch
 
-    def body(self, q_gmem, k_gmem, v_gmem, table, index, *refs, **scratch):
+    def body(self, q_gmem, k_gmem, v_gmem, table, index, *refs, **buffers):
         """One CTA: what its warpgroups do."""
-        work, scratch = self.scheduler.work_of(table, scratch)
-        scratch = _Scratch(**scratch)
+        work, others = self.scheduler.work_of(table, buffers)
+        scratch = _Scratch(**others)
         rows, columns, outs = self.rule.split(refs)
         self.run_roles(
             lambda wg: self.compute(wg, work, index, rows, columns, outs, scratch),

@@ -31,7 +31,6 @@ class BlockKernel:
 
     warpgroups = COMPUTE_WGS + 1
     record_slots = 2  # for the records of the current and of the next work tile
-    reuse_operand_smem = False  # results are staged in an operand's buffer: one tile per CTA
 
     def __init__(self, shape, rule, tiling, *, axis, step, scale, soft_cap, interpret):
         self.shape = shape
@@ -58,6 +57,11 @@ class BlockKernel:
             warpgroups=self.warpgroups,
             interpret=self.interpret,
         )
+
+    @property
+    def reuse_operand_smem(self) -> bool:
+        """Whether results are staged in an operand's buffer, so that a CTA has one work tile."""
+        return False
 
     def check_stages(self, stages: int) -> None:
         """Raises where alternating warpgroups would not keep to their own slots of a ring."""

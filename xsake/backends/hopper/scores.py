@@ -82,7 +82,7 @@ def scores(
     shape = ScoresShape.of(queries, k, block, causal, tiling)
     B, R, N, _ = queries.shape
     q, k = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (queries, k))
-    table = segments(shape, tiling)
+    table = segments(shape, _jax.multiprocessors())
     kernel = _Kernel(shape, tiling, interpret)
     result = plgpu.kernel(
         kernel.body,
@@ -177,7 +177,7 @@ class ScoresShape:
 
 
 @functools.lru_cache(maxsize=64)
-def segments(shape: ScoresShape, tiling: ScoresTiling) -> np.ndarray:
+def segments(shape: ScoresShape, multiprocessors: int) -> np.ndarray:
     """The segments of every CTA, int32 [CTAs, most segments of a CTA + 1, 5].
 
     The blocks of all groups of all kv heads, in one sequence, are split into parts of equal cost.
@@ -196,7 +196,7 @@ def segments(shape: ScoresShape, tiling: ScoresTiling) -> np.ndarray:
     group, first = np.nonzero(cost)
     flat = np.tile(cost[group, first], heads)
     ends = np.cumsum(flat)
-    ctas = min(_jax.multiprocessors(), len(flat))
+    ctas = min(multiprocessors, len(flat))
     cta = np.minimum((ends - flat / 2) * ctas // ends[-1], ctas - 1).astype(int)
     head = np.repeat(np.arange(heads), len(group))
     head_group = head * shape.groups + np.tile(group, heads)
