@@ -113,7 +113,7 @@ class Cast:
             return turn + 1, number
 
         number = self.kernel.scheduler.for_each_tile(work, after_tile, (0, 0))[1]
-        # The compute warpgroups have released their registers. What is left overlaps with nothing,
+        # The compute warpgroups have released their registers. What remains overlaps with nothing,
         # so it uses more of them.
         plgpu.set_max_registers(LAST_REGISTERS, action="increase")
 
@@ -154,7 +154,7 @@ class Cast:
             f"and.b32 t, t, {lanes - 1};",
             f"mad.wide.u32 a, row, {stride}, $0; mad.wide.u32 a, t, 16, a;",
             f"mad.wide.u32 o, row, {stride // 2}, $1; mad.wide.u32 o, t, 8, o;",
-            "sub.s32 row, $2, row;",  # rows left
+            "sub.s32 row, $2, row;",  # rows that remain
             'NEXT: .pragma "nounroll"; setp.gt.s32 in, row, 0; @!in bra OUT;',
         ]
         # The number of rows is a multiple of 8. A warp with more rows at a time needs a predicate
@@ -297,8 +297,10 @@ def _claim(counter):
     lines = [
         *ONE,
         ".reg .pred p; .reg .b32 x; setp.ne.u32 p, tid, tid; @!one bra OUT;",
-        f"atom.acq_rel.gpu.global.cas.b32 x, [$1], {ABANDONED}, {TAKEN}; "
-        f"setp.eq.s32 p, x, {ABANDONED};",
+        (
+            f"atom.acq_rel.gpu.global.cas.b32 x, [$1], {ABANDONED}, {TAKEN}; "
+            f"setp.eq.s32 p, x, {ABANDONED};"
+        ),
         "OUT:",
         *BROADCAST,
     ]

@@ -2,7 +2,7 @@
 
     lists by row block ── transpose_lists ──▶ lists by kv block        the backward reads these
 
-One small kernel does what takes XLA several: at low densities the time between launches is a
+One small kernel replaces several of XLA's: at low densities the time between launches is a
 visible part of the backward. Lists that are too long for shared memory, and the interpreter, use
 plain JAX.
 """

@@ -2,7 +2,7 @@
 
     lists ── work_table ──▶ int32 [work tiles + 1, 8]        records of scheduler.WorkTile
 
-One small kernel does what takes XLA several: at low densities the time between launches is a
+One small kernel replaces several of XLA's: at low densities the time between launches is a
 visible part of the whole. Runs that are too long to sort by comparison, and the interpreter, use
 plain JAX. `HeadTables` makes transposed lists and their work table together, one CTA per head.
 """
