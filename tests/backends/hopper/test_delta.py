@@ -1,4 +1,4 @@
-"""What the Hopper backward needs before its products, without a GPU: interpreted and lowered."""
+"""The pass before the Hopper backward (delta, lse, zeros), without a GPU: interpreted, lowered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xsake.backends import Sizes
 from xsake.backends.options import BackwardTiling
 
 
-def drawn(batch, length, heads, size, dtype="bfloat16", with_d_lse=True):
+def random_inputs(batch, length, heads, size, dtype="bfloat16", with_d_lse=True):
     """out, d_out, lse and d_lse; the first head's row 5 is empty."""
     rng = np.random.default_rng(length)
     out, d_out = (
@@ -56,7 +56,7 @@ def check(found, want):
     ],
 )
 @needs_interpreter
-def test_one_pass_makes_lse_delta_and_zeros(
+def test_one_pass_computes_lse_delta_and_zeros(
     batch, length, heads, size, rows, zeros, with_d_lse, dtype, capsys, monkeypatch
 ):
     """More units than CTAs, a last block that is partly or wholly past the end; no race."""
@@ -65,7 +65,7 @@ def test_one_pass_makes_lse_delta_and_zeros(
     from xsake.backends.hopper import delta as hopper_delta
 
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
-    given = drawn(batch, length, heads, size, dtype, with_d_lse)
+    given = random_inputs(batch, length, heads, size, dtype, with_d_lse)
     found = hopper_delta.statistics(
         *given,
         rows=rows,
@@ -91,7 +91,7 @@ def test_every_length_has_the_same_statistics(length, monkeypatch):
     from xsake.backends.hopper import prepare as hopper_prepare
     from xsake.backends.hopper.shape import Shape
 
-    given = out, d_out, lse, d_lse = drawn(1, length, 2, 64)
+    given = out, d_out, lse, d_lse = random_inputs(1, length, 2, 64)
     assert hopper_delta.fits(out) == (length == 136)
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
     shape = Shape(Sizes(1, length, length, 2, 2, 64, 64), (128, 128), 2)
@@ -126,8 +126,8 @@ def test_every_head_size_lowers_for_cuda(size, zeros):
     [(100, 128, "100 tokens are not a multiple of 8"), (136, 128, "128 rows are not whole blocks")],
 )
 @needs_newer_jax
-def test_what_it_does_not_take_is_refused(length, rows, reason):
+def test_unsupported_lengths_are_refused(length, rows, reason):
     from xsake.backends.hopper import delta as hopper_delta
 
     with pytest.raises(ValueError, match=reason):
-        hopper_delta.statistics(*drawn(1, length, 1, 64), rows=rows)
+        hopper_delta.statistics(*random_inputs(1, length, 1, 64), rows=rows)

@@ -1,4 +1,4 @@
-"""The Hopper kernels without a GPU: what they refuse, that they lower, a small case interpreted."""
+"""The Hopper kernels: refusals, lowering, small cases interpreted, and cases on a GPU."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_deterministic_gradients_come_from_two_kernels(block):
 
 
 @needs_newer_jax
-def test_whole_eights_of_tokens_have_a_kernel_for_delta():
-    """Before the fused backward or before the two kernels; the tests above have other lengths."""
+def test_lengths_that_are_multiples_of_8_have_a_kernel_for_delta():
+    """Before both forms of the backward; the lengths of the tests above have no such kernel."""
     eights = mask_of(masks.causal(), 504)
     assert kernels_lowered(eights, 128) == FORWARD + FUSED + 1
     assert kernels_lowered(eights, 128, deterministic=True) == FORWARD + FUSED + BY_ROWS + 1
@@ -127,14 +127,14 @@ def test_whole_eights_of_tokens_have_a_kernel_for_delta():
 )
 @needs_newer_jax
 def test_the_cast_of_dq_inside_the_kernel_lowers_for_cuda(block, size, tiling):
-    """A fourth warpgroup finds shared memory and layouts, and dq is the kernel's own result."""
+    """Shared memory and layouts fit a fourth warpgroup, and dq is a result of the kernel."""
     mask = mask_of(masks.causal(), 504, block)
     assert kernels_lowered(mask, size, cast="kernel", **tiling) == FORWARD + FUSED + 1  # delta
 
 
 @pytest.mark.parametrize("rule", ["causal", "window", "documents", "lengths"])
 @needs_newer_jax
-def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
+def test_a_row_block_counts_as_many_visits_as_the_transposed_lists_have(rule):
     """Otherwise it would be cast before it is complete, or never."""
     from xsake.backends.hopper import prepare as hopper_prepare
     from xsake.backends.hopper.shape import Shape
@@ -163,7 +163,7 @@ def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
 
 
 def own_lists(heads, length, block=(128, 128), share=0.4):
-    """A mask whose heads have lists of their own; every third column of blocks is empty."""
+    """A mask with one list per head; every third column of blocks is empty."""
     rng = np.random.default_rng(length)
     blocks = rng.random((1, heads, -(-length // block[0]), -(-length // block[1]))) < share
     blocks[..., ::3] = False
@@ -231,7 +231,7 @@ def test_a_small_forward_agrees_when_interpreted(block, ctas, tiling, capsys, mo
 
 @needs_interpreter
 def test_a_small_backward_agrees_when_interpreted(monkeypatch):
-    """Seven products over blocks of 64, whose sums one warpgroup hands to the other."""
+    """Seven products over blocks of 64, where one warpgroup hands its sums to the other."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import backward_kernel as hopper_backward
@@ -268,7 +268,7 @@ def test_a_small_backward_agrees_when_interpreted(monkeypatch):
 
 @pytest.mark.parametrize("used", ["out", "logsumexp", "both"])
 @needs_interpreter
-def test_gradients_flow_through_what_is_used(used, monkeypatch):
+def test_gradients_flow_through_the_used_results(used, monkeypatch):
     """The output, its logsumexp or both, interpreted; what is not used is not read."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -378,7 +378,9 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(
 )
 @pytest.mark.gpu
 @on_a_card
-def test_one_launch_prepares_what_several_do(length, block, size, counts, order, tail, monkeypatch):
+def test_one_launch_prepares_the_same_as_several(
+    length, block, size, counts, order, tail, monkeypatch
+):
     """The same lists and statistics to the bit, and the same table, but for the last heads' order.
 
     `tail` of them are sorted together.
@@ -460,7 +462,7 @@ def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
 @pytest.mark.gpu
 @on_a_card
 def test_a_scan_over_layers_runs_each_kernel_once():
-    """XLA would fuse the forward with the stacking of its result, beside the forward itself."""
+    """Otherwise XLA fuses the forward with the stacking of its result, and runs it once more."""
 
     def layer(x, w):
         h = (x @ w).reshape(1, 256, 2, 64)
@@ -475,7 +477,7 @@ def test_a_scan_over_layers_runs_each_kernel_once():
     assert text.count('custom_call_target="mosaic_gpu') == FORWARD + FUSED + 1  # delta
 
 
-def test_where_there_is_no_gpu_it_says_so():
+def test_without_a_gpu_the_reason_names_it():
     """A named backend raises with its reason, and `explain` has it too."""
     if _jax.platform() == "gpu":
         pytest.skip("there is a GPU here")
@@ -501,7 +503,7 @@ def test_where_there_is_no_gpu_it_says_so():
     ids=lambda x: "" if isinstance(x, dict) else str(x),
 )
 def test_every_refusal_has_its_reason(change, reason, monkeypatch):
-    """On a machine that claims to be an H200, one thing at a time is in the way."""
+    """On a machine that claims to be an H200, one property of the call at a time is unsupported."""
     monkeypatch.setattr(_jax, "platform", lambda: "gpu")
     monkeypatch.setattr(_jax, "compute_capability", lambda: change.get("capability", (9, 0)))
     monkeypatch.setattr(_jax, "version", lambda: change.get("version", (0, 11, 2)))
@@ -514,7 +516,7 @@ def test_every_refusal_has_its_reason(change, reason, monkeypatch):
     assert reason in said
 
 
-def test_what_the_kernels_take_is_not_refused(monkeypatch):
+def test_supported_calls_are_not_refused(monkeypatch):
     """Every rule of this file runs on a machine that claims to be an H200."""
     monkeypatch.setattr(_jax, "platform", lambda: "gpu")
     monkeypatch.setattr(_jax, "compute_capability", lambda: (9, 0))

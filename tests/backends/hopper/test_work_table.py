@@ -26,7 +26,7 @@ MASKS = {
 }
 
 
-def drawn(name):
+def random_mask(name):
     """A mask of 64-blocks with spare capacity; its first row block is empty."""
     batch, heads, rows, columns, share, partial = MASKS[name]
     rng = np.random.default_rng(rows)
@@ -82,7 +82,7 @@ ORDERS = [
 def check_tables(name, interpret):
     from xsake.backends.hopper import work_table
 
-    mask = drawn(name)
+    mask = random_mask(name)
     list_batch, list_heads, blocks = mask.kv_count.shape
     for order, l2_bytes, batch, group, run in ORDERS:
         batch, heads = batch if list_batch == 1 else list_batch, list_heads * group
@@ -108,7 +108,7 @@ def test_a_table_has_every_work_tile_longest_first(name):
 @pytest.mark.gpu
 @on_a_card
 @pytest.mark.parametrize("name", MASKS)
-def test_the_kernel_makes_the_same_table(name):
+def test_the_kernel_computes_the_same_table(name):
     """As Python sorts it."""
     check_tables(name, interpret=False)
 
@@ -120,7 +120,7 @@ def test_the_kernel_transposes_lists_as_the_mask_does(name):
     """Every array of BlockMask.transpose; entries past the lists are valid indices."""
     from xsake.backends.hopper.transpose import transpose_lists
 
-    mask = drawn(name)
+    mask = random_mask(name)
     columns = mask.grid.counts[1]
     found = jax.jit(lambda lists: transpose_lists(lists, columns))(mask.lists)
     want = mask.transpose().lists
@@ -140,4 +140,4 @@ def test_an_unknown_order_is_refused():
     with pytest.raises(
         ValueError, match=r"order is 'shortest'; choose one of \['heads', 'longest'"
     ):
-        work_table.work_table(drawn("few").lists, 1, 2, 2, 1, tiling("shortest"), True)
+        work_table.work_table(random_mask("few").lists, 1, 2, 2, 1, tiling("shortest"), True)

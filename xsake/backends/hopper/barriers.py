@@ -54,7 +54,7 @@ def sync_compute():
 class FreeSlots:
     """Signals that a slot of a ring was read: from the compute warpgroups to the memory warpgroup.
 
-    On the card these are named barriers, which are faster than mbarriers here.
+    On the card these are named barriers, in the interpreter mbarriers.
     """
 
     def __init__(self, mbarriers, first, consumers, interpret):

@@ -69,7 +69,10 @@ class BlockKernel:
             raise ValueError(f"blocks of {ROWS} need an even number of stages, not {stages}")
 
     def launch(self, name, body, operands, out_type, scratch, interpret):
-        """The results of body(*operands, *results, **scratch), run by every CTA."""
+        """The results of body(*operands, *results, **scratch), run by every CTA.
+
+        Scratch is allocated in the order of its sorted names.
+        """
         return plgpu.kernel(
             body,
             out_type=out_type,
