@@ -1,4 +1,4 @@
-"""What a machine must have for a test to run there."""
+"""Marks for tests that need a newer JAX, the Mosaic interpreter or a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Hopper backward needs before its products, without a GPU: interpreted and lowered."""
+"""The pass before the Hopper backward (delta, lse, zeros), without a GPU: interpreted, lowered."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from tests.conditions import needs_interpreter, needs_newer_jax
-from xsake import BlockMask, masks
+from xsake import BlockMask, _jax, masks
+from xsake.backends import Sizes
+from xsake.backends.options import BackwardTiling
 
 
-def drawn(batch, length, heads, size, dtype="bfloat16", with_d_lse=True):
+def random_inputs(batch, length, heads, size, dtype="bfloat16", with_d_lse=True):
     """out, d_out, lse and d_lse; the first head's row 5 is empty."""
     rng = np.random.default_rng(length)
     out, d_out = (
@@ -54,20 +56,20 @@ def check(found, want):
     ],
 )
 @needs_interpreter
-def test_one_pass_makes_lse_delta_and_zeros(
-    batch, length, heads, size, rows, zeros, with_d_lse, dtype, capsys
+def test_one_pass_computes_lse_delta_and_zeros(
+    batch, length, heads, size, rows, zeros, with_d_lse, dtype, capsys, monkeypatch
 ):
     """More units than CTAs, a last block that is partly or wholly past the end; no race."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import delta as hopper_delta
 
-    given = drawn(batch, length, heads, size, dtype, with_d_lse)
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
+    given = random_inputs(batch, length, heads, size, dtype, with_d_lse)
     found = hopper_delta.statistics(
         *given,
         rows=rows,
         zeros=zeros,
-        sms=1,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
     check(found, exact(*given, rows))
@@ -81,18 +83,19 @@ def test_one_pass_makes_lse_delta_and_zeros(
 
 @pytest.mark.parametrize("length", [136, 140])
 @needs_interpreter
-def test_every_length_has_the_same_statistics(length):
-    """Lengths that the kernel does not take have the XLA form, with zeros for the padded q."""
+def test_every_length_has_the_same_statistics(length, monkeypatch):
+    """Lengths that are no multiple of 8 use plain XLA, with zeros for the padded q."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from xsake.backends.hopper import backward_kernel as hopper_backward
     from xsake.backends.hopper import delta as hopper_delta
     from xsake.backends.hopper import prepare as hopper_prepare
+    from xsake.backends.hopper.shape import Shape
 
-    given = out, d_out, lse, d_lse = drawn(1, length, 2, 64)
+    given = out, d_out, lse, d_lse = random_inputs(1, length, 2, 64)
     assert hopper_delta.fits(out) == (length == 136)
-    shape = hopper_backward._Shape(1, length, length, 2, 2, 64, 64, (128, 128), 2)
-    tiling = hopper_backward.BackwardTiling(sms=1)
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
+    shape = Shape(Sizes(1, length, length, 2, 2, 64, 64), (128, 128), 2)
+    tiling = BackwardTiling()
     found = hopper_prepare.prepare(
         out, lse, d_out, d_lse, mask_of_all(length), shape, tiling,
         zeros=64, interpret=plgpu.InterpretGPUParams(),
@@ -105,7 +108,7 @@ def test_every_length_has_the_same_statistics(length):
 @pytest.mark.parametrize("zeros", [None, 128])
 @needs_newer_jax
 def test_every_head_size_lowers_for_cuda(size, zeros):
-    """Shared memory has room for the tiles in flight, and the zeros' copies have their layouts."""
+    """The tiles in flight fit in shared memory, and the zeros' copies have their layouts."""
     from xsake.backends.hopper import delta as hopper_delta
 
     tile = jax.ShapeDtypeStruct((2, 1032, 3, size), jnp.bfloat16)
@@ -123,8 +126,8 @@ def test_every_head_size_lowers_for_cuda(size, zeros):
     [(100, 128, "100 tokens are not a multiple of 8"), (136, 128, "128 rows are not whole blocks")],
 )
 @needs_newer_jax
-def test_what_it_does_not_take_is_refused(length, rows, reason):
+def test_unsupported_lengths_are_refused(length, rows, reason):
     from xsake.backends.hopper import delta as hopper_delta
 
     with pytest.raises(ValueError, match=reason):
-        hopper_delta.statistics(*drawn(1, length, 1, 64), rows=rows)
+        hopper_delta.statistics(*random_inputs(1, length, 1, 64), rows=rows)

@@ -1,4 +1,4 @@
-"""The Hopper kernels without a GPU: what they refuse, that they lower, a small case interpreted."""
+"""The Hopper kernels: refusals, lowering, small cases interpreted, and cases on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import xsake
 from tests import oracle
 from tests.conditions import needs_interpreter, needs_newer_jax, on_a_card
 from xsake import BlockMask, Options, _jax, masks
-from xsake.backends import hopper
+from xsake.backends import Call, hopper, kernel_rule
+from xsake.backends.options import BackwardTiling, ForwardTiling
 
 RULES = {
     "none": None,
@@ -35,15 +36,13 @@ def mask_of(rule, length=500, block=(128, 128)):
     return BlockMask.from_rule(rule, (length, length), block=block)
 
 
-# Kernels with what they read: a table of work for each order of items, lists by column.
+# Kernels of the forward and a work table; of the fused backward, transposed lists and a work table;
+# of dq by rows and a work table.
 FORWARD, FUSED, BY_ROWS = 2, 3, 2
 
 
 def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False, **backward):
     """How many kernels a call and its gradients lower to for CUDA, on a machine without a card."""
-    from xsake.backends.hopper.backward_kernel import BackwardTiling
-    from xsake.backends.hopper.forward_kernel import ForwardTiling
-
     length = mask.shape[0]
     q, k, v = (
         jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
@@ -56,7 +55,7 @@ def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False, **
             hopper_forward=ForwardTiling(),
             hopper_backward=BackwardTiling(**backward),
         )
-        return hopper.forward(q, k, v, None, mask, scale=0.1, soft_cap=None, options=options)
+        return hopper.forward(Call(q, k, v, None, mask, 0.1, None, options))
 
     def gradients(q, k, v):
         (out, lse), pull_back = jax.vjp(attend, q, k, v)
@@ -95,7 +94,7 @@ def test_every_rule_lowers_for_cuda(names):
 def test_every_head_and_block_size_lowers_for_cuda(sizes, block):
     """Forward and one fused kernel; with a head of 256, kernels for each of dk, dv and dq."""
     kernels = kernels_lowered(mask_of(masks.causal(), block=block), *sizes)
-    again = 0 if max(sizes) <= 128 else 1 + BY_ROWS  # _Columns a second time, dq
+    again = 0 if max(sizes) <= 128 else 1 + BY_ROWS  # ColumnsKernel a second time, dq
     assert kernels == FORWARD + FUSED + again
 
 
@@ -108,8 +107,8 @@ def test_deterministic_gradients_come_from_two_kernels(block):
 
 
 @needs_newer_jax
-def test_whole_eights_of_tokens_have_a_kernel_for_delta():
-    """Before the fused backward or before the two kernels; the tests above have other lengths."""
+def test_lengths_that_are_multiples_of_8_have_a_kernel_for_delta():
+    """Before both forms of the backward; the lengths of the tests above have no such kernel."""
     eights = mask_of(masks.causal(), 504)
     assert kernels_lowered(eights, 128) == FORWARD + FUSED + 1
     assert kernels_lowered(eights, 128, deterministic=True) == FORWARD + FUSED + BY_ROWS + 1
@@ -119,7 +118,7 @@ def test_whole_eights_of_tokens_have_a_kernel_for_delta():
     ("block", "size", "tiling"),
     [
         ((128, 128), 128, {}),
-        ((128, 128), 64, {"deal": "fixed"}),
+        ((128, 128), 64, {"schedule": "fixed"}),
         ((64, 128), 128, {"persistent": False}),
         ((128, 64), 128, {}),
         ((64, 64), 64, {}),
@@ -128,17 +127,17 @@ def test_whole_eights_of_tokens_have_a_kernel_for_delta():
 )
 @needs_newer_jax
 def test_the_cast_of_dq_inside_the_kernel_lowers_for_cuda(block, size, tiling):
-    """A fourth warpgroup finds shared memory and layouts, and dq is the kernel's own result."""
+    """Shared memory and layouts fit a fourth warpgroup, and dq is a result of the kernel."""
     mask = mask_of(masks.causal(), 504, block)
     assert kernels_lowered(mask, size, cast="kernel", **tiling) == FORWARD + FUSED + 1  # delta
 
 
 @pytest.mark.parametrize("rule", ["causal", "window", "documents", "lengths"])
 @needs_newer_jax
-def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
+def test_a_row_block_counts_as_many_visits_as_the_transposed_lists_have(rule):
     """Otherwise it would be cast before it is complete, or never."""
-    from xsake.backends.hopper import backward_kernel as hopper_backward
     from xsake.backends.hopper import prepare as hopper_prepare
+    from xsake.backends.hopper.shape import Shape
 
     mask = mask_of(RULES[rule], 500, (64, 128))
     columns = mask.transpose().lists
@@ -152,8 +151,8 @@ def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
         x,
         None,
         mask.lists,
-        hopper_backward._Shape.of(x, x, x, mask.lists, mask.block),
-        hopper_backward.BackwardTiling(),
+        Shape.of(x, x, x, mask.lists, mask.block),
+        BackwardTiling(),
         zeros=64,
         counts=True,
         interpret=True,
@@ -164,7 +163,7 @@ def test_a_row_block_waits_for_as_many_visits_as_the_columns_make(rule):
 
 
 def own_lists(heads, length, block=(128, 128), share=0.4):
-    """A mask whose heads have lists of their own; every third column of blocks is empty."""
+    """A mask with one list per head; every third column of blocks is empty."""
     rng = np.random.default_rng(length)
     blocks = rng.random((1, heads, -(-length // block[0]), -(-length // block[1]))) < share
     blocks[..., ::3] = False
@@ -175,7 +174,7 @@ def own_lists(heads, length, block=(128, 128), share=0.4):
 @pytest.mark.parametrize("cast", ["pass", "kernel"])
 @needs_newer_jax
 def test_heads_with_their_own_lists_have_one_launch_before_the_products(size, cast):
-    """Lists by column, their table and delta at once, where a head is sorted for itself."""
+    """Transposed lists, their work table and delta, where every head is sorted by itself."""
     mask = own_lists(4, 1032)
     for order in ("natural", "heads"):
         assert kernels_lowered(mask, size, cast=cast, order=order) == FORWARD + 2
@@ -189,21 +188,22 @@ def test_a_cast_by_another_name_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("block", "tiling"),
+    ("block", "ctas", "tiling"),
     [
-        ((128, 128), {"persistent": False}),
-        ((64, 64), {"deal": "counter", "sms": 2}),
-        ((128, 128), {"deal": "counter", "sms": 1}),
+        ((128, 128), 2, {"persistent": False}),
+        ((64, 64), 2, {"schedule": "counter"}),
+        ((128, 128), 1, {"schedule": "counter"}),
     ],
     ids=str,
 )
 @needs_interpreter
-def test_a_small_forward_agrees_when_interpreted(block, tiling, capsys):
+def test_a_small_forward_agrees_when_interpreted(block, ctas, tiling, capsys, monkeypatch):
     """A few row blocks with full and partial blocks; no warpgroup reads what may be overwritten."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import forward_kernel as hopper_forward
 
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: ctas)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((1, 256, 1, 64)), jnp.bfloat16) for _ in range(3))
     mask = mask_of(masks.causal(), 256, block)
@@ -213,9 +213,9 @@ def test_a_small_forward_agrees_when_interpreted(block, tiling, capsys):
         v,
         mask.lists,
         block=block,
-        rule=hopper._kernel_rule(mask),
+        rule=kernel_rule.translate(mask.rule, *mask.shape),
         scale=0.125,
-        tiling=hopper_forward.ForwardTiling(**tiling),
+        tiling=ForwardTiling(**tiling),
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
     assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
@@ -230,12 +230,13 @@ def test_a_small_forward_agrees_when_interpreted(block, tiling, capsys):
 
 
 @needs_interpreter
-def test_a_small_backward_agrees_when_interpreted():
-    """Seven products over blocks of 64, whose sums one warpgroup hands to the other."""
+def test_a_small_backward_agrees_when_interpreted(monkeypatch):
+    """Seven products over blocks of 64, where one warpgroup hands its sums to the other."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import backward_kernel as hopper_backward
 
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
         jnp.asarray(rng.standard_normal((1, 136, 1, 64)), jnp.bfloat16) for _ in range(4)
@@ -256,9 +257,9 @@ def test_a_small_backward_agrees_when_interpreted():
         jnp.asarray(np.moveaxis(d_lse, 2, 1), jnp.float32),
         mask.lists,
         block=mask.block,
-        rule=hopper._kernel_rule(mask),
+        rule=kernel_rule.translate(mask.rule, *mask.shape),
         scale=0.125,
-        tiling=hopper_backward.BackwardTiling(fused=False, sms=2, deal="counter"),
+        tiling=BackwardTiling(fused=False, schedule="counter"),
         interpret=plgpu.InterpretGPUParams(),
     )
     for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
@@ -267,7 +268,7 @@ def test_a_small_backward_agrees_when_interpreted():
 
 @pytest.mark.parametrize("used", ["out", "logsumexp", "both"])
 @needs_interpreter
-def test_gradients_flow_through_what_is_used(used, monkeypatch):
+def test_gradients_flow_through_the_used_results(used, monkeypatch):
     """The output, its logsumexp or both, interpreted; what is not used is not read."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -282,6 +283,7 @@ def test_gradients_flow_through_what_is_used(used, monkeypatch):
 
     forward = functools.partial(hopper_forward.forward, interpret=plgpu.InterpretGPUParams())
     run = hopper_backward.backward
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
     monkeypatch.setattr(hopper_forward, "forward", forward)
     monkeypatch.setattr(hopper_backward, "backward", backward)
     rng = np.random.default_rng(0)
@@ -292,16 +294,16 @@ def test_gradients_flow_through_what_is_used(used, monkeypatch):
     mask = mask_of(masks.causal(), 64, (64, 64))
     options = Options(
         deterministic=True,
-        hopper_forward=hopper_forward.ForwardTiling(sms=1),
-        hopper_backward=hopper_backward.BackwardTiling(sms=1),
+        hopper_forward=ForwardTiling(),
+        hopper_backward=BackwardTiling(),
     )
 
     def loss(q, k, v):
-        out, lse = hopper.forward(q, k, v, None, mask, scale=0.125, soft_cap=None, options=options)
+        out, lse = hopper.forward(Call(q, k, v, None, mask, 0.125, None, options))
         parts = {"out": (out * d_out).astype(jnp.float32).sum(), "logsumexp": (lse * d_lse).sum()}
         return sum(parts.values()) if used == "both" else parts[used]
 
-    jax.clear_caches()  # so that the kernels are traced, and seen, anew
+    jax.clear_caches()  # so that the kernels are traced again, through the functions above
     got = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
     want = oracle.attention_grads(
         *(np.asarray(x, np.float64) for x in (q, k, v)),
@@ -319,8 +321,8 @@ def test_gradients_flow_through_what_is_used(used, monkeypatch):
     ("length", "heads", "size", "block", "tiling"),
     [
         (4096, (4, 4), 128, (128, 128), {}),
-        (4096, (4, 2), 128, (128, 128), {"patience": 0, "sms": 40}),
-        (1000, (3, 3), 64, (64, 128), {"deal": "fixed"}),
+        (4096, (4, 2), 128, (128, 128), {"max_polls": 0, "ctas": 40}),
+        (1000, (3, 3), 64, (64, 128), {"schedule": "fixed"}),
         (1001, (2, 2), 64, (128, 64), {}),
         (1000, (2, 2), 128, (64, 64), {"persistent": False}),
         (2048, (4, 2), 64, (128, 128), {"order": "natural"}),
@@ -330,10 +332,13 @@ def test_gradients_flow_through_what_is_used(used, monkeypatch):
 )
 @pytest.mark.gpu
 @on_a_card
-def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, block, tiling):
+def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(
+    length, heads, size, block, tiling, monkeypatch
+):
     """Twenty times: a row block that is cast too early, or by nobody, does not show every time."""
-    from xsake.backends.hopper.backward_kernel import BackwardTiling
-
+    tiling = dict(tiling)
+    if ctas := tiling.pop("ctas", None):
+        monkeypatch.setattr(_jax, "multiprocessors", lambda: ctas)
     rng = np.random.default_rng(length)
     mask = own_lists(heads[0], length, block, 0.3)  # through empty columns a warpgroup runs ahead
     q, k, v, d_out = (
@@ -360,7 +365,7 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, bloc
 
 
 @pytest.mark.parametrize(
-    ("length", "block", "size", "counts", "order", "late"),
+    ("length", "block", "size", "counts", "order", "tail"),
     [
         (2048, (128, 128), 64, False, "natural", 0),
         (4096, (128, 128), 128, True, "heads", 0),
@@ -373,15 +378,17 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(length, heads, size, bloc
 )
 @pytest.mark.gpu
 @on_a_card
-def test_one_launch_prepares_what_several_do(length, block, size, counts, order, late, monkeypatch):
+def test_one_launch_prepares_the_same_as_several(
+    length, block, size, counts, order, tail, monkeypatch
+):
     """The same lists and statistics to the bit, and the same table, but for the last heads' order.
 
-    `late` of them are sorted together.
+    `tail` of them are sorted together.
     """
-    from xsake.backends.hopper import backward_kernel as hopper_backward
     from xsake.backends.hopper import prepare as hopper_prepare
-    from xsake.backends.hopper import work_table as hopper_tables
-    from xsake.backends.hopper.items import Item
+    from xsake.backends.hopper import work_table
+    from xsake.backends.hopper.scheduler import WorkTile
+    from xsake.backends.hopper.shape import Shape
 
     rng = np.random.default_rng(length)
     mask = own_lists(6, length, block)
@@ -389,8 +396,8 @@ def test_one_launch_prepares_what_several_do(length, block, size, counts, order,
         jnp.asarray(rng.standard_normal((1, length, 6, size)), jnp.bfloat16) for _ in range(2)
     )
     lse = jnp.asarray(rng.standard_normal((1, 6, length)), jnp.float32)
-    shape = hopper_backward._Shape.of(out, out, out, mask.lists, mask.block)
-    tiling = hopper_backward.BackwardTiling(order=order)
+    shape = Shape.of(out, out, out, mask.lists, mask.block)
+    tiling = BackwardTiling(order=order)
 
     def prepared():
         return jax.jit(
@@ -401,12 +408,12 @@ def test_one_launch_prepares_what_several_do(length, block, size, counts, order,
         )()  # fmt: skip
 
     at_once = prepared()
-    monkeypatch.setattr(hopper_tables.ByHead, "fits", lambda *_: False)
+    monkeypatch.setattr(work_table.HeadTables, "fits", lambda *_: False)
     one_by_one = prepared()
     used = int(mask.kv_count.sum(-1).min())
     table = np.array(one_by_one.table)
-    last = table[-1 - late * shape.kv_blocks : -1]
-    visits = last[:, Item._fields.index("count")]
+    last = table[-1 - tail * shape.kv_blocks : -1]
+    visits = last[:, WorkTile._fields.index("count")]
     last[:] = last[np.argsort(-visits, kind="stable")]
     np.testing.assert_array_equal(at_once.table, table)
     for name in ("lse", "delta", "counters"):
@@ -422,7 +429,7 @@ def test_one_launch_prepares_what_several_do(length, block, size, counts, order,
 @pytest.mark.gpu
 @on_a_card
 def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
-    """XLA hands a kernel a place inside the stack instead of a slice: the right one, every turn."""
+    """XLA hands a kernel an address inside the stack, not a slice: the right one each time."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
         jnp.asarray(rng.standard_normal((5, 1, 512, n, 64)), jnp.bfloat16) for n in (6, 2, 2, 6)
@@ -455,7 +462,7 @@ def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
 @pytest.mark.gpu
 @on_a_card
 def test_a_scan_over_layers_runs_each_kernel_once():
-    """XLA would fuse the forward with the stacking of its result, beside the forward itself."""
+    """Otherwise XLA fuses the forward with the stacking of its result, and runs it once more."""
 
     def layer(x, w):
         h = (x @ w).reshape(1, 256, 2, 64)
@@ -470,7 +477,7 @@ def test_a_scan_over_layers_runs_each_kernel_once():
     assert text.count('custom_call_target="mosaic_gpu') == FORWARD + FUSED + 1  # delta
 
 
-def test_where_there_is_no_gpu_it_says_so():
+def test_without_a_gpu_the_reason_names_it():
     """A named backend raises with its reason, and `explain` has it too."""
     if _jax.platform() == "gpu":
         pytest.skip("there is a GPU here")
@@ -496,7 +503,7 @@ def test_where_there_is_no_gpu_it_says_so():
     ids=lambda x: "" if isinstance(x, dict) else str(x),
 )
 def test_every_refusal_has_its_reason(change, reason, monkeypatch):
-    """On a machine that claims to be an H200, one thing at a time is in the way."""
+    """On a machine that claims to be an H200, one property of the call at a time is unsupported."""
     monkeypatch.setattr(_jax, "platform", lambda: "gpu")
     monkeypatch.setattr(_jax, "compute_capability", lambda: change.get("capability", (9, 0)))
     monkeypatch.setattr(_jax, "version", lambda: change.get("version", (0, 11, 2)))
@@ -504,17 +511,17 @@ def test_every_refusal_has_its_reason(change, reason, monkeypatch):
     rule = change.get("rule", masks.causal())
     mask = BlockMask.from_rule(rule, (256, 256), block=change.get("block", 128))
     bias = jnp.zeros((1, 1, 256, 256)) if change.get("bias") else None
-    said = hopper.why_not(q, q, q, bias, mask, soft_cap=None, options=Options())
+    said = hopper.why_not(Call(q, q, q, bias, mask, 1.0, None, Options()))
     assert said is not None
     assert reason in said
 
 
-def test_what_the_kernels_take_is_not_refused(monkeypatch):
+def test_supported_calls_are_not_refused(monkeypatch):
     """Every rule of this file runs on a machine that claims to be an H200."""
     monkeypatch.setattr(_jax, "platform", lambda: "gpu")
     monkeypatch.setattr(_jax, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(_jax, "version", lambda: (0, 11, 2))
     q = jnp.zeros((1, 500, 1, 64), jnp.bfloat16)
     for name, rule in RULES.items():
-        said = hopper.why_not(q, q, q, None, mask_of(rule), soft_cap=None, options=Options())
+        said = hopper.why_not(Call(q, q, q, None, mask_of(rule), 1.0, None, Options()))
         assert said is None, f"{name}: {said}"

@@ -1,4 +1,4 @@
-"""The kernels of block scores without a GPU: interpreted, lowered, refused and selected by."""
+"""The kernels of block scores without a GPU: interpreted, lowered, refused, used by a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xsake.hads import Plan, row_blocks
 from xsake.hads.plan import Terms
 
 
-def drawn(batch, length, heads, size, dtype=jnp.bfloat16, seed=0):
+def random_array(batch, length, heads, size, dtype=jnp.bfloat16, seed=0):
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal((batch, length, heads, size)) * 2, dtype)
 
@@ -53,24 +53,25 @@ def interpreted(queries, k, block, *, causal, run=None, **tiling):
 
 
 @pytest.mark.parametrize(
-    ("batch", "R", "S", "heads", "size", "block", "causal", "tiling"),
+    ("batch", "R", "S", "heads", "size", "block", "causal", "sms", "tiling"),
     [
-        (1, 2, 256, (1, 1), 64, 128, True, {}),
-        (2, 3, 301, (6, 2), 64, 128, True, {"sms": 3}),
-        (1, 5, 300, (2, 2), 128, 64, True, {"sms": 2, "warpgroups": 2}),
-        (1, 70, 70 * 64 - 20, (1, 1), 64, 64, True, {"sms": 2, "q_bytes": 8 << 10}),
-        (1, 70, 130, (2, 1), 128, 64, False, {"sms": 2, "q_bytes": 48 << 10}),
-        (1, 2, 333, (3, 1), 256, 128, False, {"sms": 1}),
+        (1, 2, 256, (1, 1), 64, 128, True, 132, {}),
+        (2, 3, 301, (6, 2), 64, 128, True, 3, {}),
+        (1, 5, 300, (2, 2), 128, 64, True, 2, {"warpgroups": 2}),
+        (1, 70, 70 * 64 - 20, (1, 1), 64, 64, True, 2, {"q_bytes": 8 << 10}),
+        (1, 70, 130, (2, 1), 128, 64, False, 2, {"q_bytes": 48 << 10}),
+        (1, 2, 333, (3, 1), 256, 128, False, 1, {}),
     ],
     ids=str,
 )
 @needs_interpreter
 def test_the_kernel_sums_over_the_keys_of_every_block(
-    batch, R, S, heads, size, block, causal, tiling, capsys
+    batch, R, S, heads, size, block, causal, sms, tiling, capsys, monkeypatch
 ):
     """One or many segments for a CTA, groups that reach past the last tile, a short last block."""
-    queries = drawn(batch, R, heads[0], size) / 8
-    k = drawn(batch, S, heads[1], size, seed=1)
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: sms)
+    queries = random_array(batch, R, heads[0], size) / 8
+    k = random_array(batch, S, heads[1], size, seed=1)
     got = np.asarray(interpreted(queries, k, block, causal=causal, **tiling))
     assert "RACE" not in capsys.readouterr().out
     want = exact(queries, k, block)
@@ -90,7 +91,7 @@ def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block, caps
 
     from xsake.backends.hopper import means as hopper_means
 
-    q = drawn(batch, T, N, size)
+    q = random_array(batch, T, N, size)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     got = np.asarray(hopper_means.means(q, block, scale=3.0, interpret=interpret), np.float64)
     assert "RACE" not in capsys.readouterr().out
@@ -117,8 +118,8 @@ def test_segments_cover_what_is_seen_once_and_evenly(sizes, tiling):
     tiling = hopper_scores.ScoresTiling(**tiling)
     causal = row_blocks.count_blocks(S, block) == R
     queries, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((B, R, N, H), (B, S, K, H)))
-    shape = hopper_scores._Shape.of(queries, k, block, causal, tiling)
-    table = hopper_scores.segments(shape, tiling)
+    shape = hopper_scores.ScoresShape.of(queries, k, block, causal, tiling)
+    table = hopper_scores.segments(shape, 132)
     times = np.zeros((B, K, shape.groups, shape.blocks), int)
     for b, h, group, first, count in table.reshape(-1, 5):
         times[b, h, group, first : first + count] += 1
@@ -150,7 +151,7 @@ def test_segments_cover_what_is_seen_once_and_evenly(sizes, tiling):
 )
 @needs_newer_jax
 def test_it_lowers_for_cuda(block, size, dtype):
-    """Every two of the three together; both types have 16 bits."""
+    """Every pair of block size, head size and dtype occurs; both dtypes have 16 bits."""
     from xsake.backends.hopper import scores as hopper_scores
 
     queries = jax.ShapeDtypeStruct((2, 70, 4, size), dtype)
@@ -161,8 +162,8 @@ def test_it_lowers_for_cuda(block, size, dtype):
 
 
 @pytest.fixture
-def kernel_taken(monkeypatch):
-    """select takes the kernel, interpreted; returns the shapes that it was called with."""
+def interpreted_kernel(monkeypatch):
+    """Block scores use the kernels, interpreted; the value lists the shapes of their calls."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import means as hopper_means
@@ -173,8 +174,9 @@ def kernel_taken(monkeypatch):
 
     def run(queries, k, block, *, causal):
         calls.append((queries.shape, k.shape, causal))
-        return interpreted(queries, k, block, causal=causal, run=kernel, sms=2)
+        return interpreted(queries, k, block, causal=causal, run=kernel)
 
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
     means = functools.partial(hopper_means.means, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(hopper_means, "means", means)
     scores._batchable.cache_clear()
@@ -192,11 +194,13 @@ def plan_for(heads, n):
 
 
 @needs_interpreter
-def test_a_plan_has_one_kernel_for_the_batch_and_the_scores_of_plain_jax(kernel_taken, monkeypatch):
-    q, k = drawn(2, 190, 4, 64), drawn(2, 190, 2, 64, seed=1)
+def test_a_plan_runs_one_kernel_for_the_batch_and_agrees_with_plain_jax(
+    interpreted_kernel, monkeypatch
+):
+    q, k = random_array(2, 190, 4, 64), random_array(2, 190, 2, 64, seed=1)
     plan = plan_for(4, 3)
     got = np.asarray(plan.scored(0, q, k))
-    assert kernel_taken[-1] == ((2, 3, 4, 64), (2, 190, 2, 64), True)
+    assert interpreted_kernel[-1] == ((2, 3, 4, 64), (2, 190, 2, 64), True)
     monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
     want = jax.vmap(lambda q, k: block_scores.mean_query(q, k, 64))(
         *(x.astype(jnp.float32) for x in (q, k))
@@ -207,20 +211,20 @@ def test_a_plan_has_one_kernel_for_the_batch_and_the_scores_of_plain_jax(kernel_
 
 
 @needs_interpreter
-def test_a_part_of_a_text_is_scored_against_all_keys(kernel_taken, monkeypatch):
-    """The rows of a later part, from a number that is traced."""
-    q, k = drawn(1, 256, 2, 64), drawn(1, 256, 1, 64, seed=1)
+def test_a_part_of_a_text_is_scored_against_all_keys(interpreted_kernel, monkeypatch):
+    """The rows of a later part; its first token is traced."""
+    q, k = random_array(1, 256, 2, 64), random_array(1, 256, 1, 64, seed=1)
     plan = plan_for(2, 4)
     whole = np.asarray(plan.blocks(0, q, k))
     part = jax.jit(lambda first: plan.blocks(0, q[:, 128:], k, first=first))(128)
-    assert kernel_taken[-1] == ((1, 2, 2, 64), (1, 256, 1, 64), False)
+    assert interpreted_kernel[-1] == ((1, 2, 2, 64), (1, 256, 1, 64), False)
     np.testing.assert_array_equal(part, whole[:, :, 2:])
 
 
 @needs_interpreter
-def test_gradients_go_around_the_choice(kernel_taken):
-    """The kernel has no derivative and none is asked of it; attention under its mask has one."""
-    q, k = drawn(1, 192, 2, 64, jnp.bfloat16), drawn(1, 192, 1, 64, seed=1)
+def test_gradients_do_not_flow_through_the_selection(interpreted_kernel):
+    """The kernel has no derivative and needs none; attention under its mask has one."""
+    q, k = random_array(1, 192, 2, 64, jnp.bfloat16), random_array(1, 192, 1, 64, seed=1)
     plan = plan_for(2, 3)
 
     def attend(q, k, mask=None):
@@ -229,7 +233,7 @@ def test_gradients_go_around_the_choice(kernel_taken):
         return jnp.square(out.astype(jnp.float32)).sum()
 
     found = jax.grad(attend, (0, 1))(q, k)
-    assert kernel_taken
+    assert interpreted_kernel
     mask = plan.mask(0, q, k)
     wanted = jax.grad(functools.partial(attend, mask=mask), (0, 1))(q, k)
     for a, b in zip(found, wanted, strict=True):
@@ -238,7 +242,7 @@ def test_gradients_go_around_the_choice(kernel_taken):
 
 @needs_newer_jax
 def test_a_training_step_lowers_for_cuda(monkeypatch):
-    """Layers in a scan, computed again backward: two kernels each way, for the whole batch."""
+    """Layers in a scan, recomputed in the backward: two kernels each way, for the whole batch."""
     monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
     block_scores.estimate.clear_cache()
     plan = plan_for(2, 3)
@@ -273,7 +277,7 @@ def test_a_training_step_lowers_for_cuda(monkeypatch):
     ids=str,
 )
 def test_every_refusal_has_its_reason(change, reason, monkeypatch):
-    """On a machine that claims to be an H200, one thing at a time is in the way."""
+    """On a machine that claims to be an H200, one property of the call at a time is unsupported."""
     monkeypatch.setattr(_jax, "platform", lambda: change.get("platform", "gpu"))
     monkeypatch.setattr(_jax, "compute_capability", lambda: change.get("capability", (9, 0)))
     monkeypatch.setattr(_jax, "version", lambda: change.get("version", (0, 11, 2)))
@@ -294,7 +298,7 @@ def test_on_a_card_means_are_over_the_tokens_of_every_block(batch, T, N, size, b
     """Heads that do not fill the last tile, and those that fill exactly one, with a short block."""
     from xsake.backends.hopper import means as hopper_means
 
-    q = drawn(batch, T, N, size)
+    q = random_array(batch, T, N, size)
     found = np.asarray(hopper_means.means(q, block, scale=3.0), np.float64)
     np.testing.assert_allclose(found, exact_means(q, block, 3), rtol=2**-8, atol=1e-5)
 
@@ -309,9 +313,9 @@ def test_on_a_card_means_are_over_the_tokens_of_every_block(batch, T, N, size, b
 def test_on_a_card_stacked_layers_score_as_plain_jax_does(
     layers, T, heads, size, block, monkeypatch
 ):
-    """Each layer by itself, and all of them in a loop, which XLA runs on places in the stack."""
-    q = drawn(layers, T, heads[0], size) / 2
-    k = drawn(layers, T, heads[1], size, seed=1)
+    """Each layer by itself, and all in a loop, where XLA passes addresses inside the stack."""
+    q = random_array(layers, T, heads[0], size) / 2
+    k = random_array(layers, T, heads[1], size, seed=1)
     estimate = functools.partial(block_scores.mean_query, block=block)
 
     def in_a_loop(q, k):

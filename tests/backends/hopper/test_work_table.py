@@ -1,4 +1,4 @@
-"""Lists by column and work tables of the Hopper kernels: plain JAX here, the kernels on a card."""
+"""Transposed lists and work tables of the Hopper kernels: plain JAX here, the kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tests.conditions import needs_newer_jax, on_a_card
-from xsake import BlockMask, masks
+from xsake import BlockMask, _jax, masks
 
 pytestmark = needs_newer_jax
+SMS = 4  # multiprocessors, as the tables here are made for
 # list batch, list heads, row blocks, kv blocks, share of blocks, with partial blocks
 MASKS = {
     "few": (1, 2, 5, 7, 0.4, False),
@@ -25,24 +26,30 @@ MASKS = {
 }
 
 
-def drawn(name):
-    """A mask of 64-blocks with room to spare, its first row of blocks empty."""
+def random_mask(name):
+    """A mask of 64-blocks with spare capacity; its first row block is empty."""
     batch, heads, rows, columns, share, partial = MASKS[name]
     rng = np.random.default_rng(rows)
     blocks = rng.random((batch, heads, rows, columns)) < share
     blocks[:, :, 0] &= name == "everything"
     rule = masks.sliding_window(64 * columns, 40) if partial else None
-    room = max(1, int(blocks.sum((2, 3)).max())) + 37
+    capacity = max(1, int(blocks.sum((2, 3)).max())) + 37
     shape = (64 * rows - 3, 64 * columns)
-    return BlockMask.from_dense(blocks, rule, shape=shape, block=(64, 64), capacity=room)
+    return BlockMask.from_dense(blocks, rule, shape=shape, block=(64, 64), capacity=capacity)
 
 
-def tiling(order, l2_bytes=24 << 20, sms=4):
-    """What a table depends on."""
-    return types.SimpleNamespace(order=order, l2_bytes=l2_bytes, sms=sms)
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch):
+    """The counter of a table begins at the number of CTAs."""
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: SMS)
 
 
-def expected_table(mask, batch, heads, run, sms):
+def tiling(order, l2_bytes=24 << 20):
+    """The fields that a table depends on."""
+    return types.SimpleNamespace(order=order, l2_bytes=l2_bytes)
+
+
+def expected_table(mask, batch, heads, run):
     """The rows one by one, sorted by Python: longest first within runs, else in their order."""
     start, count, full, index = (np.asarray(x) for x in mask.lists[:4])
     list_batch, list_heads, blocks = count.shape
@@ -58,10 +65,10 @@ def expected_table(mask, batch, heads, run, sms):
             for first in range(0, len(rows), run)
             for row in sorted(rows[first : first + run], key=lambda row: -row[4])
         ]
-    return np.array([*rows, (0, 0, 0, 0, -1, 0, min(sms, len(rows)), 0)])
+    return np.array([*rows, (0, 0, 0, 0, -1, 0, min(SMS, len(rows)), 0)])
 
 
-# order, bytes of L2, batch, query heads per list head, items in a run (None: all)
+# order, bytes of L2, batch, query heads per list head, work tiles in a run (None: all)
 ORDERS = [
     ("natural", 24 << 20, 2, 1, lambda blocks, group: 1),
     ("longest", 24 << 20, 2, 2, lambda blocks, group: None),
@@ -73,35 +80,35 @@ ORDERS = [
 
 
 def check_tables(name, interpret):
-    from xsake.backends.hopper import work_table as hopper_tables
+    from xsake.backends.hopper import work_table
 
-    mask = drawn(name)
+    mask = random_mask(name)
     list_batch, list_heads, blocks = mask.kv_count.shape
     for order, l2_bytes, batch, group, run in ORDERS:
         batch, heads = batch if list_batch == 1 else list_batch, list_heads * group
         how = tiling(order, l2_bytes)
         found = jax.jit(
-            lambda lists, batch=batch, heads=heads, how=how: hopper_tables.work_table(
+            lambda lists, batch=batch, heads=heads, how=how: work_table.work_table(
                 lists, batch, heads, list_heads, 100_000, how, interpret
             )
         )(mask.lists)
-        items = batch * heads * blocks
-        together = min(run(blocks, group) or items, items)
+        tiles = batch * heads * blocks
+        together = min(run(blocks, group) or tiles, tiles)
         np.testing.assert_array_equal(
-            found, expected_table(mask, batch, heads, together, how.sms), err_msg=order
+            found, expected_table(mask, batch, heads, together), err_msg=order
         )
 
 
 @pytest.mark.parametrize("name", ["few", "causal", "128 rows", "nothing"])
-def test_a_table_has_every_item_longest_first(name):
-    """Lists shared by heads and batch rows, runs that do and do not divide the items."""
+def test_a_table_has_every_work_tile_longest_first(name):
+    """Lists shared by heads and batch rows, runs that do and do not divide the work tiles."""
     check_tables(name, interpret=True)
 
 
 @pytest.mark.gpu
 @on_a_card
 @pytest.mark.parametrize("name", MASKS)
-def test_the_kernel_makes_the_same_table(name):
+def test_the_kernel_computes_the_same_table(name):
     """As Python sorts it."""
     check_tables(name, interpret=False)
 
@@ -109,13 +116,13 @@ def test_the_kernel_makes_the_same_table(name):
 @pytest.mark.gpu
 @on_a_card
 @pytest.mark.parametrize("name", MASKS)
-def test_the_kernel_turns_lists_as_the_mask_does(name):
-    """Every array of BlockMask.transpose; what no list reaches is a legal number."""
-    from xsake.backends.hopper import work_table as hopper_tables
+def test_the_kernel_transposes_lists_as_the_mask_does(name):
+    """Every array of BlockMask.transpose; entries past the lists are valid indices."""
+    from xsake.backends.hopper.transpose import transpose_lists
 
-    mask = drawn(name)
+    mask = random_mask(name)
     columns = mask.grid.counts[1]
-    found = jax.jit(lambda lists: hopper_tables.lists_by_column(lists, columns))(mask.lists)
+    found = jax.jit(lambda lists: transpose_lists(lists, columns))(mask.lists)
     want = mask.transpose().lists
     used = np.arange(want.kv_index.shape[-1]) < np.asarray(want.kv_count).sum(-1, keepdims=True)
     index = np.asarray(found.kv_index)
@@ -127,10 +134,10 @@ def test_the_kernel_turns_lists_as_the_mask_does(name):
 
 
 def test_an_unknown_order_is_refused():
-    """By name, with those there are."""
-    from xsake.backends.hopper import work_table as hopper_tables
+    """The error names it and lists the orders there are."""
+    from xsake.backends.hopper import work_table
 
     with pytest.raises(
         ValueError, match=r"order is 'shortest'; choose one of \['heads', 'longest'"
     ):
-        hopper_tables.work_table(drawn("few").lists, 1, 2, 2, 1, tiling("shortest"), True)
+        work_table.work_table(random_mask("few").lists, 1, 2, 2, 1, tiling("shortest"), True)

@@ -3,12 +3,19 @@
     call ─ why_not ─ pad heads ─┬─ forward_kernel.py ──────────────── out, logsumexp
                                 └─ prepare.py ─ backward_kernel.py ── dq, dk, dv
 
-    kernel_rule.py     (beside this package) the mask's rule as an expression of tiles
-    limits.py          head sizes, block sizes, versions
-    tilings/           measured tile sizes, stages and schedules, a file for each card
-    work_table.py      one record for each work tile, longest first; transposed lists
-    scheduler.py       which CTA takes which work tile
-    pipeline.py        TMA copies into rings of shared-memory tiles
+    kernel_rule.py         (one level up) the mask's rule as an expression of tiles
+    limits.py, shape.py    what the kernels support; the sizes of one call
+    tilings/               measured tile sizes, stages and schedules, a file for each card
+    transpose.py           transposed lists, for the backward
+    work_table.py          one record for each work tile, longest first
+    scheduler.py           which CTA computes which work tile
+    pipeline.py            TMA copies into rings of shared-memory tiles
+    rule_tile.py           the rule inside a tile
+    kernel.py              launch, roles and steps of the forward and both backward kernels
+    barriers.py            the map of named barriers
+    forward_kernel.py, forward_steps.py
+    prepare.py, delta.py   what the backward needs before its products
+    backward_kernel.py     backward_columns.py (dk, dv, fused dq), backward_rows.py (dq), dq_cast.py
     means.py, scores.py    scores of blocks, for `xsake.block_scores`
 
 Modules that import Pallas are imported when a kernel is traced: `import xsake` does without them.

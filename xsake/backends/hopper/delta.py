@@ -1,12 +1,12 @@
-"""What the backward needs of out, d_out and the logsumexp on Hopper (sm90): one pass over memory.
+"""Delta, the base-2 logsumexp and zeros for dq on Hopper (sm90): one pass over memory.
 
     out, d_out [B, T, N, Hv] ─ tiles of [64, Hv] by TMA ─┬─▶ delta = rowsum(out · d_out) - d_lse
     lse, d_lse [B, N, T] ────────────────────────────────┴─▶ lse in base 2
     zeros in shared memory ──────────────────────────────── TMA ─▶ dq in float32, to be added to
 
-A unit of work is 64 tokens of one head. Two CTAs share an SM, one warpgroup each; a CTA has several
-units' tiles in flight and takes every so-many-th unit, heads first, so that together the CTAs walk
-through memory in order. What is written (zeros, mostly) leaves while the next tiles arrive.
+A unit of work is 64 tokens of one head. Two CTAs share an SM, one warpgroup each. A CTA has several
+units' tiles in flight. The units are strided over the CTAs with the head index fastest, so that
+together the CTAs read memory in order. Writes (mostly zeros) overlap with the next units' reads.
 """
 
 import functools
@@ -20,19 +20,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
-from xsake.backends.hopper.items import LOG2E, PIECE, ROW, ROWS, TILE, split, tiles
+from xsake.backends.hopper.layouts import (
+    ALIGNED,
+    LOG2E,
+    PANEL,
+    ROW,
+    ROWS,
+    TILE,
+    div_rem,
+    slot_of,
+    tiles,
+)
 
-ZERO_ROWS = 16  # of zeros in shared memory
-SM_BYTES = 192 << 10  # of out and d_out in flight on an SM
+ZERO_ROWS = 16  # rows of zeros in shared memory
+SM_BYTES = 192 << 10  # bytes of out and d_out in flight on an SM
 COMPILER_PARAMS = plgpu.CompilerParams(
     reduction_scratch_bytes=0,  # rows are reduced inside a warp
     lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
 )
-ALIGNED = 8  # tokens: tiles in shared memory have rows in eights, and so has what is copied there
 
 
 def fits(out: jax.Array) -> bool:
-    """Whether the kernel takes this length; others would have to be copied first."""
+    """Whether T is a multiple of 8; other lengths would have to be padded by a copy first."""
     return out.shape[1] % ALIGNED == 0
 
 
@@ -53,17 +62,17 @@ def statistics(
     out and d_out [B, T, N, Hv], lse and d_lse float32 [B, N, T], `rows` whole blocks of 64 that
     hold T. Where a row is empty (lse = -inf) or past T, lse2 is +inf and delta 0.
     """
-    work = Pass(out, d_lse is not None, rows, zeros)
-    ctas = min(work.units, _jax.multiprocessors() * work.per_sm)
+    delta_pass = DeltaPass(out, d_lse is not None, rows, zeros)
+    ctas = min(delta_pass.units, _jax.multiprocessors() * delta_pass.per_sm)
 
     def body(*refs, ready, **smem):
-        work.run(lax.axis_index("cta"), ctas, refs, smem, ready)
+        delta_pass.run(lax.axis_index("cta"), ctas, refs, smem, ready)
 
     return tuple(
         plgpu.kernel(
             body,
-            out_type=work.out_type,
-            scratch_types=dict(ready=work.barriers, **work.smem),
+            out_type=delta_pass.out_type,
+            scratch_types=dict(ready=delta_pass.barriers, **delta_pass.smem),
             grid=(ctas,),
             grid_names=("cta",),
             kernel_name="xsake_delta",
@@ -74,23 +83,23 @@ def statistics(
 
 
 def operands(out, d_out, lse, d_lse):
-    """What Pass.run reads."""
+    """The operands of DeltaPass.run."""
     return (out, d_out, lse) if d_lse is None else (out, d_out, lse, d_lse)
 
 
-class Pass:
-    """The work of so many CTAs, their results and shared memory."""
+class DeltaPass:
+    """The pass as some CTAs of a launch run it: its outputs, its shared memory and its body."""
 
     def __init__(self, out, has_d_lse, rows, zeros):
         B, T, N, Hv = out.shape
         if not fits(out):
-            raise ValueError(f"{T} tokens are not a multiple of {ALIGNED}; fill them up")
+            raise ValueError(f"{T} tokens are not a multiple of {ALIGNED}; pad them")
         if rows % ROWS or rows < T:
             raise ValueError(f"{rows} rows are not whole blocks of {ROWS} that hold {T} tokens")
         self.shape = B, T, N, Hv
-        self.values = 1 + has_d_lse  # of a row beside out and d_out
+        self.values = 1 + has_d_lse  # inputs with one value per row: lse, and d_lse if there is one
         self.zeros = zeros
-        self.per_sm = 2 if Hv <= 128 else 1  # CTAs
+        self.per_sm = 2 if Hv <= 128 else 1  # CTAs that share an SM
         self.stages = SM_BYTES // self.per_sm // (2 * ROWS * Hv * out.dtype.itemsize)
         self.blocks = rows // ROWS
         self.units = B * self.blocks * N
@@ -107,7 +116,7 @@ class Pass:
         self.barriers = plgpu.Barrier(num_arrivals=2 + self.values, num_barriers=self.stages)
 
     def run(self, cta, ctas, refs, smem, ready):
-        """What CTA number `cta` of so many does."""
+        """The units of CTA number `cta` of `ctas`."""
         _, T, N, Hv = self.shape
         stages, blocks = self.stages, self.blocks
         tile_smem, value_smem, found_smem = (
@@ -118,15 +127,15 @@ class Pass:
         value_gmem, found_gmem = others[: self.values], others[self.values :]
         turns = lax.div(self.units - 1 - cta, jnp.int32(ctas)) + 1
 
-        def place_of(turn):
-            block, n = split(cta + turn * ctas, N)
-            b, block = split(block, blocks)
+        def unit(turn):
+            block, n = div_rem(cta + turn * ctas, N)
+            b, block = div_rem(block, blocks)
             return b, block * ROWS, n
 
         def load(turn):
-            b, first, n = place_of(turn)
-            slot = lax.rem(turn, jnp.int32(stages))
-            tokens = pl.ds(first, ROWS)  # past T is read as 0
+            b, first, n = unit(turn)
+            slot = slot_of(turn, stages)
+            tokens = pl.ds(first, ROWS)  # TMA reads zeros past T
             for which, x in enumerate((out_gmem, d_out_gmem)):
                 plgpu.copy_gmem_to_smem(
                     x.at[b, tokens, n], tile_smem.at[slot, which], ready.at[slot]
@@ -138,8 +147,8 @@ class Pass:
 
         def store_zeros(b, first, n):
             for row in range(0, ROWS, ZERO_ROWS):
-                there = found_gmem[2].at[b, pl.ds(first + row, ZERO_ROWS), n]
-                plgpu.copy_smem_to_gmem(zero_smem, there, commit_group=False)
+                target = found_gmem[2].at[b, pl.ds(first + row, ZERO_ROWS), n]
+                plgpu.copy_smem_to_gmem(zero_smem, target, commit_group=False)
 
         if self.zeros is not None:
             zero_smem[...] = jnp.zeros(zero_smem.shape, zero_smem.dtype)
@@ -147,9 +156,9 @@ class Pass:
         pl.loop(0, jnp.minimum(turns, stages))(load)
 
         @pl.loop(0, turns)
-        def take(turn):
-            b, first, n = place_of(turn)
-            slot = lax.rem(turn, jnp.int32(stages))
+        def compute(turn):
+            b, first, n = unit(turn)
+            slot = slot_of(turn, stages)
             if self.zeros is not None:
                 store_zeros(b, first, n)
             plgpu.barrier_wait(ready.at[slot])
@@ -157,13 +166,13 @@ class Pass:
             def product(column):
                 of_out, of_d_out = (
                     plgpu.load(
-                        tile_smem.at[slot, which, :, pl.ds(column, PIECE)], layout=TILE
+                        tile_smem.at[slot, which, :, pl.ds(column, PANEL)], layout=TILE
                     ).astype(jnp.float32)
                     for which in range(2)
                 )
                 return of_out * of_d_out
 
-            products = map(product, range(0, Hv, PIECE))
+            products = map(product, range(0, Hv, PANEL))
             delta = functools.reduce(operator.add, products).sum(axis=1)
             lse, *d_lse = (
                 plgpu.load(value_smem.at[slot, which], layout=ROW, optimized=False)
@@ -173,16 +182,16 @@ class Pass:
                 delta = delta - d_lse[0]
             row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first
             seen = (lse > -jnp.inf) & (row < T)
-            # The group of copies before the last one has left its place.
+            # Two result buffers alternate: the last but one group of copies must have read its own.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            place = lax.rem(turn, jnp.int32(2))
-            found_smem[place, 0] = jnp.where(seen, lse * LOG2E, jnp.inf)
-            found_smem[place, 1] = jnp.where(seen, delta, 0.0)
-            plgpu.commit_smem()  # and the tiles were read
+            buffer = slot_of(turn, 2)
+            found_smem[buffer, 0] = jnp.where(seen, lse * LOG2E, jnp.inf)
+            found_smem[buffer, 1] = jnp.where(seen, delta, 0.0)
+            plgpu.commit_smem()  # also orders the reads of the tiles before the copies that follow
             pl.when(turn + stages < turns)(lambda: load(turn + stages))
             for which in range(2):
-                there = found_gmem[which].at[b, n, pl.ds(first, ROWS)]
-                plgpu.copy_smem_to_gmem(found_smem.at[place, which], there, commit_group=False)
+                target = found_gmem[which].at[b, n, pl.ds(first, ROWS)]
+                plgpu.copy_smem_to_gmem(found_smem.at[buffer, which], target, commit_group=False)
             plgpu.commit_smem_to_gmem_group()
 
         plgpu.wait_smem_to_gmem(0)

@@ -1,12 +1,12 @@
-"""What the backward needs before its products, on Hopper (sm90): lists by column, work, delta.
+"""What the backward needs before its products, on Hopper (sm90).
 
-    lists ── by column ── table of work          (hopper_tables)
-    out, d_out, lse ── delta, lse in base 2      (hopper_delta)
+    lists ── transposed lists ── work table      (transpose.py, work_table.py)
+    out, d_out, lse ── delta, lse in base 2      (delta.py)
     zeros to add dq to, counters for its cast
 
-Where heads have lists of their own that are sorted head by head, or not at all, it is one launch: a
-CTA for each head makes its lists and its rows of the table while the others run through memory.
-Apart, little of the card works on the first two, and each waits for the one before it.
+Where every head has its own lists and is sorted by itself, or not at all, this is one launch: one
+CTA per head makes its transposed lists and its part of the table, the other CTAs do the delta pass.
+As separate launches, the first two would use a small part of the GPU, one after the other.
 """
 
 import dataclasses
@@ -19,25 +19,36 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
-from xsake.backends.hopper import delta as hopper_delta
-from xsake.backends.hopper import work_table as hopper_tables
-from xsake.backends.hopper.items import LOG2E, THREADS, WARP, per_item
+from xsake.backends.hopper import work_table
+from xsake.backends.hopper.delta import (
+    COMPILER_PARAMS,
+    SM_BYTES,
+    DeltaPass,
+    fits,
+    operands,
+    statistics,
+)
+from xsake.backends.hopper.layouts import ALIGNED, LOG2E, THREADS, WARP, round_up
+from xsake.backends.hopper.shape import Shape
+from xsake.backends.hopper.transpose import transpose_lists
+from xsake.backends.options import BackwardTiling
 from xsake.block_mask.lists import Lists
 
-# Rows of blocks: with more, lists (4 bytes a lane) would take shared memory from the pass, of which
-# two CTAs share an SM.
-TOGETHER_ROWS = hopper_delta.SM_BYTES // 2 // (4 * THREADS)
+# The most row blocks for one launch: with more, the marks of the transposed lists (4 bytes for each
+# lane and row block) would need more shared memory than the delta pass, and two of its CTAs could
+# not share an SM.
+MAX_ROW_BLOCKS = SM_BYTES // 2 // (4 * THREADS)
 
 
 class Prepared(NamedTuple):
-    """What the kernels read and add to."""
+    """What the backward kernels read and add to."""
 
-    lse: Array  # in base 2, float32 [B, N, whole row blocks]; +inf where a row is empty or past T
-    delta: Array  # the same; 0 there
-    table: Array  # of the work by column
-    row_blocks: Array  # of every column's list, flat
+    lse: Array  # in base 2, float32 [B, N, whole row blocks]; +inf in empty rows and past T
+    delta: Array  # float32, the same shape; 0 in empty rows and past T
+    table: Array  # work table of the transposed lists
+    row_blocks: Array  # flat index of the transposed lists
     zeros: Array | None  # to add dq to, float32 [B, T, N, H]
-    counters: Array | None  # - visits of every row block
+    counters: Array | None  # for each row block, minus its number of visits
 
 
 def prepare(
@@ -46,110 +57,109 @@ def prepare(
     d_out: Array,
     d_lse: Array | None,
     lists: Lists,
-    shape: Any,
-    tiling: Any,
+    shape: Shape,
+    tiling: BackwardTiling,
     *,
     zeros: int | None,
     counts: bool = False,
     interpret: Any = False,
 ) -> Prepared:
-    """All of it; `zeros` of that size and `counts` if they are asked for.
+    """All of it; with zeros of head size `zeros`, and counters if `counts`.
 
-    T in whole eights: lengths that are no multiple of 8 take plain XLA for delta and zeros.
+    Where T is not a multiple of 8, plain XLA computes delta and the zeros.
     """
-    columns = shape.kv_blocks
-    rows = shape.row_blocks * shape.block[0]
-    # kv blocks of every query head are items: its own q, d_out and dq stand in L2
-    sizes = shape.batch, shape.heads, shape.heads, shape.head_bytes
-    if not hopper_delta.fits(out):
-        statistics = _statistics_by_xla(out, lse, d_out, d_lse, rows, zeros)
+    B, N = shape.sizes.B, shape.sizes.N
+    # A work tile is a kv block of one query head, so q, d_out and dq of query heads share L2.
+    sizes = B, N, N, shape.head_bytes
+    if not fits(out):
+        found = _statistics_by_xla(out, lse, d_out, d_lse, shape.padded_rows, zeros)
     else:
-        run = hopper_tables.sorted_together(columns, *sizes, tiling)
-        alone = hopper_tables.ByHead.fits(lists, columns, shape.batch, shape.heads, run)
-        if alone and not interpret and shape.row_blocks <= TOGETHER_ROWS:
-            by_head = hopper_tables.ByHead(lists, columns, run, tiling, counts)
-            work = hopper_delta.Pass(out, d_lse is not None, rows, zeros)
-            return _together(by_head, work, (out, d_out, lse, d_lse), _jax.multiprocessors())
-        statistics = hopper_delta.statistics(
+        run = work_table.run_length(shape.kv_blocks, *sizes, tiling)
+        by_head = work_table.HeadTables.fits(lists, shape.kv_blocks, B, N, run)
+        if by_head and not interpret and shape.row_blocks <= MAX_ROW_BLOCKS:
+            tables = work_table.HeadTables(lists, shape.kv_blocks, run, counts)
+            delta_pass = DeltaPass(out, d_lse is not None, shape.padded_rows, zeros)
+            return _in_one_launch(tables, delta_pass, operands(out, d_out, lse, d_lse))
+        found = statistics(
             out,
             d_out,
             lse,
             d_lse,
-            rows=rows,
+            rows=shape.padded_rows,
             zeros=zeros,
             interpret=interpret,
         )
-        statistics = *statistics, *[None] * (zeros is None)
-    by_column = hopper_tables.lists_by_column(lists, columns, interpret)
-    table = hopper_tables.work_table(by_column, *sizes, tiling, interpret)
-    counters = -per_item(lists.kv_count, shape.batch, shape.heads) if counts else None
-    lse, delta, added_to = statistics
+        found = *found, *[None] * (zeros is None)
+    by_column = transpose_lists(lists, shape.kv_blocks, interpret)
+    table = work_table.work_table(by_column, *sizes, tiling, interpret)
+    counters = -work_table.per_tile(lists.kv_count, B, N) if counts else None
+    lse, delta, added_to = found
     return Prepared(lse, delta, table, by_column.kv_index.reshape(-1), added_to, counters)
 
 
-def _together(by_head: Any, work: Any, given: Any, sms: int) -> Prepared:
-    """One launch; the first CTAs have the lists."""
-    first = by_head.all_heads
-    ctas = min(work.units, max(sms * work.per_sm - first, sms))
-    operands = hopper_delta.operands(*given)
-    reads = len(by_head.operands), len(operands)
-    writes = len(by_head.out_type), len(work.out_type)
+def _in_one_launch(tables: Any, delta_pass: Any, pass_operands: tuple[Array, ...]) -> Prepared:
+    """The first CTAs have the tables, one head each; the others share the delta pass."""
+    first = tables.heads
+    sms = _jax.multiprocessors()
+    ctas = min(delta_pass.units, max(sms * delta_pass.per_sm - first, sms))
+    reads = len(tables.operands), len(pass_operands)
+    writes = len(tables.out_type), len(delta_pass.out_type)
 
     def body(*refs, union, ready):
-        lists_in, pass_in, lists_out, pass_out = _split(refs, *reads, *writes)
-        (of_lists, of_pass) = union
+        tables_in, pass_in, tables_out, pass_out = _split(refs, *reads, *writes)
+        (tables_smem, pass_smem) = union
         cta = lax.axis_index("cta")
 
         @pl.when(cta < first)
         def _():
-            smem = dict(zip(by_head.smem, of_lists, strict=True))
-            by_head.run(cta, (*lists_in, *lists_out), smem)
+            smem = dict(zip(tables.smem, tables_smem, strict=True))
+            tables.run(cta, (*tables_in, *tables_out), smem)
 
         @pl.when(cta >= first)
         def _():
-            smem = dict(zip(work.smem, of_pass, strict=True))
-            work.run(cta - first, ctas, (*pass_in, *pass_out), smem, ready)
+            smem = dict(zip(delta_pass.smem, pass_smem, strict=True))
+            delta_pass.run(cta - first, ctas, (*pass_in, *pass_out), smem, ready)
 
-    made = plgpu.kernel(
+    results = plgpu.kernel(
         body,
-        out_type=(*by_head.out_type, *work.out_type),
+        out_type=(*tables.out_type, *delta_pass.out_type),
         scratch_types=dict(
-            union=plgpu.RefUnion([*by_head.smem.values()], [*work.smem.values()]),
-            ready=work.barriers,
+            union=plgpu.RefUnion([*tables.smem.values()], [*delta_pass.smem.values()]),
+            ready=delta_pass.barriers,
         ),
         grid=(first + ctas,),
         grid_names=("cta",),
         kernel_name="xsake_prepare",
-        # Lists are counted over all lanes, which takes a number for each warp.
+        # The tables need sums over all lanes, with one integer of scratch for each warp.
         compiler_params=dataclasses.replace(
-            hopper_delta.COMPILER_PARAMS, reduction_scratch_bytes=THREADS // WARP * 4
+            COMPILER_PARAMS, reduction_scratch_bytes=THREADS // WARP * 4
         ),
-    )(*by_head.operands, *operands)
-    (row_blocks, table, *counters), (lse, delta, *zeros) = _split(made, *writes)
-    table = table.reshape(-1, hopper_tables.WIDTH)
+    )(*tables.operands, *pass_operands)
+    (row_blocks, table, *counters), (lse, delta, *zeros) = _split(results, *writes)
+    table = table.reshape(-1, work_table.WIDTH)
     return Prepared(lse, delta, table, row_blocks, *(zeros or [None]), *(counters or [None]))
 
 
 def _split(values: Any, *sizes: int) -> list[Any]:
-    """Values in parts of so many."""
+    """Consecutive groups of the values, of the given sizes."""
     values = iter(values)
     return [[next(values) for _ in range(size)] for size in sizes]
 
 
 def _statistics_by_xla(out, lse, d_out, d_lse, rows, zeros):
-    """lse in base 2, delta, and zeros or None: a pass for delta and one for the zeros."""
+    """(lse in base 2, delta, zeros or None) in plain JAX."""
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
-    # Fused with the transposes around it, the sum is no row reduction, and many times slower.
+    # Without the barrier XLA fuses the sum with the transposes around it; it is many times slower
+    # then, because it is no row reduction any more.
     delta = jax.lax.optimization_barrier(delta).swapaxes(1, 2)
     if d_lse is not None:
         delta = delta - d_lse
     empty = lse == -jnp.inf
     lse = jnp.where(empty, jnp.inf, lse * LOG2E)
     delta = jnp.where(empty, 0.0, delta)
-    batch, queries, heads, _ = out.shape
-    past = ((0, 0), (0, 0), (0, rows - queries))
+    B, T, N, _ = out.shape
+    past = ((0, 0), (0, 0), (0, rows - T))
     lse, delta = jnp.pad(lse, past, constant_values=jnp.inf), jnp.pad(delta, past)
     if zeros is None:
         return lse, delta, None
-    tokens = -(-queries // hopper_delta.ALIGNED) * hopper_delta.ALIGNED
-    return lse, delta, jnp.zeros((batch, tokens, heads, zeros), jnp.float32)
+    return lse, delta, jnp.zeros((B, round_up(T, ALIGNED), N, zeros), jnp.float32)

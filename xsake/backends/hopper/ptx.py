@@ -1,4 +1,4 @@
-"""PTX inside the Hopper kernels (sm90), where Pallas has no words for it."""
+"""Inline PTX for the Hopper kernels (sm90), where Pallas has no operation of its own."""
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -6,12 +6,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-# Named barriers; 0 to 4 belong to Mosaic (the CTA and its warpgroups).
-COMPUTE_BARRIER, CAST_BARRIER = 5, 6
-
 SCALAR = plgpu.Layout.WG_SPLAT
-NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-# One thread of the warpgroup is `one`.
+INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+# Declares the predicate `one`, which is true in one thread of the warpgroup.
 ONE = (
     ".reg .pred one; .reg .b32 tid; mov.u32 tid, %tid.x; and.b32 tid, tid, 127;",
     "setp.eq.u32 one, tid, 0;",
@@ -19,7 +16,7 @@ ONE = (
 
 
 def asm(lines, constraints="", operands=()):
-    """The lines in a scope of their own, with an int32 as result if the constraints name one."""
+    """Emits the lines in a scope of their own; returns an int32 if the constraints name one."""
     result = ir.IntegerType.get_signless(32) if "=" in constraints else None
     return llvm.inline_asm(
         result or ir.Type.parse("!llvm.void"),
@@ -30,16 +27,26 @@ def asm(lines, constraints="", operands=()):
     )
 
 
-def number(value):
-    """An int32 that asm() returned, as Pallas takes it."""
+def as_scalar(value):
+    """The int32 that asm() returned, as a Pallas scalar."""
     return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
 
 
-def pointer(ref):
-    """Where a ref begins."""
+def address(ref):
+    """The address of a ref's first element."""
     return mgpu.utils.memref_ptr(ref)
 
 
-def shared(ref):
-    """The same of a ref in shared memory, in 32 bits."""
+def shared_address(ref):
+    """The 32-bit address of the first element of a ref in shared memory."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def opaque(scalar):
+    """The same int32 scalar; the compiler cannot move this computation out of a loop."""
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=INT32)
+    def emit(_, scalar):
+        return as_scalar(asm(["mov.b32 $0, $1;"], "=r,r", [scalar.registers[()]]))
+
+    return emit(jnp.int32(scalar))

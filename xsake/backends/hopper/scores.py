@@ -1,16 +1,16 @@
-"""Scores of blocks on Hopper (sm90), in Pallas Mosaic GPU: every key against rows of mean queries.
+"""Scores of kv blocks on Hopper (sm90), in Pallas Mosaic GPU: every key against mean queries.
 
     score[b, n, i, j] = log Σ_{k of block j} exp(q̄_i · k / √H)
 
-Rows of queries come in tiles of 64, those of all query heads of a kv head one after another. A CTA
-keeps some tiles in shared memory and lets blocks of keys pass by, so that K is read about once:
+The mean queries of all query heads of a kv head lie one after another in tiles of 64 rows. A CTA
+keeps some of these tiles in shared memory and streams blocks of keys, so that K is read about once:
 
     memory warpgroup     Q̄ tiles of a segment; K blocks through a ring           (runs ahead)
-    compute warpgroups   for each block and each tile: S = Q̄ Kᵀ ─ max, exp2, sum, log2 ─▶ 64 numbers
+    compute warpgroups   for each block and each tile: S = Q̄ Kᵀ ─ max, exp2, sum, log2 ─▶ 64 scores
 
-A score depends on one block alone: nothing is carried from block to block, and warpgroups take
-pairs of (tile, block) in turns. Which CTA takes which blocks is known from the sizes: `segments`
-cuts the whole work into runs of consecutive blocks that take about the same time.
+A score depends on one block alone: no state is carried from block to block, and the warpgroups
+alternate over pairs of (tile, block). The schedule is static: `segments` splits the work into runs
+of consecutive blocks that cost about the same.
 """
 
 import dataclasses
@@ -25,16 +25,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
-from xsake.backends.hopper.items import LOG2E, ROWS, TILE, check_sizes, tiles
+from xsake.backends.hopper.layouts import (
+    ALIGNED,
+    LOG2E,
+    ROWS,
+    TILE,
+    pad_tokens,
+    round_up,
+    slot_of,
+    tiles,
+)
+from xsake.backends.hopper.shape import check_sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoresTiling:
     """What may change the speed, never the values."""
 
-    warpgroups: int = 3  # that compute
-    q_bytes: int = 64 << 10  # of shared memory for tiles of queries
-    k_bytes: int = 128 << 10  # for blocks of keys
+    warpgroups: int = 3  # compute warpgroups
+    q_bytes: int = 64 << 10  # of shared memory for tiles of mean queries
+    k_bytes: int = 128 << 10  # of shared memory for blocks of keys
 
 
 DEFAULT_TILING = ScoresTiling()
@@ -45,9 +55,9 @@ class Segment(NamedTuple):
 
     b: Any  # batch row
     h: Any  # kv head
-    group: Any  # of tiles
-    first: Any  # block
-    count: Any  # of blocks; 0: nothing follows
+    group: Any  # index of the group of tiles
+    first: Any  # index of the first block
+    count: Any  # number of blocks; 0 marks the end of a CTA's segments
 
 
 def scores(
@@ -62,20 +72,19 @@ def scores(
     """Scores float32 [B, N, R, n] of n = ceil(S / block) blocks.
 
     Args:
-      queries: [B, R, N, H] in k's type, already times log2(e) / √H.
-      k: [B, S, K, H]; keys past S do not count in the last block.
+      queries: [B, R, N, H] in k's dtype, already times log2(e) / √H.
+      k: [B, S, K, H]; the last block may be short.
       block: 64 or 128 keys.
-      causal: row i sees blocks 0 … i, the others are -inf.
-      tiling: how.
+      causal: row i sees blocks 0 … i; the other scores are -inf.
+      tiling: tuning parameters.
       interpret: plgpu.InterpretGPUParams, for machines without a GPU.
     """
-    shape = _Shape.of(queries, k, block, causal, tiling)
+    shape = ScoresShape.of(queries, k, block, causal, tiling)
     B, R, N, _ = queries.shape
-    # Shared memory is tiled by 8 rows, and Mosaic wants the same of what it copies.
-    q, k = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0))) for x in (queries, k))
-    table = segments(shape, tiling)
+    q, k = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (queries, k))
+    table = segments(shape, _jax.multiprocessors())
     kernel = _Kernel(shape, tiling, interpret)
-    found = plgpu.kernel(
+    result = plgpu.kernel(
         kernel.body,
         out_type=jax.ShapeDtypeStruct((B, N, shape.blocks, shape.head_tiles * ROWS), jnp.float32),
         scratch_types=kernel.scratch(k.dtype),
@@ -92,70 +101,73 @@ def scores(
         ),
         **({"interpret": interpret} if interpret else {}),
     )(q, k, jnp.asarray(table))
-    found = jnp.swapaxes(found, 2, 3)[:, :, :R]
+    result = jnp.swapaxes(result, 2, 3)[:, :, :R]
     if not causal:
-        return found
-    # what no row of a tile sees was not written
-    return jnp.where(jnp.arange(shape.blocks) <= jnp.arange(R)[:, None], found, -jnp.inf)
+        return result
+    # The kernel does not write blocks that no row of a tile sees.
+    return jnp.where(jnp.arange(shape.blocks) <= jnp.arange(R)[:, None], result, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
-    """Static sizes, checked."""
+class ScoresShape:
+    """Static sizes of one call, and how its mean queries are grouped."""
 
-    batch: int
-    rows: int  # of each query head
-    keys: int
-    heads: int
-    kv_heads: int
-    size: int
+    B: int
+    R: int  # mean queries of each query head
+    S: int
+    N: int
+    K: int
+    H: int
     block: int
     causal: bool
-    resident: int  # tiles of 64 rows that a CTA keeps at a time: a group
+    resident: int  # tiles in a group: those that a CTA keeps in shared memory at a time
     q_stages: int  # groups in shared memory
     stages: int  # blocks of keys in flight
 
     @property
     def head_tiles(self) -> int:
-        """Tiles of a query head."""
-        return pl.cdiv(self.rows, ROWS)
+        """Tiles of 64 mean queries of one query head."""
+        return pl.cdiv(self.R, ROWS)
 
     @property
     def tiles(self) -> int:
-        """Tiles of a kv head: those of all its query heads."""
-        return self.head_tiles * (self.heads // self.kv_heads)
+        """Tiles of all query heads of one kv head."""
+        return self.head_tiles * (self.N // self.K)
 
     @property
     def groups(self) -> int:
+        """Groups of tiles of one kv head."""
         return pl.cdiv(self.tiles, self.resident)
 
     @property
     def blocks(self) -> int:
-        return pl.cdiv(self.keys, self.block)
+        """Blocks of keys."""
+        return pl.cdiv(self.S, self.block)
 
     @classmethod
     def of(cls, queries, k, block, causal, tiling):
-        batch, rows, heads, size = queries.shape
-        _, keys, kv_heads, _ = k.shape
-        if k.shape != (batch, keys, kv_heads, size) or heads % kv_heads:
+        """The sizes of a call; raises where k or the block does not fit the queries."""
+        B, R, N, H = queries.shape
+        _, S, K, _ = k.shape
+        if k.shape != (B, S, K, H) or N % K:
             raise ValueError(
-                f"key is {list(k.shape)}; queries {list(queries.shape)} ask for "
-                f"[{batch}, S, K, {size}] with K dividing {heads}"
+                f"key is {list(k.shape)}; queries {list(queries.shape)} need "
+                f"[{B}, S, K, {H}] with K dividing {N}"
             )
         if k.dtype != queries.dtype:
             raise ValueError(f"key is {k.dtype} and the queries are {queries.dtype}; cast them")
-        check_sizes((block,), size)
-        tile_bytes, block_bytes = (x * size * k.dtype.itemsize for x in (ROWS, block))
-        tiles = pl.cdiv(rows, ROWS) * (heads // kv_heads)
+        check_sizes((block,), H)
+        tile_bytes, block_bytes = (x * H * k.dtype.itemsize for x in (ROWS, block))
+        tiles = pl.cdiv(R, ROWS) * (N // K)
         groups = pl.cdiv(tiles, max(1, tiling.q_bytes // tile_bytes))
         resident = pl.cdiv(tiles, groups)
         return cls(
-            batch,
-            rows,
-            keys,
-            heads,
-            kv_heads,
-            size,
+            B,
+            R,
+            S,
+            N,
+            K,
+            H,
             block,
             causal,
             resident,
@@ -165,37 +177,37 @@ class _Shape:
 
 
 @functools.lru_cache(maxsize=64)
-def segments(shape: _Shape, tiling: ScoresTiling) -> np.ndarray:
-    """What every CTA does, int32 [CTAs, most segments of one + 1, 5]: rows of Segment.
+def segments(shape: ScoresShape, multiprocessors: int) -> np.ndarray:
+    """The segments of every CTA, int32 [CTAs, most segments of a CTA + 1, 5].
 
-    The blocks of all groups of all kv heads, in one row, are cut where a CTA has its share.
+    The blocks of all groups of all kv heads, in one sequence, are split into parts of equal cost.
     """
     tile = np.arange(shape.groups * shape.resident)
     last_row = np.where(tile < shape.tiles, tile % shape.head_tiles * ROWS + ROWS - 1, -1)
-    last_row = np.minimum(last_row, shape.rows - 1).reshape(shape.groups, -1)
-    number = np.arange(shape.blocks)
+    last_row = np.minimum(last_row, shape.R - 1).reshape(shape.groups, -1)
+    block = np.arange(shape.blocks)
     # [groups, tiles, blocks]
-    sees = last_row[..., None] >= (number if shape.causal else np.zeros_like(number))
-    # Nanoseconds, roughly: an SM's share of memory bandwidth against its exponentials and products
-    read = shape.block * shape.size * 2 / 32
+    sees = last_row[..., None] >= (block if shape.causal else np.zeros_like(block))
+    # Nanoseconds, roughly: an SM's share of memory bandwidth, its exponentials and products.
+    read = shape.block * shape.H * 2 / 32
     compute = ROWS * shape.block / 16
     cost = np.where(sees.any(1), np.maximum(read, sees.sum(1) * compute), 0)  # [groups, blocks]
-    heads = shape.batch * shape.kv_heads
+    heads = shape.B * shape.K
     group, first = np.nonzero(cost)
     flat = np.tile(cost[group, first], heads)
     ends = np.cumsum(flat)
-    ctas = min(_jax.multiprocessors(), len(flat))
+    ctas = min(multiprocessors, len(flat))
     cta = np.minimum((ends - flat / 2) * ctas // ends[-1], ctas - 1).astype(int)
     head = np.repeat(np.arange(heads), len(group))
-    item = head * shape.groups + np.tile(group, heads)
-    begins = np.nonzero(np.diff(cta, prepend=-1) | np.diff(item, prepend=-1))[0]
+    head_group = head * shape.groups + np.tile(group, heads)
+    begins = np.nonzero(np.diff(cta, prepend=-1) | np.diff(head_group, prepend=-1))[0]
     count = np.diff(begins, append=len(flat))
-    cta, item, first = cta[begins], item[begins], np.tile(first, heads)[begins]
-    place = np.arange(len(cta)) - np.searchsorted(cta, cta)
-    table = np.zeros((ctas, place.max() + 2, len(Segment._fields)), np.int32)
-    head, group = np.divmod(item, shape.groups)
-    fields = (head // shape.kv_heads, head % shape.kv_heads, group, first, count)
-    table[cta, place] = np.stack(fields, -1)
+    cta, head_group, first = cta[begins], head_group[begins], np.tile(first, heads)[begins]
+    rank = np.arange(len(cta)) - np.searchsorted(cta, cta)
+    table = np.zeros((ctas, rank.max() + 2, len(Segment._fields)), np.int32)
+    head, group = np.divmod(head_group, shape.groups)
+    fields = (head // shape.K, head % shape.K, group, first, count)
+    table[cta, rank] = np.stack(fields, -1)
     return table
 
 
@@ -211,8 +223,8 @@ class _Kernel:
         """Shared memory and barriers of a CTA."""
         shape = self.shape
         return dict(
-            q_smem=tiles(shape.q_stages, shape.resident, ROWS, shape.size, dtype=dtype),
-            k_smem=tiles(shape.stages, shape.block, shape.size, dtype=dtype),
+            q_smem=tiles(shape.q_stages, shape.resident, ROWS, shape.H, dtype=dtype),
+            k_smem=tiles(shape.stages, shape.block, shape.H, dtype=dtype),
             scores_smem=plgpu.SMEM((self.warpgroups, ROWS), jnp.float32),
             q_ready=plgpu.Barrier(num_barriers=shape.q_stages, num_arrivals=shape.resident),
             k_ready=plgpu.Barrier(num_barriers=shape.stages),
@@ -221,6 +233,7 @@ class _Kernel:
         )
 
     def body(self, q_gmem, k_gmem, table, scores_gmem, **scratch):
+        """One CTA: what its warpgroups do."""
         wg = lax.axis_index("wg")
 
         @pl.when(wg < self.warpgroups)
@@ -232,7 +245,10 @@ class _Kernel:
             self.memory(q_gmem, k_gmem, table, **scratch)
 
     def for_each_segment(self, table, visit):
-        """done = visit(number, segment, done) for every segment: (segments, blocks) in all."""
+        """done = visit(number, segment, done) for every segment; `done` counts blocks.
+
+        Returns the numbers of segments and of blocks.
+        """
         cta = lax.axis_index("cta")
 
         def record(number):
@@ -249,48 +265,48 @@ class _Kernel:
         )
         return number, done
 
-    def place_of(self, segment, tile):
+    def rows_of(self, segment, tile):
         """(query head, first row) of a tile of the segment's kv head."""
         shape = self.shape
         head, tile = (f(tile, jnp.int32(shape.head_tiles)) for f in (lax.div, lax.rem))
-        return segment.h * (shape.heads // shape.kv_heads) + head, tile * ROWS
+        return segment.h * (shape.N // shape.K) + head, tile * ROWS
 
     # Memory warpgroup
 
     def memory(
         self, q_gmem, k_gmem, table, *, q_smem, k_smem, q_ready, k_ready, q_free, k_free, **_
     ):
-        """Copies a group of tiles per segment and its blocks, as soon as there is room."""
+        """Copies a group of tiles per segment and its blocks, as soon as their slots are free."""
         shape = self.shape
 
         def load(number, segment, done):
             def load_q():
-                place = slot(number, shape.q_stages)
-                pl.when(number >= shape.q_stages)(lambda: plgpu.barrier_wait(q_free.at[place]))
+                q_slot = slot_of(number, shape.q_stages)
+                pl.when(number >= shape.q_stages)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
                 for m in range(shape.resident):
-                    # A group may reach past the last tile, which it then has twice.
+                    # The last group may reach past the last tile; it repeats that tile then.
                     tile = jnp.minimum(segment.group * shape.resident + m, shape.tiles - 1)
-                    n, first_row = self.place_of(segment, tile)
+                    n, first_row = self.rows_of(segment, tile)
                     plgpu.copy_gmem_to_smem(
                         q_gmem.at[segment.b, pl.ds(first_row, ROWS), n],
-                        q_smem.at[place, m],
-                        q_ready.at[place],
+                        q_smem.at[q_slot, m],
+                        q_ready.at[q_slot],
                     )
 
             @pl.loop(0, segment.count)
             def _(t):
-                place = slot(done + t, shape.stages)
-                pl.when(done + t >= shape.stages)(lambda: plgpu.barrier_wait(k_free.at[place]))
+                slot = slot_of(done + t, shape.stages)
+                pl.when(done + t >= shape.stages)(lambda: plgpu.barrier_wait(k_free.at[slot]))
                 keys = pl.ds((segment.first + t) * shape.block, shape.block)
                 plgpu.copy_gmem_to_smem(
-                    k_gmem.at[segment.b, keys, segment.h], k_smem.at[place], k_ready.at[place]
+                    k_gmem.at[segment.b, keys, segment.h], k_smem.at[slot], k_ready.at[slot]
                 )
-                pl.when(t == 0)(load_q)  # for which there may be room later
+                pl.when(t == 0)(load_q)  # after K, whose slot may be free sooner
 
             return done + segment.count
 
         numbers, done = self.for_each_segment(table, load)
-        if self.interpret:  # it wants every completed phase observed
+        if self.interpret:  # the interpreter requires a wait for every barrier phase
             for total, stages, free in (
                 (numbers, shape.q_stages, q_free),
                 (done, shape.stages, k_free),
@@ -298,7 +314,7 @@ class _Kernel:
 
                 @pl.loop(jnp.maximum(total - stages, 0), total)
                 def _(t, stages=stages, free=free):
-                    plgpu.barrier_wait(free.at[slot(t, stages)])
+                    plgpu.barrier_wait(free.at[slot_of(t, stages)])
 
     # Compute warpgroups
 
@@ -306,17 +322,17 @@ class _Kernel:
         self, wg, table, scores_gmem,
         *, q_smem, k_smem, scores_smem, q_ready, k_ready, q_free, k_free,
     ):  # fmt: skip
-        """Every so many'th pair of (tile, block)."""
+        """The scores of every pair of (tile, block) that is this warpgroup's."""
         shape, warpgroups = self.shape, self.warpgroups
 
         def visit(number, segment, done):
-            q_place = slot(number, shape.q_stages)
-            plgpu.barrier_wait(q_ready.at[q_place])
+            q_slot = slot_of(number, shape.q_stages)
+            plgpu.barrier_wait(q_ready.at[q_slot])
 
             @pl.loop(0, segment.count)
             def _(t):
-                place = slot(done + t, shape.stages)
-                plgpu.barrier_wait(k_ready.at[place])
+                slot = slot_of(done + t, shape.stages)
+                plgpu.barrier_wait(k_ready.at[slot])
                 first = lax.rem(done + t + wg, jnp.int32(warpgroups))
 
                 @pl.loop(0, lax.div(shape.resident - first + warpgroups - 1, jnp.int32(warpgroups)))
@@ -326,24 +342,24 @@ class _Kernel:
                         segment,
                         segment.first + t,
                         segment.group * shape.resident + m,
-                        q_smem.at[q_place, m],
-                        k_smem.at[place],
+                        q_smem.at[q_slot, m],
+                        k_smem.at[slot],
                         scores_smem.at[wg],
                         scores_gmem,
                     )
 
-                plgpu.barrier_arrive(k_free.at[place])
+                plgpu.barrier_arrive(k_free.at[slot])
 
-            plgpu.barrier_arrive(q_free.at[q_place])
+            plgpu.barrier_arrive(q_free.at[q_slot])
             return done + segment.count
 
         self.for_each_segment(table, visit)
         plgpu.wait_smem_to_gmem(0)
 
     def score(self, segment, j, tile, q, k, scores_smem, scores_gmem):
-        """The 64 scores of one tile and block j, if there is a row that sees it."""
+        """The 64 scores of one tile and block j, if some row sees it."""
         shape = self.shape
-        n, first_row = self.place_of(segment, tile)
+        n, first_row = self.rows_of(segment, tile)
         live = tile < shape.tiles
         if shape.causal:
             live &= first_row + ROWS > j
@@ -355,11 +371,11 @@ class _Kernel:
                 return s_ref[...]
 
             s = pl.run_scoped(product, plgpu.ACC((ROWS, shape.block), jnp.float32))
-            if rest := shape.keys % shape.block:
+            if rest := shape.S % shape.block:
                 s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
             m = s.max(axis=1)
             l = jnp.exp2(s - lax.broadcast_in_dim(m, s.shape, [0])).sum(axis=1)
-            # The copy before this one must have read the buffer.
+            # The previous copy must have read the buffer.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             scores_smem[...] = (m + jnp.log2(l)) * (1 / LOG2E)
             plgpu.commit_smem()
@@ -372,8 +388,3 @@ def _without(s, rest):
     """s with -inf in all but the first `rest` columns."""
     column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=TILE)
     return jnp.where(column < rest, s, -jnp.inf)
-
-
-def slot(t, stages):
-    """The place in a ring of what came as number t."""
-    return lax.rem(jnp.int32(t), jnp.int32(stages))

@@ -85,7 +85,7 @@ def transposed_lists(B: int, T: int, H: int) -> Part:
 
     def records(done: list[Record]) -> Iterator[Record]:
         # the kernels need a newer JAX than the package
-        from xsake.backends.hopper.work_table import lists_by_column
+        from xsake.backends.hopper.transpose import transpose_lists
 
         given = case.arguments(on_device=True)
         arrays = tuple(given[name] for name in ("query", "key", "value"))
@@ -93,7 +93,7 @@ def transposed_lists(B: int, T: int, H: int) -> Part:
         second = BlockMask.from_dense(
             second.blocks() > 0, shape=(T, T), capacity=first.kv_index.shape[-1]
         )
-        transpose = jax.jit(lambda mask: lists_by_column(mask.lists, mask.grid.counts[1]))
+        transpose = jax.jit(lambda mask: transpose_lists(mask.lists, mask.grid.counts[1]))
         seconds = time_queued(transpose, first).median_seconds
         gradients = jax.jit(attend_hopper_and_gradients)
         jax.block_until_ready(gradients(*arrays, first))

@@ -1,0 +1,209 @@
+"""dq of a row block over the kv blocks that it sees: the second kernel of the unfused backward."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.backends.hopper.gradient_kernel import GradientKernel
+from xsake.backends.hopper.handover import Handover
+from xsake.backends.hopper.layouts import COLUMN, COMPUTE_WGS, ROW, ROWS, slot_of, tiles
+from xsake.backends.hopper.pipeline import Resident, Ring, stream
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and mbarriers of a CTA."""
+
+    q_smem: Any  # [block, H]
+    d_out_smem: Any  # [block, Hv]
+    k_smem: Any  # [stages, step, H]
+    v_smem: Any  # [v_stages, step, Hv]
+    q_ready: Any
+    d_out_ready: Any
+    k_ready: Any
+    v_ready: Any
+    q_free: Any  # d_out too
+    k_free: Any
+    v_free: Any
+    out_smem: Any = None  # staging of results, unless Q's buffer is reused
+    left_smem: Any = None  # the interpreter's left operands
+    # With row blocks of 64: warpgroup 1's sums on their way to warpgroup 0.
+    piece_smem: Any = None
+    piece_ready: Any = None
+    piece_taken: Any = None
+
+
+class RowsKernel(GradientKernel):
+    """A work tile is a row block."""
+
+    def __init__(self, shape, rule, tiling, **static):
+        step = tiling.key_step or min(shape.block[1], 64 if shape.largest_head > 128 else 128)
+        super().__init__(shape, rule, tiling, axis=0, step=step, **static)
+        self.stages, self.v_stages = self.stages_of(tiling.key_stages)
+
+    def __call__(self, operands, interpret):
+        """dq."""
+        q = operands[0]
+        out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
+        name = "xsake_backward_dq"
+        return self.launch(name, self.body, operands, out_type, self.scratch(q.dtype), interpret)[0]
+
+    def scratch(self, dtype) -> dict[str, Any]:
+        """The types of `_Scratch`."""
+        (bq, _), step, sizes = self.shape.block, self.step, self.shape.sizes
+        stages, v_stages = self.stages, self.v_stages
+        free = dict(num_arrivals=self.consumers)
+        scratch = dict(
+            q_smem=tiles(bq, sizes.H, dtype=dtype),
+            d_out_smem=tiles(bq, sizes.Hv, dtype=dtype),
+            k_smem=tiles(stages, step, sizes.H, dtype=dtype),
+            v_smem=tiles(v_stages, step, sizes.Hv, dtype=dtype),
+            **self.staging_scratch([sizes.H], dtype),
+            q_ready=plgpu.Barrier(),
+            d_out_ready=plgpu.Barrier(),
+            k_ready=plgpu.Barrier(num_barriers=stages),
+            v_ready=plgpu.Barrier(num_barriers=v_stages),
+            q_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            k_free=plgpu.Barrier(num_barriers=stages, **free),
+            v_free=plgpu.Barrier(num_barriers=v_stages, **free),
+        )
+        if self.interpret:
+            scratch["left_smem"] = tiles(COMPUTE_WGS, ROWS, step, dtype=dtype)
+        return scratch
+
+    def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **buffers):
+        """One CTA: what its warpgroups do."""
+        rows, columns, (dq,) = self.rule.split(refs)
+        work, others = self.scheduler.work_of(table, buffers)
+        scratch = _Scratch(**others)
+        self.run_roles(
+            lambda wg: self.compute(wg, lse, delta, work, index, rows, columns, dq, scratch),
+            lambda: self.memory(q, k, v, d_out, work, index, scratch),
+        )
+
+    def memory(self, q_gmem, k_gmem, v_gmem, d_out_gmem, work, index, scratch):
+        """Copies Q, d_out once per work tile and K, V once per step, as soon as slots are free."""
+        copy = plgpu.copy_gmem_to_smem
+
+        def load_k(tile, keys, slot):
+            gmem = k_gmem.at[tile.b, keys, self.kv_head(tile)]
+            copy(gmem, scratch.k_smem.at[slot], scratch.k_ready.at[slot])
+
+        def load_v(tile, keys, slot):
+            gmem = v_gmem.at[tile.b, keys, self.kv_head(tile)]
+            copy(gmem, scratch.v_smem.at[slot], scratch.v_ready.at[slot])
+
+        def rows_of(gmem):
+            return lambda tile: self.tokens_of(tile, gmem, tile.n)
+
+        residents = [
+            Resident(rows_of(q_gmem), scratch.q_smem, scratch.q_ready, scratch.q_free),
+            Resident(rows_of(d_out_gmem), scratch.d_out_smem, scratch.d_out_ready, None),
+        ]
+        k_ring = Ring(self.stages, lambda x: plgpu.barrier_wait(scratch.k_free.at[x]), load_k)
+        v_ring = Ring(self.v_stages, lambda x: plgpu.barrier_wait(scratch.v_free.at[x]), load_v)
+        stream(self, work, index, k_ring, v_ring, residents)
+
+    def compute(self, wg, lse_gmem, delta_gmem, work, index, rows, columns, dq_gmem, scratch):
+        """64 queries of every work tile: dq over its steps, then one store."""
+        handover = Handover(scratch.piece_smem, scratch.piece_ready, scratch.piece_taken)
+
+        def compute_tile(tile, done):
+            steps = tile.count * self.splits
+            tile_steps = _TileSteps(
+                self, wg, tile, done, lse_gmem, delta_gmem, index, rows, columns, scratch
+            )
+            H = self.shape.sizes.H
+            (dq,) = self.accumulate_unless_empty(tile_steps.accumulate, tile, ((ROWS, H),))
+            if self.reuse_operand_smem:
+                staging = self.own_rows(wg, scratch.q_smem)
+            else:
+                staging = scratch.out_smem.at[0 if self.alternate else wg]
+            gmem = dq_gmem.at[tile.b, tile_steps.queries, tile.n]
+            self.store(wg, dq, self.scale, staging, gmem, handover)
+            return done + steps
+
+        self.scheduler.for_each_tile(work, compute_tile, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+
+class _TileSteps:
+    """The steps of one work tile on one compute warpgroup; `done` steps came before."""
+
+    def __init__(
+        self, kernel, wg, work_tile, done, lse_gmem, delta_gmem, index, rows, columns, scratch
+    ):
+        self.kernel, self.wg, self.work_tile, self.done = kernel, wg, work_tile, done
+        self.index, self.columns, self.scratch = index, columns, scratch
+        self.first_query = kernel.first_row(work_tile, wg)
+        self.queries = pl.ds(self.first_query, ROWS)
+        self.row_values = kernel.rule.load(rows, work_tile, self.first_query, ROWS, ROW)
+        self.lse, self.delta = (
+            plgpu.load(x.at[work_tile.b, work_tile.n, self.queries], layout=ROW, optimized=False)
+            for x in (lse_gmem, delta_gmem)
+        )
+
+    def accumulate(self, dq_ref):
+        """(dq,) over all steps."""
+        scratch = self.scratch
+        plgpu.barrier_wait(scratch.q_ready)
+        plgpu.barrier_wait(scratch.d_out_ready)
+        self.kernel.run_steps(
+            self.wg, self.work_tile, self.done, self.ds_of, lambda t, ds: self.add(dq_ref, t, ds)
+        )
+        plgpu.barrier_arrive(scratch.q_free)
+        return (dq_ref[...],)
+
+    def ds_of(self, t, masked):
+        """ds of step t."""
+        kernel, scratch = self.kernel, self.scratch
+        slot = slot_of(self.done + t, kernel.v_stages)
+        v = scratch.v_smem.at[slot].transpose((1, 0))
+        s = self.issue_scores(t)
+        plgpu.barrier_wait(scratch.v_ready.at[slot])
+        if not masked:
+            dp = kernel.issue(kernel.own_rows(self.wg, scratch.d_out_smem), v)
+        s = kernel.settle(s, wait_n=0 if masked else 1)
+        lse = lax.broadcast_in_dim(self.lse, s.shape, [0])
+        _, slope = kernel.probabilities(s, lse, masked, lambda: self.allowed(t))
+        if masked:  # dp is issued only now: the rule needed its registers
+            slope = lax.optimization_barrier(slope)
+            dp = kernel.issue(kernel.own_rows(self.wg, scratch.d_out_smem), v)
+        dp = kernel.settle(dp, 0)
+        plgpu.barrier_arrive(scratch.v_free.at[slot])
+        ds = slope * (dp - lax.broadcast_in_dim(self.delta, s.shape, [0]))
+        return ds.astype(v.dtype)
+
+    def add(self, dq_ref, t, ds):
+        """dq += ds k."""
+        slot = slot_of(self.done + t, self.kernel.stages)
+        left = self.scratch.left_smem
+        left = None if left is None else left.at[self.wg]
+        self.kernel.add_product(dq_ref, ds, self.scratch.k_smem.at[slot], left)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.scratch.k_free.at[slot])
+
+    def issue_scores(self, t):
+        """s of step t, in flight."""
+        kernel, scratch = self.kernel, self.scratch
+        slot = slot_of(self.done + t, kernel.stages)
+        plgpu.barrier_wait(scratch.k_ready.at[slot])
+        q = kernel.own_rows(self.wg, scratch.q_smem)
+        return kernel.issue(q, scratch.k_smem.at[slot].transpose((1, 0)))
+
+    def allowed(self, t):
+        """The pairs of step t that the rule allows."""
+        rule, step = self.kernel.rule, self.kernel.step
+        first_key = self.kernel.first_token(self.index, self.work_tile, t)
+        column_values = rule.load(self.columns, self.work_tile, first_key, step, COLUMN)
+        return rule.allowed(
+            self.work_tile,
+            self.first_query,
+            first_key,
+            (0, 1),
+            self.row_values,
+            column_values,
+            step,
+        )

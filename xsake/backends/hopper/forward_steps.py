@@ -1,0 +1,312 @@
+"""The steps of one work tile of the forward, on one compute warpgroup: an online softmax.
+
+    S = Q Kᵀ ─ mask ─ m, l = running maximum (base 2), running sum ─ P = 2^(S - m) ─ acc += P V
+
+With `overlap`, a warpgroup issues the scores of its next step before the values of this one, so
+that its softmax overlaps with its own products too.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
+
+from xsake.backends.hopper.layouts import LOG2E, ROW, ROWS, TILE, slot_of
+
+
+def over_columns(x, tile):
+    """One value per row, repeated over the columns of `tile`."""
+    return lax.broadcast_in_dim(x, tile.shape, [0])
+
+
+class TileSteps:
+    """The steps of one work tile on one compute warpgroup; t counts this warpgroup's own steps.
+
+    done: steps of all work tiles before this one.
+    own_steps: (first, full, count) as BlockKernel.own_steps returns them.
+    mask_step: (s, step of the work tile) -> s with -inf where the rule forbids.
+    """
+
+    def __init__(self, kernel, wg, done, own_steps, mask_step, q_rows, scratch):
+        self.kernel, self.wg, self.done = kernel, wg, done
+        self.first, self.full, self.count = own_steps
+        self.mask_step = mask_step
+        self.q_rows, self.scratch = q_rows, scratch
+        self.k_slots, self.v_slots = kernel.k_slots(scratch), kernel.v_slots(scratch)
+        self.dtype = scratch.v_smem.dtype
+        self.scores_type = plgpu.ACC((ROWS, kernel.step), jnp.float32)
+
+    # The two orders of products
+
+    def in_sequence(self):
+        """(acc, m, l): scores, softmax and values, one step after the other.
+
+        A turn at the tensor cores covers the values of step t and the scores of step t + 1.
+        """
+
+        def step(t, carry, masked):
+            acc, m, l = carry
+            s = self.scores(t, self.kernel.pass_turn)
+            self.free_k(t)
+            s = self.logits(s, t, masked)
+            p, m, l, shrink = self.softmax(s, m, l, masked)
+            acc = self.rescale(acc, shrink)
+            p, acc, m, l = lax.optimization_barrier((p.astype(self.dtype), acc, m, l))
+            self.await_v(t)
+            self.kernel.await_turn(self.wg)
+            acc = self.add_values(
+                acc, p, t, lambda: pl.when(t + 1 < self.count)(lambda: self.await_k(t + 1))
+            )
+            self.free_v(t)
+            return acc, m, l
+
+        @pl.when(self.count > 0)
+        def _():
+            self.await_k(jnp.int32(0))
+            self.await_q()
+
+        self.kernel.await_turn(self.wg)
+        carry = self.loop(0, step, self.init())
+        self.kernel.pass_turn(self.wg)
+
+        @pl.when(self.count > 0)
+        def _():
+            self.free_q()
+
+        return carry
+
+    def overlapped(self):
+        """(acc, m, l): the scores of step t are issued before the values of step t - 1.
+
+        The first scores and the last values of a work tile have nothing to overlap with.
+        """
+
+        def run():
+            acc, _, _ = self.init()
+            self.await_k(jnp.int32(0))
+            self.await_q()
+            self.kernel.await_turn(self.wg)
+            s = self.scores(jnp.int32(0), self.kernel.pass_turn)
+            self.free_k(jnp.int32(0))
+            p, m, l = self.first_softmax(s)
+            acc, m, l, p = self.loop(1, self.overlapped_step, (acc, m, l, p.astype(self.dtype)))
+            self.free_q()
+            self.await_v(self.count - 1)
+            self.kernel.await_turn(self.wg)
+            acc = self.add_values(acc, p, self.count - 1, lambda: self.kernel.pass_turn(self.wg))
+            self.free_v(self.count - 1)
+            return acc, m, l
+
+        return lax.cond(self.count > 0, run, self.init)
+
+    def overlapped_step(self, t, carry, masked):
+        """Issues the scores of step t, then the values of t - 1, whose p waits in registers."""
+        acc, m, l, p = carry
+
+        def softmax(s, m, l):
+            s = self.logits(s, t, masked)
+            p, m, l, shrink = self.softmax(s, m, l, masked)
+            return m, l, shrink, p
+
+        self.await_k(t)
+        self.await_v(t - 1)
+        self.kernel.await_turn(self.wg)
+        if self.kernel.interpret:
+            s = self.scores(t)
+            acc = self.add_values(acc, p, t - 1)
+            self.free_k(t)
+            m, l, shrink, p = softmax(s, m, l)
+        else:
+
+            def products(refs):
+                acc_ref, *new_refs = refs
+
+                def with_scores(s_ref):
+                    plgpu.wgmma(s_ref, self.q_rows, self.k(t))
+                    plgpu.wgmma(acc_ref, p, self.v(t - 1))
+                    self.kernel.pass_turn(self.wg)
+                    # The rule's values per key need 32 registers, which p occupies until its
+                    # product ends.
+                    crowded = masked and self.kernel.rule.column_arrays > 0
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if crowded else 1)
+                    self.free_k(t)
+                    for ref, new in zip(new_refs, softmax(s, m, l), strict=True):
+                        ref[...] = new
+
+                pl.run_scoped(with_scores, self.scores_type)
+
+            unset = _splat(0.0, self.scores_type.shape, TILE)
+            acc, m, l, shrink, p = pl.run_state(products)((plgpu.ACC.init(acc), m, l, m, unset))
+            # The product reads the old p until it ends: only now may the new p overwrite its
+            # registers.
+            acc, p = lax.optimization_barrier((acc, p))
+        self.free_v(t - 1)
+        return self.rescale(acc, shrink), m, l, p.astype(self.dtype)
+
+    def loop(self, begin, step, carry):
+        """Full steps without masking, then partial steps with it."""
+        carry = lax.fori_loop(begin, self.full, lambda t, c: step(t, c, masked=False), carry)
+        if not self.kernel.rule.has_partial:
+            return carry
+        return lax.fori_loop(
+            jnp.maximum(self.full, begin), self.count, lambda t, c: step(t, c, masked=True), carry
+        )
+
+    # Softmax
+
+    def init(self):
+        """(acc, m, l) before the first step."""
+        return (
+            _splat(0.0, (ROWS, self.kernel.shape.sizes.Hv), TILE),
+            _splat(-jnp.inf, (ROWS,), ROW),
+            _splat(0.0, (ROWS,), ROW),
+        )
+
+    def softmax(self, s, m, l, masked):
+        """p = 2^(s - m_new), the new m and l, and the factor that rescales acc."""
+        kernel = self.kernel
+        scale = (kernel.scale if kernel.soft_cap is None else kernel.soft_cap) * LOG2E
+        m_new = jnp.maximum(m, s.max(axis=1) * scale)
+        if kernel.tiling.lazy_rescale:
+            # m only has to be near the maximum: p stays below 2^lazy_rescale, far from overflow in
+            # any dtype.
+            m_new = jnp.where(m_new - m > kernel.tiling.lazy_rescale, m_new, m)
+        # A row with nothing allowed so far keeps m = -inf; subtracting 0 instead makes its p and
+        # shrink zeros, not NaN.
+        base = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
+        p = jnp.exp2(s * scale - over_columns(base, s))
+        shrink = jnp.exp2(m - base)  # rescales what was summed under the old maximum
+        return p, m_new, l * shrink + p.sum(axis=1), shrink
+
+    def first_softmax(self, s):
+        """(p, m, l) of a work tile's first step."""
+        _, m, l = self.init()
+        s = self.logits(s, jnp.int32(0), masked=False)
+        if self.kernel.rule.has_partial:
+            s = lax.cond(self.full > 0, lambda: s, lambda: self.mask(s, jnp.int32(0)))
+        p, m, l, _ = self.softmax(s, m, l, self.kernel.rule.has_partial)
+        return p, m, l
+
+    def logits(self, s, t, masked):
+        """Scores of step t in units of scale, or of the soft cap; -inf where the rule forbids."""
+        kernel = self.kernel
+        if kernel.soft_cap is not None:
+            # tanh x = 1 - 2 / (1 + e^2x): tanh.approx errs by 5e-4, too much times a cap of 50.
+            growth = jnp.exp2(s * (2 * LOG2E * kernel.scale / kernel.soft_cap))
+            s = 1.0 - 2.0 / (1.0 + growth)
+        return self.mask(s, t) if masked else s
+
+    def mask(self, s, t):
+        """Scores of step t with -inf where the rule forbids."""
+        return self.mask_step(s, self.step_of(t))
+
+    def rescale(self, acc, shrink):
+        """acc * shrink; lazily, a warp skips it when none of its rows has a new maximum."""
+        if not self.kernel.tiling.lazy_rescale or self.kernel.interpret:
+            return acc * over_columns(shrink, acc)
+        return lax.cond(_any_in_warp(shrink), lambda: acc * over_columns(shrink, acc), lambda: acc)
+
+    # Products
+
+    def scores(self, t, issued=lambda wg: None):
+        """S of step t; issued(wg) runs while the product is in flight."""
+
+        def product(s_ref):
+            plgpu.wgmma(s_ref, self.q_rows, self.k(t))
+            issued(self.wg)
+            return s_ref[...]
+
+        return pl.run_scoped(product, self.scores_type)
+
+    def add_values(self, acc, p, t, issued=lambda: None):
+        """acc + p V, in place on the card; issued() runs while the product is in flight."""
+        # The interpreter supports neither run_state(ACC.init) nor an operand in registers.
+        if self.kernel.interpret:
+            v = self.v(t)[...]
+            plgpu.commit_smem()
+            issued()
+            return acc + jnp.dot(p, v, preferred_element_type=jnp.float32)
+
+        def product(acc_ref):
+            plgpu.wgmma(acc_ref, p, self.v(t))
+            issued()
+
+        return pl.run_state(product)(plgpu.ACC.init(acc))
+
+    # Slots and barriers
+
+    def step_of(self, t):
+        """The work tile's step that is this warpgroup's step t."""
+        return t if self.kernel.stride == 1 else self.first + t * self.kernel.stride
+
+    def slot(self, t):
+        """The slot of step t in both rings."""
+        return slot_of(self.done + self.step_of(t), self.kernel.stages)
+
+    def k(self, t):
+        """Kᵀ of step t."""
+        return self.scratch.k_smem.at[self.slot(t)].transpose((1, 0))
+
+    def v(self, t):
+        """V of step t."""
+        return self.scratch.v_smem.at[self.slot(t)]
+
+    def await_q(self):
+        """Waits for Q; with alternating steps, the caller has waited."""
+        if not self.kernel.alternate:
+            plgpu.barrier_wait(self.scratch.q_ready)
+
+    def free_q(self):
+        """Releases Q; with alternating steps, the caller does."""
+        if not self.kernel.alternate:
+            plgpu.barrier_arrive(self.scratch.q_free)
+
+    def await_k(self, t):
+        """Waits for K of step t."""
+        plgpu.barrier_wait(self.scratch.k_ready.at[self.slot(t)])
+
+    def await_v(self, t):
+        """Waits for V of step t."""
+        plgpu.barrier_wait(self.scratch.v_ready.at[self.slot(t)])
+
+    def free_k(self, t):
+        """Releases K of step t."""
+        self.k_slots.arrive(self.slot(t))
+
+    def free_v(self, t):
+        """Releases V of step t."""
+        self.v_slots.arrive(self.slot(t))
+
+
+def _splat(value, shape, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _any_in_warp(shrink):
+    """Whether any row of this warp has shrink != 1.
+
+    The value may differ between the warps of a warpgroup: no product may depend on it.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def emit(_, shrink):
+        one = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 1.0))
+        changed = None
+        for register in shrink.registers.flat:
+            for lane in range(ir.VectorType(register.type).shape[0]):
+                value = vector.extract(register, [], [lane])
+                differs = arith.cmpf(arith.CmpFPredicate.UNE, value, one)
+                changed = differs if changed is None else arith.ori(changed, differs)
+        i32 = ir.IntegerType.get_signless(32)
+        lanes = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
+        return mgpu.FragmentedArray.splat(
+            nvvm.vote_sync(lanes, changed, "any"), shape=(), is_signed=False
+        )
+
+    return emit(shrink)

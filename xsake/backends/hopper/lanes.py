@@ -1,0 +1,125 @@
+"""Kernels in which every thread of one warpgroup, a lane, has its own value (Hopper, sm90).
+
+The interpreter has no loads and stores by lane.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf, vector
+
+from xsake.backends.hopper.layouts import THREADS
+from xsake.backends.hopper.ptx import asm, shared_address
+
+LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one value per thread
+UNROLL = 16  # iterations whose loads are issued together
+
+
+def launch(body, name, out_type, grid, operands, **scratch):
+    """The results of body(*operands, *results, **scratch), one warpgroup per cell of the grid."""
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out_type),
+        scratch_types=scratch,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True,  # the bodies have their own barriers for shared memory
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+    )(*operands)
+
+
+def for_each(size, step, state):
+    """state = step(indices, state) over 0 … size - 1, 16 at a time; the last may be past it."""
+
+    def several(turn, state):
+        return step([turn * UNROLL + more for more in range(UNROLL)], state)
+
+    turns = lax.div(jnp.int32(size) + (UNROLL - 1), jnp.int32(UNROLL))
+    return lax.fori_loop(0, turns, several, state)
+
+
+def for_each_entry(index, head_offset, start, count, capacity, step, state):
+    """state = step(rank, entry, valid, state) over the entries of the lanes' lists.
+
+    A head's part of `index` begins at head_offset and has `capacity` entries; a lane's list begins
+    at `start` in it. Past the end of a lane's list the entry is arbitrary and `valid` is false.
+    """
+
+    def several(ranks, state):
+        entries = [gather(index, head_offset + jnp.minimum(start + t, capacity - 1)) for t in ranks]
+        for t, entry in zip(ranks, entries, strict=True):
+            state = step(t, entry, t < count, state)
+        return state
+
+    return for_each(count.max(), several, state)
+
+
+def lane_index():
+    """The index of every lane."""
+    return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=LANES)
+
+
+def every_lane(value):
+    """The same int32 in every lane."""
+    return _by_lane(jnp.full((THREADS,), value, jnp.int32))
+
+
+def gather(ref, indices):
+    """ref[index] of every lane's index; ref is int32 [size]."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), LANES),
+        return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=LANES),
+    )
+    def emit(_, ref, indices):
+        return indices.foreach(
+            lambda at, _: memref.load(ref, [_index(at)]), create_array=True, is_signed=True
+        )
+
+    return emit(ref, _by_lane(indices))
+
+
+def scatter(ref, indices, values):
+    """ref[index] = value in every lane whose index is not negative; ref is int32 [size]."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES, LANES))
+    def emit(_, ref, indices, values):
+        (at,), (value,) = (
+            [vector.extract(x, [], [0]) for x in array.registers.flat]
+            for array in (indices, values)
+        )
+        zero = arith.constant(at.type, ir.IntegerAttr.get(at.type, 0))
+        valid = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, at, zero))
+        with ir.InsertionPoint(valid.regions[0].blocks[0]):
+            memref.store(value, ref, [_index(at)])
+            scf.yield_([])
+
+    emit(ref, _by_lane(indices), _by_lane(values))
+
+
+def add_one(ref, indices):
+    """ref[index] += 1 for every lane whose index is not negative; ref is int32 in shared memory."""
+    lines = [
+        ".reg .pred p; .reg .b32 a; mad.lo.s32 a, $1, 4, $0;",
+        "setp.ge.s32 p, $1, 0; @p red.shared.add.u32 [a], 1;",
+    ]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES))
+    def emit(_, ref, indices):
+        (at,) = (vector.extract(x, [], [0]) for x in indices.registers.flat)
+        asm(lines, "r,r", [shared_address(ref), at])
+
+    emit(ref, _by_lane(indices))
+
+
+def _by_lane(values):
+    """The same values in the layout LANES, which constants do not have otherwise."""
+    return plgpu.layout_cast(values, LANES)
+
+
+def _index(integer):
+    return arith.index_cast(ir.IndexType.get(), integer)
