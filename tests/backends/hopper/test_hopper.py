@@ -183,8 +183,14 @@ def test_heads_with_their_own_lists_have_one_launch_before_the_products(size, ca
 
 @needs_newer_jax
 def test_a_cast_by_another_name_is_refused():
+    """Also where nothing checks the types of options, as the tests do."""
+    from xsake.backends.hopper import backward_kernel
+
+    tiling = BackwardTiling()
+    object.__setattr__(tiling, "cast", "later")
+    x, lse = jnp.ones((1, 504, 1, 64), jnp.bfloat16), jnp.ones((1, 1, 504))
     with pytest.raises(ValueError, match=r"cast is 'later', which is none of \('pass', 'kernel'\)"):
-        kernels_lowered(mask_of(None, 504), cast="later")
+        backward_kernel.backward(x, x, x, x, lse, x, None, mask_of(None, 504).lists, tiling=tiling)
 
 
 @pytest.mark.parametrize(
