@@ -13,7 +13,7 @@ DIST ?= worksteal
 SAMPLE ?= 1
 # Extra arguments for pytest: make pytest PYTEST_ARGS="tests/test_readme.py -x"
 PYTEST_ARGS ?=
-# How many random cases `make fuzz` runs, and the seed of the first
+# `make fuzz` and `make test-slow` run N random cases; SEED is the base seed of all of them
 N ?= 1000
 SEED ?= 0
 # Extra arguments for uv pip compile: make lock LOCK_ARGS=--upgrade
@@ -84,7 +84,7 @@ format: setup  ## format the sources and fix what ruff can
 bench: setup  ## time the CPU suite and write its JSON
 	$(BIN)/xsake bench --suite cpu
 
-fuzz: setup  ## N random cases against the oracle, from SEED
+fuzz: setup  ## compare N random cases with the oracle; SEED is their base seed
 	$(BIN)/python -m tests.fuzz --n $(N) --seed $(SEED)
 
 # Uses the package index that pip is configured with, but does not write it to constraints.txt.

@@ -1,4 +1,4 @@
-"""Writes the tables of README and docs from result files: `python -m tools.tables PAGE.md…`.
+"""Writes the tables of Markdown pages from result files: `python -m tools.tables PAGE.md…`.
 
 Run it from the repository root. A page marks where a table goes, its kind and its result file:
 
@@ -6,7 +6,7 @@ Run it from the repository root. A page marks where a table goes, its kind and i
     …
     <!-- end -->
 
-Measured numbers may appear in such tables only; tests/test_docs.py enforces it.
+Measured numbers belong in such tables only; tests/test_docs.py rejects times and speeds elsewhere.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def hopper(records: list[Record]) -> str:
         "peer",
         "speedup over peer",
         *more,
-        "time ÷ (density × own dense)",
+        "time ÷ (density × XSAKE's dense time)",
     )
     return _markdown(head, lines)
 
@@ -213,9 +213,9 @@ def cpu(records: list[Record]) -> str:
     head = (
         "case",
         "forward ms",
-        "÷ (d × dense)",
+        "ms ÷ (density × dense ms)",
         "with backward ms",
-        "÷ (d × dense)",
+        "ms ÷ (density × dense ms)",
         "speedup over jax.nn",
     )
     return _markdown(head, lines)
@@ -379,7 +379,7 @@ def hads_speed(report: Record) -> str:
         )
     head = "B·N·T·H | selector | budget | density | dense ms | selection + sparse ms | ÷ dense"
     above = [*head.split(" | "), "selection ÷ dense", "attention KL"]
-    below = ("case", "budget", "share of blocks", "reselected every", "tokens/s", "logit KL")
+    below = ("case", "budget", "share of blocks", "tokens per selection", "tokens/s", "logit KL")
     return _markdown(above, attention) + "\n\n" + _markdown(below, decode)
 
 

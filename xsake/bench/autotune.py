@@ -1,4 +1,4 @@
-"""`xsake bench --autotune`: times every tiling of the Hopper kernels and writes the tiling table.
+"""`xsake bench --autotune`: times tilings of the Hopper kernels and writes the tiling table.
 
 Each class of calls (backends.hopper.tilings.call_class) is measured on one or two cases of that
 class. All candidate tilings are timed interleaved, so that drift of the GPU's clock affects them
@@ -36,7 +36,7 @@ Tiling = ForwardTiling | BackwardTiling
 
 # The candidates.
 SECTIONS: Fields = {"order": "sections"}
-FEWER_HEADS: Fields = {"l2_bytes": 8 << 20}  # sections of fewer heads
+FEWER_HEADS: Fields = {"l2_bytes": 8 << 20}  # smaller L2 groups: fewer heads run together
 HEADS: Fields = {"order": "heads"}
 NATURAL: Fields = {"order": "natural"}
 FORWARD: tuple[Fields, ...] = (
@@ -80,7 +80,7 @@ def groups() -> Iterator[dict[str, list[Case]]]:
 
 
 def mask_of(case: Case, capacity: int | None = None) -> BlockMask:
-    """The case's BlockMask; its capacity is the number of blocks, unless given."""
+    """The case's BlockMask; `capacity` defaults to the largest number of blocks of a head."""
     blocks = case.blocks()
     if blocks is None:
         return BlockMask.from_rule(case.rule or masks.everything(), (case.T, case.T))
@@ -129,7 +129,7 @@ def join(files: Sequence[Path], out: Path) -> dict[str, Any]:
             if table[fact] != last[fact]:
                 raise ValueError(
                     f"{file} has {fact} {table[fact]}, another file has {last[fact]}; join only "
-                    "tables of one machine and its versions"
+                    "tables of one machine with the same package versions"
                 )
     merged: dict[str, Any] = {direction: {} for direction in last["classes"]}
     for table in sorted(tables, key=lambda table: table["date"]):
@@ -175,7 +175,7 @@ def _one_line_per_class(table: dict[str, Any]) -> str:
 
 
 def _speeds(direction: str, tilings: list[Tiling], cases: list[Case]) -> dict[str, list[float]]:
-    """TFLOP/s of every tiling on cases of one shape, of whole calls.
+    """TFLOP/s of whole calls, for every tiling, on cases of one shape.
 
     Masks are arguments and share one capacity: each tiling compiles once for all cases, and the
     preparation of the lists on the device is timed too.
@@ -201,8 +201,7 @@ def _speeds(direction: str, tilings: list[Tiling], cases: list[Case]) -> dict[st
     return speeds
 
 
-# What autotuning needs of the backend beyond its public functions: the two tiling classes, and the
-# forward and backward apart from each other.
+# How autotuning calls the backend: forward and backward separately, each with its own tiling class.
 
 
 def _candidates() -> tuple[tuple[str, type[Tiling], tuple[Fields, ...]], ...]:

@@ -18,7 +18,7 @@ from xsake.masks import Rule
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention problem; its inputs are sampled from `seed`. Axes are named as everywhere."""
+    """An attention problem; inputs are sampled from `seed`. Axes are named as in docs/design.md."""
 
     name: str
     B: int = 1
@@ -32,7 +32,7 @@ class Case:
     rule: Rule | None = None
     block: tuple[int, int] = (128, 128)
     head_densities: tuple[float, ...] | None = None  # random blocks per batch row and head
-    exact_capacity: bool = False  # capacity for the sampled blocks only, as a plan has it
+    exact_capacity: bool = False  # capacity = number of sampled blocks, as in a Plan's masks
     mask_heads: int | None = None  # K or 1: lists are shared by query heads; default N
     token_mask: tuple[int, int, int, int] | None = None  # its shape; 0 = the whole axis
     documents: int = 0  # number of segment ids, unsorted, with some negative ones

@@ -1,7 +1,7 @@
-"""Checks of timed calls against the float32 reference: a wrong result raises, and has no time.
+"""Checks timed calls against the float32 reference. A wrong result raises; its time is discarded.
 
-    out, dq, dk, dv of a whole call ─ first batch row, one kv head and its query heads ─┐
-    q, k, v, d_out, mask ──────────── the same, in float32 ── backends/reference.py ────┴─ error
+    out, dq, dk, dv of a whole call ─ batch row 0, kv heads 0 and 5 % K, their query heads ─┐
+    q, k, v, d_out, mask ──────────── the same, in float32 ── backends/reference.py ────────┴─ error
 
 The reference takes a dense bool mask as an argument, so it is compiled once per shape.
 """
@@ -24,7 +24,7 @@ from xsake.bench.timing import Calls
 from xsake.block_mask import BlockMask
 from xsake.masks import Rule
 
-# As in the conformance tests: float32 sums; bfloat16 rounds the output, p and ds.
+# As in the conformance tests. Sums are float32; in bfloat16 the output, p and ds are rounded.
 ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 
@@ -150,7 +150,7 @@ def _errors(part: Any, visible: Array, scale: Any, soft_cap: float | None) -> di
         return jnp.abs(x.astype(jnp.float32) - y).max() / jnp.abs(y).max()
 
     def worst(pairs: list[tuple[Array, Array]]) -> Array:
-        # XLA's max on a CPU does not propagate NaN, and may lose the maximum so far with it.
+        # XLA's max on a CPU drops NaN, and may drop the running maximum with it.
         finite = jnp.stack([jnp.isfinite(x).all() for pair in pairs for x in pair]).all()
         return jnp.where(finite, jnp.stack([error(*pair) for pair in pairs]).max(), jnp.nan)
 

@@ -47,7 +47,7 @@ def measure(case: Case, peers: dict[str, Peer], backend: str = "hopper") -> Iter
     for direction, factor in (("forward", 1.0), ("backward", 2.5)):
         work = 2 * pairs * (H + Hv) * factor
         record = {
-            "suite": "hopper",
+            "suite": "hopper",  # also for hopper-features
             "backend": backend,
             "case": case.name,
             "direction": direction,

@@ -51,7 +51,7 @@ def jax_seconds(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, fl
 def _on_its_own_stream(peer: Peer) -> Peer:
     """Runs a peer on a new stream: CUDA graphs cannot capture calls on the default stream.
 
-    That holds for the forward too, whose backward is captured.
+    If a backward is captured, its forward must run on the new stream too.
     """
 
     @functools.wraps(peer)

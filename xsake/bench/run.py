@@ -1,7 +1,9 @@
 """Runs the suites of `xsake bench --suite NAME` and writes their JSON files.
 
-An interrupted file of the same commit and machine is resumed: cases that it holds are not measured
-again. `join` merges the files of several processes, which measured some of the cases each.
+An interrupted Hopper suite resumes from its file, if commit, machine, versions and `quick` match:
+cases with a record in the file are not measured again. The suites `cpu` and `model` are one case
+each; they start again and cannot be joined. `join` merges the files of several processes, each of
+which measured a subset of the cases.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def join(name: str, files: Sequence[Path], out: Path) -> dict[str, Any]:
             if report[fact] != first[fact]:
                 raise ValueError(
                     f"{file} has {fact} {report[fact]}, {files[0]} has {first[fact]}; join only "
-                    "files of one commit, machine and size"
+                    "files with the same commit, machine, versions and --quick"
                 )
     cases = [part.case for part in _parts(name, first["quick"], None)]
     held = [{record["case"] for record in report["results"]} for report in reports]

@@ -124,7 +124,7 @@ def compile_directions(attend: Callable[..., Any], inputs: Sequence[Array], more
 def time_interleaved(calls: Calls, rounds: int = 3) -> dict[str, Timing]:
     """Times queued calls, interleaved, so that drift of the clock affects them equally.
 
-    Each round starts with another call. A call's time in a round is the median of a whole
+    Each round starts with a different call. A call's time in a round is the median of a whole
     `time_queued`, because the GPU's clock takes tenths of a second to follow a change of load.
     """
     names = list(calls)

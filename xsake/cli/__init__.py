@@ -37,7 +37,8 @@ def main() -> None:
             commands["train"] = command.train_from(sys.argv[2:])
         tyro.extras.subcommand_cli_from_dict(commands, prog="xsake")
     except ModuleNotFoundError as error:
-        console.print(f"xsake: {error}; install it with pip install 'xsake\\[train]'", style="red")
+        advice = "install the extra that has it, such as pip install 'xsake\\[train]'"
+        console.print(f"xsake: {error}; {advice}", style="red")
         sys.exit(1)
     except (ArithmeticError, ValueError, OSError, WrongResultError) as error:
         console.print(f"xsake: {error}", style="red", markup=False)

@@ -36,7 +36,7 @@ def demo(
     """Calibrates the shipped model, compares HADS with fixed patterns, trains a tiny model.
 
     Args:
-      folder: where the plan and the training run are written, over those of an earlier demo.
+      folder: where the plan and the training run are written; an earlier demo's are replaced.
       density: density of the plan and of all methods.
       calibration: number of documents of 2,048 tokens to calibrate on.
       documents: number of other documents to measure the methods on.
@@ -141,9 +141,10 @@ def _comparison(
         *"density|KL|error|perplexity|ms|÷ dense".split("|"),
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="sorted by the error of attention's output, which is measured, like KL, on dense "
-        "activations; perplexity: against dense, end to end, ± its standard error over documents; "
-        f"ms: attention of all layers, block selection included, {_jax.device_kind()}",
+        caption="Sorted by error, the error of attention's output. KL and error are measured on "
+        "the dense model's activations. Perplexity is the end-to-end change relative to dense, ± "
+        "its standard error over documents. ms is the time of attention in all layers, with block "
+        f"selection, on {_jax.device_kind()}.",
     )
     dense = times["dense"].median_seconds
     table.add_row("dense", "1.000", "0", "0", "+0.00%", f"{1e3 * dense:.0f}", "1.00")

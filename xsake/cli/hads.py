@@ -40,7 +40,8 @@ def calibrate(
 
     Args:
       model: a folder of safetensors or a .gguf file.
-      text: .txt, .jsonl with a "text" field, either in .xz, or .npy of int [documents, tokens].
+      text: .txt files or .jsonl files with a "text" field, plain or compressed as .xz; or one .npy
+        file of token ids, int [documents, tokens].
       out: the profile, a safetensors file.
       length: tokens of each document.
       documents: number of documents, cut from the text at random.
@@ -81,9 +82,7 @@ def calibrate(
         table.add_row(str(layer), *(f"{x:.3f}" for x in values))
     console.print(table)
     for name, value in profile.agreement().items():
-        console.print(
-            f"agreement of two halves of the documents, {name.replace('_', ' ')}: {value:.3f}"
-        )
+        console.print(f"between two halves of the documents: {name.replace('_', ' ')} {value:.3f}")
     console.print(f"written: {out}")
 
 

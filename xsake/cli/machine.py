@@ -54,8 +54,9 @@ def bench(
       out: the JSON file; default benchmarks/results/SUITE-DATE.json in the current folder.
       quick: shorter sequences and fewer repeats, for a trial.
       model: the checkpoint that the suite "model" measures.
-      autotune: instead of a suite, time every tiling of the Hopper kernels on this GPU and write
-        the tiling table that the kernels read; `out` defaults to the installed package's table.
+      autotune: instead of a suite, time the candidate tilings of the Hopper kernels on this GPU and
+        write the tiling table that the kernels read; `out` defaults to the table of the installed
+        package.
       only: measure the cases with this text in their name (autotune: "DIRECTION CLASS").
       join: measure nothing; merge these result files (autotune: tables) that `only` produced.
     """

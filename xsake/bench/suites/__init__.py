@@ -1,4 +1,4 @@
-"""Suites, a module each: what is measured.
+"""One module per suite. A suite defines what is measured.
 
 A suite of `xsake bench --suite NAME` is a module with a function
 

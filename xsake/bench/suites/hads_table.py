@@ -84,7 +84,9 @@ def table(
     dtype: str = "bfloat16",
     implementation: str | None = None,
 ) -> None:
-    """Calibrates on novels, on Wikipedia and on short novels, and compares on held-out novels.
+    """Calibrates on novels and on Wikipedia, and compares on held-out novels.
+
+    A third calibration uses the same novels, cut to `short` tokens.
 
     Args:
       model: a folder of safetensors or a .gguf file.
@@ -93,7 +95,7 @@ def table(
       profiles: a folder for the profiles, which are large.
       block: tokens per block.
       length: tokens of each document.
-      short: length of a second calibration, whose plans are extended to the long documents.
+      short: tokens of the cut novels; plans calibrated on them are extended to `length`.
       calibration: documents to calibrate on.
       evaluation: documents to measure on.
       densities: densities to measure every method at.
@@ -160,7 +162,7 @@ def _cached_profile(
 def _timed_profile(
     subject: Observer, documents: list[np.ndarray], block: int, curves: tuple[str, ...]
 ) -> tuple[Profile, Record]:
-    """A profile and its seconds with compilation, most of which is in the first document."""
+    """A profile and its wall time. Most of the compilation happens during the first document."""
     times = [time.perf_counter()]
     found = subject.profile(
         documents, block=block, curves=curves, report=lambda _: times.append(time.perf_counter())
@@ -213,8 +215,8 @@ def speed(
 
     Three kinds of records, written to the JSON file `out` one by one:
 
-    headline    random q, k, v of `shapes`; uniform budgets, and budgets of `heads` heads of the
-                plan, scaled to its density
+    headline    random q, k, v of `shapes`; uniform budgets, and the budgets of `heads` heads of
+                the plan, rescaled so that their mean density is that of the plan
     activations all layers on held-out documents under the plan: time, and attention KL of the same
                 masks
     decode      decoding after a long prompt; each head reads a share of the cache, as in the plan
@@ -256,7 +258,7 @@ def speed(
 
 
 def _dense(q: Array, k: Array, v: Array) -> Array:
-    """cuDNN's on a GPU; elsewhere jax.nn's own choice."""
+    """Dense attention: cuDNN on a GPU, elsewhere the default implementation of jax.nn."""
     peer: Any = "cudnn" if jax.default_backend() == "gpu" else None
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
 
@@ -298,7 +300,10 @@ def _headline(
 
 
 def _budgets(plan: Plan, T: int, N: int) -> dict[str, Array]:
-    """Counts [N, T / block]: uniform, and those of N heads of the plan, evenly by density rank."""
+    """Counts [N, T / block]: a uniform budget, and the budgets of N heads of the plan.
+
+    The N heads are evenly spaced in the ranking by density.
+    """
     n, density = T // plan.terms.block, plan.terms.density
     every = np.asarray(plan.at(T).counts).reshape(-1, n)
     ranks = np.linspace(0, len(every) - 1, N).round().astype(int)
@@ -350,8 +355,8 @@ def _on_activations(
     seconds = time_queued(jax.jit(sparse), q, k, v).median_seconds / subject.layers
     return {
         "kind": "activations",
-        "what": "mean per layer on held-out documents; the plan selects the masks from these q and "
-        "k; KL and error of these masks on these q, k, v",
+        "what": "means per layer on held-out documents. The plan selects masks from the dense "
+        "model's q and k; time, KL and error are measured with these masks on the same q, k, v",
         "shape": "·".join(map(str, (q.shape[1], q.shape[3], q.shape[2], q.shape[4]))),
         "kv_heads": k.shape[3],
         "block": plan.terms.block,

@@ -4,7 +4,8 @@
 
 previous   weight on the previous token, mean over queries, on text
 sink       weight on the first token, mean over queries from the 64th on, on text
-induction  weight on the token after the last occurrence of this one, on random tokens repeated
+induction  weight on the token that followed the previous occurrence of the current token, on a
+           sequence of random tokens and its copy
 
 All inputs start with the tokenizer's bos, the random ones too.
 """

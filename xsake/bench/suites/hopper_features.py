@@ -54,7 +54,7 @@ def features(T: int) -> Iterator[Part]:
 
 
 def xla_backend(T: int) -> Iterator[Part]:
-    """The xla backend on this GPU, for calls that the kernels lack; compared with jax.nn."""
+    """The xla backend compared with jax.nn; the Hopper kernels lack bias and token masks."""
     sparse = dataclasses.replace(hopper_case(1, T, 64, 0.43), N=8)
     dense = dataclasses.replace(sparse, head_densities=None)
     for name, case in {
@@ -112,7 +112,7 @@ def _memory_records(name: str, length: int, done: list[Record]) -> Iterator[Reco
         found = dict(zip(directions, pool.map(temporary, directions.values()), strict=True))
     for direction, size in found.items():
         yield {
-            "suite": "hopper",
+            "suite": "hopper",  # as `measure` writes
             "case": name,
             "direction": direction,
             "T": length,

@@ -21,7 +21,7 @@ from xsake.bench.timing import time_calls
 if TYPE_CHECKING:  # needs the extra `model`
     from xsake.model import Transformer
 
-# Whole-prompt and chunked prefill in bfloat16: a few roundings of 2**-9, through all layers.
+# Between whole-prompt and chunked prefill, bfloat16 rounding errors (2**-9) add up over the layers.
 LOGIT_LIMIT = 5e-2
 
 

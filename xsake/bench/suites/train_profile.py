@@ -88,7 +88,7 @@ def class_of(kernel: str, origin: Origin | None) -> str:
     if is_own or re.search(r"cudnn.*(sdpa|flash|fmha)|fmha", low + source.code.lower()):
         backward |= bool(re.search(r"bprop|bwd|backward", low + source.code.lower()))
         return "attention backward" if backward else "attention forward"
-    if re.search(r"hads/|selection|block_scores|train/attention|block_mask|masks/", source.file):
+    if re.search(r"hads/|selection|block_scores|block_mask|masks/", source.file):
         return "selection"
     if re.search(r"gemm|nvjet|cutlass|xmma|cublas", low) or re.search(
         r" dot\(|cublas|gemm", source.code

@@ -32,7 +32,7 @@ VARIANTS = ("dense cudnn", "dense", "hads 0.43", "hads 0.20")
 
 
 class Problem(NamedTuple):
-    """A compiled-on-first-call update and what it is called with: update(state, batch, plan)."""
+    """A jitted update function and its arguments: update(state, batch, plan)."""
 
     update: Any  # jax.jit of (state, batch, plan) -> (state, metrics); state is donated
     state: Any
