@@ -1,7 +1,7 @@
 """How the tests compile, and which of them run.
 
     pytest                       everything but `slow`, without XLA's optimiser
-    pytest --optimizer           the same as users compile: three times the compile time
+    pytest --optimizer           the same with the optimiser; compiling takes three times as long
     pytest --slow                the long sweeps too
     pytest --sample 5            `by_version`, and a fifth of the rest: the same fifth each time
 
@@ -21,7 +21,8 @@ WITHOUT_OPTIMIZER = [
     "--xla_cpu_parallel_codegen_split_count=1",  # one LLVM module for a program, not 32
 ]
 if importlib.metadata.version("jax").startswith("0.10."):
-    WITHOUT_OPTIMIZER.append("--xla_cpu_use_fusion_emitters=false")  # newer ones have no other
+    # Newer versions always use the fusion emitters.
+    WITHOUT_OPTIMIZER.append("--xla_cpu_use_fusion_emitters=false")
 
 BY_VERSION = "tests/backends/hopper/"  # kernels, which older versions cannot even trace
 
@@ -38,7 +39,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Sets XLA's flags before a backend reads them; processes that tests start inherit them.
 
-    A GPU's programs are always compiled as users do: their tests are of the kernels themselves.
+    On a GPU the optimiser stays on, because the tests there check the kernels that users run.
     """
     if not config.getoption("--optimizer") and not Path("/dev/nvidiactl").exists():
         given = os.environ.get("XLA_FLAGS", "")

@@ -1,9 +1,9 @@
-"""Random attention calls: a Signature is what jit compiles for, Contents are what it is fed with.
+"""Random attention calls: a Signature is the static part, Contents are the values of the arrays.
 
     Signature ── inputs(signature, contents) ─┬─ oracle.py, float64 ─┐
     Contents ─┘                               └─ xsake, one backend ─┴─ check: a line for each error
 
-tests/test_properties.py draws contents for a few fixed signatures, tests/fuzz.py draws both.
+tests/test_properties.py samples contents for a few fixed signatures; tests/fuzz.py samples both.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from xsake import BlockMask, _jax
 BACKENDS = ("xla", "reference")
 
 # max |error| / max |reference|, for outputs and gradients.
-#   float32: the project's contract.
-#   bfloat16: the inputs are rounded before both sides see them; what remains are the roundings of
-#     the result, of the saved output and of weights before a product, 2**-9 = 2e-3 each: five.
+#   float32: as in tests/backends/test_conformance.py, which gives the reason.
+#   bfloat16: both sides get the same rounded inputs. The rest is five roundings of 2**-9 =
+#     2e-3: the result, the saved output, and the weights before each product.
 #   float16: the same five roundings of 2**-11 = 5e-4.
 TOLERANCE = {"float32": (2e-6, 1e-5), "bfloat16": (1e-2, 1e-2), "float16": (2.5e-3, 2.5e-3)}
-# Where a gradient's terms cancel to less than this share of their size, their size counts: in
-# float32 1e-5 / 20 = 5e-7 of the terms, eight roundings; in bfloat16 a quarter of a rounding.
+# Where the terms of a gradient nearly cancel, the error is relative to this share of the terms and
+# not to the gradient. The limit is then 1e-5 / 20 = 5e-7 of the terms in float32 (eight
+# roundings), and a quarter of a rounding in bfloat16.
 CANCELLATION = 1 / 20
 # Logsumexp is an exponent: its absolute error is the relative error of the weights made from it.
 LOGSUMEXP_FLOOR = 1.0
-# LLVM's optimiser takes half of the time to compile and changes no result that a tolerance sees;
-# the conformance suite compiles as users do, a GPU's steps aside. The older JAX can leave out MLIR.
+# LLVM's optimiser takes half of the compile time and changes results by less than the tolerances.
+# The conformance tests compile with it, except those with GPU-sized steps. JAX before 0.11 can also
+# bypass the MLIR fusion emitters.
 FAST_COMPILATION: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if _jax.version() < (0, 11):
     FAST_COMPILATION["xla_cpu_use_fusion_emitters"] = False
@@ -50,7 +52,7 @@ class Signature:
     rule: tuple[Any, ...] = ("everything",)
     block: tuple[int, int] = (64, 64)
     blocks: Slot | None = None  # the live blocks of from_dense
-    keywords: tuple[tuple[str, Any], ...] = ()  # other arguments of the door
+    keywords: tuple[tuple[str, Any], ...] = ()  # more arguments
     bias: str | None = None  # axes, "BNTS" to "1111"
     sinks: tuple[int, ...] | None = None
     soft_cap: float | None = None
@@ -68,7 +70,7 @@ class Signature:
         return sorted(needed, key=lambda slot: slot.key)
 
     def spec(self) -> tuple[Any, ...]:
-        """All that this call allows, for the oracle; positions are given to it beside."""
+        """The whole mask of this call as an oracle spec; positions are passed separately."""
         spec, given = self.rule, dict(self.keywords)
         if self.blocks is not None:
             spec = ("and", spec, ("blocks", self.blocks, self.block))
@@ -88,7 +90,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Contents:
-    """The numbers of a call, by a seed and a few knobs that can be told apart in a failure."""
+    """The array values of a call, generated from a seed and a few readable parameters."""
 
     seed: int = 0
     documents: int = 1  # how many ids there are
@@ -223,7 +225,7 @@ def errors(signature: Signature, contents: Contents, backends=BACKENDS) -> dict[
 
 
 def check(signature: Signature, contents: Contents, backends=BACKENDS) -> list[str]:
-    """One line for every quantity that is further from the oracle than the contract allows."""
+    """One line for each quantity whose error against the oracle exceeds its tolerance."""
     forward, backward = TOLERANCE[signature.dtype]
     limits = {"out": forward, "lse": TOLERANCE["float32"][0]}  # the logsumexp is always float32
     lines = []
@@ -236,7 +238,7 @@ def check(signature: Signature, contents: Contents, backends=BACKENDS) -> list[s
 
 
 def describe(signature: Signature) -> str:
-    """The signature without its defaults, as Python that makes it again."""
+    """The signature without its defaults, as a Python expression that reconstructs it."""
     shown = [
         f"{field.name}={getattr(signature, field.name)!r}"
         for field in fields(signature)

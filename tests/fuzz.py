@@ -1,7 +1,7 @@
-"""Random calls for as long as asked: `python -m tests.fuzz --n 5000 --seed 0`, or `make fuzz`.
+"""Checks N random calls: `python -m tests.fuzz --n 5000 --seed 0`, or `make fuzz`.
 
-Every signature costs a compilation, so each is fed with 25 contents. A failure prints the line that
-repeats it: `python -m tests.fuzz --seed SEED --only SIGNATURE:CONTENT`.
+Every signature costs a compilation, so each is run with 25 sets of array values. A failure prints
+the command that reproduces it: `python -m tests.fuzz --seed SEED --only SIGNATURE:CONTENT`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONTENTS_PER_SIGNATURE = 25
 
 
 def draw_signature(rng: np.random.Generator) -> Signature:
-    """Any structure the door takes: sizes, the mask's form and rule, bias, sinks, cap, dtype."""
+    """Any static arguments: sizes, the mask's form and rule, bias, sinks, soft cap, dtype."""
     B, K, group = (int(rng.integers(1, 4)) for _ in range(3))
     T, S = int(rng.integers(1, 161)), int(rng.integers(1, 161))
     T = S if rng.random() < 0.4 else T
@@ -116,9 +116,8 @@ def _draw_keywords(rng, form):
     if rng.random() < 0.3:
         keywords.append(("q_segment_ids", Slot("q_ids", "BT")))
         keywords.append(("kv_segment_ids", Slot("kv_ids", "BS")))
-    if rng.random() < 0.3 and not form.startswith(
-        "from"
-    ):  # positions are refused beside a BlockMask
+    # positions may not be combined with a BlockMask
+    if rng.random() < 0.3 and not form.startswith("from"):
         keywords.append(("q_positions", Slot("q_positions", "BT")))
         keywords.append(("kv_positions", Slot("kv_positions", "BS")))
     return tuple(keywords)
@@ -141,7 +140,7 @@ def _places(rule):
 
 
 def _depends_on_head(rule):
-    """Rules of a query head's number, which a list of blocks per kv head cannot follow."""
+    """Rules that depend on the query head; block lists per kv head cannot represent them."""
     return bool(_names(rule) & {"random", "bigbird", "array"})
 
 

@@ -1,4 +1,4 @@
-"""Attention in NumPy float64, written from DESIGN.md: it shares no code with xsake.
+"""Attention in NumPy float64, written from the formulas: it shares no code with xsake.
 
 A mask is a spec: nested tuples that name a rule and its values, for instance
 
@@ -33,8 +33,8 @@ class Grid:
     n_index: np.ndarray
     q_index: np.ndarray
     k_index: np.ndarray
-    b: np.ndarray  # global number of the batch row
-    n: np.ndarray  # global number of the head
+    b: np.ndarray  # global index of the batch row, across shards
+    n: np.ndarray  # global index of the head
     q: np.ndarray  # position of the query
     k: np.ndarray  # position of the key
 
@@ -112,7 +112,7 @@ def _random(at: Grid, density, seed, block):
 
 
 def _blocks(at: Grid, bits, block):
-    """bits [B|1, heads, nq, nk]; a head of bits serves N // heads query heads."""
+    """bits [B|1, heads, nq, nk]; N // heads query heads share a head of bits."""
     heads = np.asarray(bits).shape[1]
     bits = np.repeat(np.asarray(bits), max(1, at.n_index.size // heads), axis=1)
     bits = bits[:, :, at.q_index.ravel() // block[0], :]
@@ -183,7 +183,7 @@ def attention_grads(
 ) -> dict[str, np.ndarray]:
     """Gradients of sum(out * d_out) + sum(lse * d_lse): dq, dk, dv, and dbias, dsinks if given.
 
-    An empty row gives and gets nothing, whatever its d_lse.
+    A query that sees no key contributes no gradient and gets 0, whatever its d_lse.
     """
     w = _weights(q, k, allowed, bias, scale, soft_cap, sinks)
     return _pull_back(w, *map(_f64, (q, k, v, d_out, d_lse)), bias, sinks, sign=-1)
@@ -192,10 +192,10 @@ def attention_grads(
 def gradient_terms(
     q, k, v, *, allowed, d_out, d_lse=None, bias=None, scale=None, soft_cap=None, sinks=None
 ) -> dict[str, float]:
-    """For each gradient the largest sum of |terms| behind one of its numbers.
+    """For each gradient, the sum of |terms| of an element, maximised over the elements.
 
-    Where the terms cancel (a query that sees one key has dq = 0) this, not the gradient, is what
-    roundings are proportional to.
+    Rounding errors are proportional to this sum, also where the terms cancel: a query that sees one
+    key has dq = 0.
     """
     w = _weights(q, k, allowed, bias, scale, soft_cap, sinks)
     w = replace(w, slope=np.ones_like(w.slope), scale=abs(w.scale))
@@ -206,7 +206,7 @@ def gradient_terms(
 
 @dataclass(frozen=True)
 class Weights:
-    """What the softmax leaves behind, all [B, N, T, S] but for the last four."""
+    """Intermediate results of the softmax, [B, N, T, S] except for the last three."""
 
     p: np.ndarray  # attention weights, sinks in the denominator
     p_alone: np.ndarray  # the same without sinks: the gradient of the logsumexp

@@ -1,4 +1,4 @@
-"""Specs as xsake rules: the same nested tuples that tests/oracle.py evaluates, by other means.
+"""Converts specs, the nested tuples that tests/oracle.py evaluates, to xsake rules.
 
 A spec may hold a Slot in place of an array, so that its structure is hashable and its contents
 travel through jit as arguments: `to_rule(fill(spec, arrays))`.
@@ -17,7 +17,7 @@ from xsake import masks
 
 @dataclass(frozen=True)
 class Slot:
-    """A place that an array fills; axes are letters of the call: "BT", "1S", "BN", "1NTS" …"""
+    """A placeholder for an array; `axes` names its dimensions: "BT", "1S", "BN", "1NTS" …"""
 
     name: str
     axes: str
@@ -42,7 +42,7 @@ def slots(spec) -> set[Slot]:
 
 
 def to_rule(spec):
-    """The xsake rule that means what `oracle.allowed` says of the spec."""
+    """The xsake rule that is equivalent to the spec."""
     name, *values = spec
     values = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in values]
     match name:
@@ -81,7 +81,7 @@ def shifted_by_table(b, n, q, k, table):
 
 
 def zoo(B, N, T, S) -> dict[str, tuple]:
-    """Every kind of rule, with contents for these sizes."""
+    """One spec for each kind of rule, with arrays for these sizes."""
     rng = np.random.default_rng([B, N, T, S])
     q_ids = rng.integers(-1, 3, (B, T)).astype(np.int32)
     kv_ids = rng.integers(-1, 3, (B, S)).astype(np.int32)
@@ -106,7 +106,7 @@ def zoo(B, N, T, S) -> dict[str, tuple]:
         "prefix": ("prefix", 20),
         "prefix or causal": ("or", ("prefix", 20), ("causal",)),
         "strided": ("strided", 7),
-        "strided past a block": ("strided", 40),
+        "stride longer than a block": ("strided", 40),
         "dilated": ("dilated", (3, 2), 6),
         "global tokens": ("global_tokens", 3),
         "longformer": ("longformer", (9, 9), 2),

@@ -19,7 +19,7 @@ B, T, S, N, K, H = 2, 32, 48, 4, 2, 8
 
 @pytest.fixture(autouse=True)
 def as_users_call_it():
-    """Without the type checks that only tests have: what is refused here, xsake itself refuses."""
+    """Disables jaxtyping's checks, which only tests have: the errors come from xsake itself."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -30,7 +30,7 @@ def zeros(*shape, dtype=jnp.float32):
 
 
 def attend(query=None, key=None, value=None, *args, **call):
-    """A right call but for what is given."""
+    """A valid call, with the given arguments replaced."""
     query = zeros(B, T, N, H) if query is None else query
     key = zeros(B, S, K, H) if key is None else key
     value = zeros(B, S, K, H) if value is None else value
@@ -256,7 +256,7 @@ BLOCK_MASKS = {
     ),
 }
 
-# Where the type itself is wrong: tests run with jaxtyping's checks, which would speak first.
+# Arguments of a wrong type: with jaxtyping's checks, jaxtyping would raise before xsake does.
 TYPES = {
     "options that are a dict": (
         lambda: attend(options={"deterministic": True}),
@@ -315,7 +315,7 @@ def test_a_wrong_call_is_refused_while_tracing(name):
 
 
 def test_the_right_call_passes():
-    """What every wrong call above differs from by one thing."""
+    """The valid call that each wrong call above changes in one argument."""
     assert attend(mask=mask_of()).shape == (B, T, N, H)
 
 
@@ -335,7 +335,7 @@ def test_explain_gives_every_reason():
                 attend(implementation=name)
 
 
-def test_explain_names_what_the_door_takes():
+def test_explain_names_the_backend_that_is_used():
     explanation = xsake.explain(zeros(B, T, N, H), zeros(B, S, K, H), zeros(B, S, K, H))
     assert explanation.reasons[explanation.chosen] is None
     for name in explanation.reasons:

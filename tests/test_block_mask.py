@@ -1,4 +1,4 @@
-"""BlockMask: what it lists is what its rule allows, however it is built, turned, cut or drawn."""
+"""BlockMask lists the blocks that its rule allows: built, transposed, intersected and printed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = {
     "one block": ((1, 2, 21, 30), (64, 128)),
 }
 NAMES = list(zoo(*CASES["aligned"][0]))
-SOME = ["causal", "window", "strided past a block", "documents", "causal at positions"]
+SOME = ["causal", "window", "stride longer than a block", "documents", "causal at positions"]
 # Every rule in the hardest case; the rest of the cases with a few.
 PAIRS = [(case, name) for case in CASES for name in (NAMES if case == "unaligned" else SOME)]
 
@@ -126,7 +126,7 @@ def test_listed_blocks_and_their_rule(leading, spec):
     rule = None if spec is None else to_rule(spec)
     if spec and spec[0] == "random" and len(leading) == 0:
         leading = (1,)
-        bits = np.broadcast_to(bits, (3, 4, 3))  # a rule that reads n needs its heads listed
+        bits = np.broadcast_to(bits, (3, 4, 3))  # a rule of n needs one list per head
     mask = BlockMask.from_dense(jnp.asarray(bits), rule, shape=(50, 71), block=block)
     bits = bits.reshape((1,) * (4 - bits.ndim) + bits.shape)
     see = oracle.allowed(("blocks", bits, block), *sizes)
@@ -150,7 +150,7 @@ def test_from_dense_takes_its_lengths_from_the_blocks():
 
 @pytest.mark.parametrize("mod", ["rule", "function", None])
 def test_kv_blocks_of_flex_attention_equal_from_dense(mod):
-    """Partial and full lists apart, in any order, with rubbish behind what is counted."""
+    """Separate partial and full lists, unsorted, with garbage after the counted entries."""
     B, N, block = 2, 3, (16, 16)
     rng = np.random.default_rng(1)
     row, column = np.arange(4)[:, None], np.arange(5)
@@ -233,13 +233,13 @@ def test_everything_runs_under_jit():
     "name",
     [*SOME, "random", "array per key", "prefix per row", "function with a table", "numbered"],
 )
-def test_transposing_turns_the_mask(name):
+def test_transpose_swaps_queries_and_keys(name):
     sizes, block = CASES["unaligned"]
     spec = zoo(*sizes)[name]
     mask = build(spec, sizes, block)
     turned = mask.transpose()
     assert (turned.shape, turned.block) == (mask.shape[::-1], mask.block[::-1])
-    assert turned.kv_index.shape == mask.kv_index.shape, "a transpose keeps M"
+    assert turned.kv_index.shape == mask.kv_index.shape, "transpose keeps the capacity"
     see = full_size(mask.to_dense(), sizes)
     assert (full_size(turned.to_dense(), sizes) == see.swapaxes(2, 3)).all()
     visited = full_size(listed_blocks(turned), sizes) > 0
@@ -249,7 +249,7 @@ def test_transposing_turns_the_mask(name):
     assert ((np.asarray(again.blocks()) > 0) == (np.asarray(mask.blocks()) > 0)).all()
 
 
-def test_density_counts_blocks_against_causality_or_all():
+def test_density_is_relative_to_causal_blocks_or_to_all_if_not_causal():
     shape = (64, 64)  # 4 x 4 blocks of 16, of which causality allows 10
 
     def density(rule, shape=shape, **more):
@@ -283,7 +283,7 @@ def test_a_capacity_that_is_too_small_raises_with_both_numbers():
 
 
 @pytest.mark.parametrize(("capacity", "overflows"), [(9, True), (10, False), (16, False)])
-def test_a_capacity_that_overflows_under_jit_says_so(capacity, overflows):
+def test_overflow_under_jit_sets_the_overflow_flag(capacity, overflows):
     build = jax.jit(lambda bits: BlockMask.from_dense(bits, block=16, capacity=capacity))
     mask = build(jnp.tri(4, dtype=bool))
     assert mask.overflow.dtype == bool
@@ -291,11 +291,11 @@ def test_a_capacity_that_overflows_under_jit_says_so(capacity, overflows):
     assert mask.kv_index.shape[-1] == capacity
     assert not build(jnp.eye(4, dtype=bool)).overflow
     turned = jax.jit(lambda mask: mask.transpose())(mask)
-    assert bool(turned.overflow) == overflows, "a transpose does not forget"
+    assert bool(turned.overflow) == overflows, "transpose keeps the overflow flag"
 
 
 @pytest.mark.parametrize("name", ["window", "random", "documents", "array"])
-def test_and_cuts_a_mask_with_a_rule(name):
+def test_mask_and_rule_is_their_intersection(name):
     sizes, block = CASES["aligned"]
     bits = np.random.default_rng(3).random((2, 3, 4, 4)) < 0.6
     mask = BlockMask.from_dense(jnp.asarray(bits), masks.causal(), block=block)
@@ -373,9 +373,9 @@ def test_a_million_tokens_need_no_square_array():
     seconds = time.perf_counter() - begun
     listed = rows * 33 - 32 * 33 // 2  # the first 32 rows begin at token 0
     assert int(mask.kv_count.sum()) == listed
-    assert mask.kv_index.size == listed, "M is all that is allowed, and no more"
+    assert mask.kv_index.size == listed, "the capacity equals the number of listed blocks"
     assert peak_bytes < 50e6, "NumPy held less than the 67 MB of one byte per pair of blocks"
-    assert seconds < 2.0, "ten times the contract, for a machine that is busy"
+    assert seconds < 2.0, "10 × the 0.2 s target, to allow for a busy machine"
     largest = max(_sizes(jax.make_jaxpr(lambda: BlockMask.from_rule(rule, (T, T)))()), default=0)
     assert largest <= 8 * listed
     assert int(mask.kv_index[0, 0, -1]) < rows
@@ -393,8 +393,8 @@ def _sizes(closed):
 
 @pytest.mark.parametrize("made", ["from_rule", "from_dense"])
 @pytest.mark.parametrize("cell", [16, 8])
-def test_a_rule_that_tells_heads_apart_is_not_shared_in_silence(made, cell):
-    """A mask made for one head and asked about four: right for each of them, or refused."""
+def test_a_head_dependent_rule_on_a_mask_without_heads_is_right_or_refused(made, cell):
+    """A mask built without `heads` and used with four."""
     sizes, spec = (1, 4, 64, 64), ("random", 0.5, 3, cell)
     x = oracle.random_inputs(np.random.default_rng(4), 1, 64, 64, 4, 2, 8)
     q, k, v = (jnp.asarray(x[name], jnp.float32) for name in "qkv")

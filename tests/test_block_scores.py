@@ -13,7 +13,7 @@ from xsake.hads import row_blocks
 @pytest.mark.parametrize("selector", block_scores.ESTIMATES)
 @pytest.mark.parametrize("T", [128, 117])
 def test_estimates_order_blocks_by_their_mass(selector, T):
-    """The better half of each row block's blocks by the estimate keeps nearly the best mass."""
+    """The half of the blocks with the best estimates has nearly the largest possible mass."""
     q, k, v, _ = attention(T)
     n = row_blocks.count_blocks(T, 16)
     counts = np.maximum(row_blocks.floors(n), -(-row_blocks.ceilings(n) // 2))
@@ -34,7 +34,7 @@ def test_estimates_order_blocks_by_their_mass(selector, T):
 @pytest.mark.parametrize(
     "scores", [block_scores.mean_query, functools.partial(block_scores.gaussian, part=1)]
 )
-def test_the_mean_query_meets_every_key(scores):
+def test_mean_query_scores_are_the_logsumexp_over_the_keys_of_a_block(scores):
     q, k, v, _ = attention(64)
     got = np.asarray(scores(q, k, 16))
     mean = np.asarray(q, np.float64).reshape(4, 16, 4, 8).mean(1)
@@ -87,7 +87,7 @@ def test_the_second_moment_of_keys_finds_a_block_that_the_mean_misses():
     np.testing.assert_allclose(flat[0, 2, 1], flat[0, 2, 0], atol=1e-6)
 
 
-def test_selectors_that_do_not_look_at_the_input_are_named():
+def test_estimate_refuses_selectors_that_do_not_read_q_and_k():
     q, k, _, _ = attention(32)
     with pytest.raises(ValueError, match="'static' does not look at q and k"):
         block_scores.estimate("static", q, k, 16)

@@ -1,4 +1,4 @@
-"""Rules: each against its meaning at every token, their algebra, their life as pytrees."""
+"""Rules: what each allows at every token, boolean algebra, and behaviour as pytrees."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_rule_without_data_can_be_a_static_argument():
     assert len(traces) == 2
 
 
-def test_windows_are_one_thing_however_spelled():
+def test_equivalent_spellings_of_a_window_are_equal():
     assert masks.sliding_window(3) == masks.sliding_window(3, 3) == masks.sliding_window((3, 3))
     assert masks.sliding_window(3, 0) == masks.sliding_window((3, 0)) != masks.sliding_window(3)
     assert masks.sliding_window(None, 0) != masks.sliding_window(0, None)
@@ -147,11 +147,11 @@ def test_algebra():
         (masks.first(4), "first(4)"),
     ],
 )
-def test_a_rule_reads_as_it_is_written(rule, words):
+def test_str_of_a_rule_is_the_expression_that_builds_it(rule, words):
     assert str(rule) == words
 
 
-def test_str_of_a_mixture_keeps_its_meaning():
+def test_str_of_combined_rules_keeps_the_precedence():
     """Without parentheses (a | b) & c and a | (b & c) would print alike."""
     a, b, c = masks.first(2), masks.chunked(4), masks.causal()
     assert str((a | b) & c) != str(a | (b & c))
@@ -187,7 +187,7 @@ def test_a_function_reads_positions_unless_it_carries_arrays():
     plain = np.tril(np.ones((T, S), bool))
     table = jnp.zeros((B, N), jnp.int32)
     for rule, expected in [
-        (masks.rule(below), plain.T),  # both reversed: k <= q turns round
+        (masks.rule(below), plain.T),  # positions are reversed, so k <= q becomes k >= q
         (masks.rule(below, reads="indices"), plain),
         (masks.rule(below, table), plain),
         (masks.rule(below, table, reads="positions"), plain.T),
@@ -210,7 +210,7 @@ def test_lengths_and_documents_do_not_follow_positions():
         assert (np.asarray(here) == np.asarray(there)).all()
 
 
-def test_numbers_are_global_for_functions_and_local_for_arrays():
+def test_numbered_changes_b_and_n_of_functions_but_not_the_indices_of_arrays():
     B, N, T, S = 2, 2, 5, 5
     lengths = jnp.array([2, 4])
     moved = [jnp.asarray(x) for x in np.ix_(range(B), range(N), range(T), range(S))]

@@ -1,4 +1,4 @@
-"""The oracle itself: jax.nn forward, differences backward, and rules written out by hand."""
+"""The oracle against jax.nn (forward), finite differences (gradients) and hand-written masks."""
 
 from __future__ import annotations
 

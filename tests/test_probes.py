@@ -1,4 +1,4 @@
-"""Probes by name: one property of the door each, on every backend that a CPU runs."""
+"""Single properties of dot_product_attention, on every backend that runs on a CPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def from_oracle(spec, q, k, v, d_out, d_lse, **call):
 
 @every_backend
 def test_a_dropped_block_cannot_leak(backend):
-    """NaN in a block that no row of its head visits: not one bit changes, and it gets 0 back."""
+    """NaN in a block that its head never visits: results are bit-identical, its gradient is 0."""
     q, k, v, d_out, d_lse = random_arrays(1, 64, 70, 4, 2, 8)
     bits = np.random.default_rng(1).random((1, 4, 4, 5)) < 0.7
     bits[:, :2, :, 2] = False  # the query heads of kv head 0 drop block 2
@@ -154,7 +154,7 @@ def test_no_gradient_reaches_the_future(backend):
 
 @every_backend
 @pytest.mark.parametrize("sinks", [None, "one", "three"])
-def test_an_empty_row_is_zero_and_minus_infinity(backend, sinks):
+def test_a_query_without_keys_has_output_0_and_logsumexp_minus_infinity(backend, sinks):
     """Rows 16 to 31 visit no block at all, row 40 sees none of the keys of the blocks it visits."""
     q, k, v, d_out, d_lse = random_arrays(1, 48, 48, 2, 1, 8)
     see = np.ones((1, 1, 48, 48), bool)
@@ -236,7 +236,7 @@ def test_per_head_masks_equal_single_head_calls(backend):
     assert_near(together, [np.concatenate(parts, axis=2) for parts in zip(*alone, strict=True)])
 
 
-# ---------------------------------------------------------------- what JAX does to functions
+# ---------------------------------------------------------------- JAX transformations
 
 
 def fast(fn):
@@ -305,7 +305,7 @@ def test_vmap(backend):
 
 @every_backend
 def test_scan_and_checkpoint(backend):
-    """Four layers with a mask each: scanned, rematerialised, and written out, with gradients."""
+    """Four layers with a mask each: scanned, rematerialised and unrolled, with gradients."""
     q, k, v, *_ = random_arrays(1, 40, 40, 2, 2, 8)
     bits = random_bits(4, 2, 3, 3).at[:, :, :, 0].set(True)
     attend = masked_attention(backend)
@@ -407,7 +407,7 @@ def test_two_runs_are_bit_equal(backend):
 
 @every_backend
 def test_sums_are_float32_whatever_the_dtype(backend):
-    """Each of 1,216 rows gives its bias a gradient of 1; in bfloat16 256 + 1 is 256 again."""
+    """The bias gradient is a sum of 1,216 ones; a sum in bfloat16 would stop at 256."""
     q, k, v, *_ = (x.astype(jnp.bfloat16) for x in random_arrays(2, 152, 40, 4, 2, 8))
 
     def logsumexps(bias):
@@ -452,7 +452,7 @@ def test_partial_results_merge_by_their_logsumexp(backend):
 
 @pytest.mark.by_version
 def test_shard_map_over_batch_and_heads():
-    """On 8 devices, with rules of b and n: see tests/sharded.py."""
+    """On 8 devices, with rules that depend on the batch and head index: see tests/sharded.py."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.sharded"],
         cwd=Path(__file__).parent.parent,

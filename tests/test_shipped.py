@@ -1,4 +1,4 @@
-"""The bundled model and texts are complete, small and match their README."""
+"""The bundled model and texts are complete and small."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from xsake.backends import Options, hopper
 from xsake.backends.options import XlaSteps
 from xsake.bench.cases import CONFORMANCE, Case
 
-# On a card all of it is what `pytest -m gpu` asks for.
+# On a GPU `pytest -m gpu` runs the whole module.
 pytestmark = [pytest.mark.gpu] if _jax.platform() == "gpu" else []
 
 # max |error| ÷ max |reference|. float32: sums of a few hundred terms of relative error 6e-8, and
@@ -30,15 +30,15 @@ GRADIENT_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 DIFFERENTIABLE = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "sinks": "dsinks"}
 
-# Every backend as it comes, and `xla` with steps as it takes them on a GPU: many rows at once, each
-# meeting several blocks (so that lists end inside a step), and dq by rows.
+# Every backend with its defaults, and `xla` with GPU-sized steps: many query rows and several kv
+# blocks per step (so that lists end inside a step), and dq in a pass of its own.
 LARGE_STEPS = "xla, large steps"
 WAYS = {name: (name, None) for name in BACKENDS}
 WAYS[LARGE_STEPS] = "xla", Options(xla=XlaSteps(rows=2048, keys=256, dq_by_rows=True))
 
-# A step's size decides which tokens, rows and bias meet, never what a rule says of two tokens or
-# how sinks and dtypes go on from there. So large steps have the cases that differ in what meets:
-# lengths, lists, groups of heads, bias, rules that read arrays at b, n, q or k, and empty rows.
+# The step size changes how tokens, row blocks and bias are batched. It does not change how rules,
+# sinks and dtypes are handled, so large steps run only the cases that affect batching: lengths,
+# lists, groups of heads, bias, rules that read arrays at b, n, q or k, and empty rows.
 IN_LARGE_STEPS = {
     "dense",
     "odd lengths",
@@ -64,8 +64,8 @@ IN_LARGE_STEPS = {
     "soft cap and bias",
     "bfloat16 head blocks",
 }
-# Each is a program of its own, and on a card all of them run. Elsewhere these have one of each
-# kind: lists that end inside a step, groups of heads, bias, arrays read at q and k, empty rows.
+# Each case compiles its own program. A GPU runs all of them; a CPU runs one case of each kind:
+# lists that end inside a step, groups of heads, bias, arrays read at q and k, empty rows.
 LARGE_STEPS_ON_A_CPU = {
     "odd lengths",
     "one kv head",
@@ -76,7 +76,7 @@ LARGE_STEPS_ON_A_CPU = {
     "bias per query",
     "bfloat16 head blocks",
 }
-# Compiled as users do, in `make test` too: one case for each kind of loop and each kind of input.
+# These run with XLA's optimiser in `make test` too: one case for each kind of loop and of input.
 OPTIMIZED = {
     "causal",
     "more keys than queries",
@@ -111,7 +111,7 @@ def arguments(case: Case) -> dict[str, object]:
 
 
 def taken_by(case: Case, backend: str) -> Case:
-    """The case as a backend takes it: kernels want half precision and blocks of 64 or 128.
+    """The case with a dtype and block size that the backend supports.
 
     Skips, with the backend's own reason, what it cannot run on this machine.
     """
@@ -144,7 +144,7 @@ def spec_of(rule):
             return ("global_tokens", rule.n)
         case "Random":
             return ("random", rule.density, rule.seed, rule.block)
-    raise AssertionError(f"the oracle has no word for {rule}")
+    raise AssertionError(f"the oracle has no equivalent of {rule}")
 
 
 def allowed_in(case: Case) -> np.ndarray:
@@ -198,7 +198,7 @@ def run(case: Case, backend: str, options: Options | None = None):
             **call, implementation=backend, return_residual=True, options=options
         )
 
-    # Large steps are a GPU's: no user has what a CPU's optimiser makes of them.
+    # Only GPUs use large steps, so there is no need to compile them with a CPU's optimiser.
     @functools.partial(jax.jit, compiler_options=None if options is None else FAST_COMPILATION)
     def both(arrays, d_out, d_lse):
         results, pull_back = jax.vjp(attend, *arrays)
@@ -232,7 +232,7 @@ def test_every_case_agrees_with_the_oracle(case: Case, way: str):
 
 
 def exact_jax_nn(*args, **named):
-    """jax.nn's, with exact products: on a GPU it takes TF32 for float32, far from these limits."""
+    """jax.nn's attention at the highest matmul precision; by default it uses TF32 on GPUs."""
     with jax.default_matmul_precision("highest"):
         return jax.nn.dot_product_attention(*args, **named)
 

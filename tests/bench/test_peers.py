@@ -214,7 +214,7 @@ def test_cudnn_is_checked(monkeypatch, name):
 @pytest.mark.parametrize(
     "more", [{}, {"bias": (0, 0, 0, 0)}, {"token_mask": (0, 0, 0, 0)}, {"head_densities": (0.4,)}]
 )
-def test_jax_nn_beside_the_xla_backend_is_checked(monkeypatch, more):
+def test_the_jax_nn_peer_of_the_xla_backend_is_checked(monkeypatch, more):
     """With the case's bias and token mask; dense if the case is block-sparse."""
     case = Case("plain", T=64, N=2, H=16, block=(32, 32), **more)
     scale = 1 / 4

@@ -238,7 +238,7 @@ def test_calibration_windows_lie_within_one_document_if_any_is_long_enough(files
     everything = np.concatenate([file.tokens for file in files]).astype(int)
     seen = set()
     for window in stream.long_windows(50, step=7):
-        assert 0 not in window[1:-1]  # bos is a document's first, its end the last
+        assert 0 not in window[1:-1]  # id 0 is bos and eos: only first or last
         assert any(
             np.array_equal(everything[i : i + 24], window) for i in range(len(everything) - 23)
         )

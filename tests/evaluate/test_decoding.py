@@ -10,14 +10,14 @@ def model():
     return random_model(LLAMA)
 
 
-def test_a_budget_of_everything_says_what_the_whole_cache_says(model):
+def test_a_budget_of_all_blocks_gives_the_logits_of_the_full_cache(model):
     tokens = random_tokens(LLAMA, 140)
     said = compare_decoding(model, tokens, 20, 1.0, refresh=8)
     assert abs(float(said.logit_kl)) < 1e-6
     assert abs(float(said.loss - said.dense_loss)) < 1e-5
 
 
-def test_less_of_the_cache_says_something_else(model):
+def test_a_smaller_budget_changes_the_logits(model):
     tokens = random_tokens(LLAMA, 280)
     said = compare_decoding(model, tokens, 20, 2, refresh=8)
     assert float(said.logit_kl) > 1e-4

@@ -76,7 +76,7 @@ def test_a_method_without_a_cost_curve_is_named(profile):
         methods.at_density(profile, 0.1, LENGTH)
 
 
-def test_one_oracle_goes_by_mass_the_other_by_what_a_block_does_to_the_output():
+def test_oracle_kl_ranks_by_mass_and_oracle_output_by_sensitivity():
     """Even attention, all values equal but those of one block: only that block changes anything."""
     T, odd = 4 * BLOCK, 2
     v = np.ones((T, 1, 4), np.float32)
@@ -92,8 +92,8 @@ def test_one_oracle_goes_by_mass_the_other_by_what_a_block_does_to_the_output():
     assert methods.ORACLES == {"kl": "mass", "output": "sensitivity"}
 
 
-def test_a_short_profile_serves_a_density_below_its_own_forced_blocks(subject, documents):
-    """4 rows force 0.7 of their blocks, 8 rows 0.42: at 0.5 only the longer text has a choice."""
+def test_a_short_profile_plans_longer_texts_below_its_own_smallest_density(subject, documents):
+    """Forced blocks are 70% of 4 row blocks and 42% of 8: 0.5 is possible for the latter only."""
     short = subject.profile([x[:64] for x in documents[:2]], block=BLOCK, curves=("mean_query",))
     with pytest.raises(ValueError, match=r"below 0\.700"):
         make(short, 0.5, "kl")
@@ -105,8 +105,8 @@ def test_a_short_profile_serves_a_density_below_its_own_forced_blocks(subject, d
         make(short, 0.3, "kl", length=LENGTH)
 
 
-def test_the_table_is_written_resumed_and_refused(subject, profile, documents, tmp_path):
-    """Nothing is measured or compiled twice; another text asks for another file."""
+def test_the_table_is_written_resumed_and_refuses_other_data(subject, profile, documents, tmp_path):
+    """Nothing is measured or compiled twice; other data need another file."""
     out, said = tmp_path / "table.json", []
     found = table.run_table(subject, profile, documents[2:], [0.6], out, report=said.append)
     rows = {row["method"]: row for row in found["densities"]["0.6"]["rows"]}
@@ -121,7 +121,7 @@ def test_the_table_is_written_resumed_and_refused(subject, profile, documents, t
         assert row["kl"] > 0
         np.testing.assert_allclose(row["kl"], np.mean(row["kl_by_document"]))
         assert 0 < row["recall"] < 1
-    # the same blocks, so the same attention; the centroids change what is made of it
+    # the blocks, and so the attention KL, are the same; the centroids change the output
     plain, corrected = rows["mean_query/kl"], rows["mean_query/kl + centroids"]
     assert plain["kl"] == corrected["kl"]
     assert plain["logit_kl"] != corrected["logit_kl"]
@@ -188,7 +188,7 @@ def test_documents_are_cut_from_texts_long_enough(tmp_path):
         text.load_documents([path.rename(tmp_path / "texts.csv")], encode, 50, 5)
 
 
-def test_the_hash_names_the_weights(subject):
+def test_the_hash_depends_on_the_weights(subject):
     other = Observer(
         Transformer(nnx.merge(subject.graph, subject.weights).config, rngs=nnx.Rngs(1))
     )

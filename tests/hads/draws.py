@@ -9,7 +9,7 @@ def attention(T=100, N=4, K=2, H=8, width=24, seed=0, sharp=2.0):
     normal = np.random.default_rng(seed).standard_normal
 
     def drifting(heads):
-        """Neighbours are alike and blocks differ, as in a text."""
+        """Adjacent tokens are correlated and distant blocks are not, as in a text."""
         steps = normal((T, heads, H))
         return 0.5 * steps + np.cumsum(0.2 * steps, 0)
 

@@ -11,7 +11,7 @@ N_ROWS = 16
 @pytest.mark.parametrize("name", baselines.FIXED)
 @pytest.mark.parametrize("density", [0.3, 0.43, 0.6])
 def test_fixed_patterns_have_the_density_asked_for(name, density):
-    """To the block in all, causal, with the first block and the diagonal."""
+    """The total is exact; all are causal and have the diagonal; all but one have block 0."""
     blocks = baselines.fixed(name, density, layers=2, heads=3, n=N_ROWS)
     assert blocks.shape == (2, 3, N_ROWS, N_ROWS)
     assert blocks.sum() == round(density * 2 * 3 * 136)
@@ -37,7 +37,7 @@ def test_patterns_are_what_their_names_say():
     np.testing.assert_array_equal(draws, baselines.fixed("random", 0.5, 2, 2, N_ROWS))
 
 
-def test_every_pattern_deals_out_the_same_number_of_blocks():
+def test_all_patterns_have_the_same_number_of_blocks():
     entropies = np.random.default_rng(0).uniform(0.1, 0.9, (2, 3))
     totals = {
         name: baselines.counts(name, 0.43, 2, 3, N_ROWS, entropies).sum()

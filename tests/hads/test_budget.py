@@ -33,7 +33,7 @@ def every_policy(layers, heads, n, density, seed, band=0):
 @settings(max_examples=60, deadline=None)
 @given(SIZES, st.floats(0, 1), st.integers(0, 3), st.integers(0, 2))
 def test_budgets_add_up_and_every_row_keeps_its_floor(size, share, seed, band):
-    """The total is the request to the block; no row below its forced blocks or above all."""
+    """The total is exact; every row block has its forced blocks and at most all of its blocks."""
     layers, heads, n = size
     least = row_blocks.floors(n, band).sum() / (n * (n + 1) / 2)
     density = min(1.0, least + share * (1 - least) + 1e-9)
@@ -47,7 +47,7 @@ def test_budgets_add_up_and_every_row_keeps_its_floor(size, share, seed, band):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_kl_is_optimal_for_its_surrogate(seed):
-    """Against every way to deal the same number of blocks to two heads of four rows."""
+    """Against every allocation of the same total to two heads of four row blocks."""
     heads, n, density = 2, 4, 0.85
     cost = budget.surrogate(draw_mass(1, heads, n, seed))
     found = budget.by_cost(cost, density)
@@ -93,8 +93,8 @@ def lower_hull(cost, i):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_cost_that_is_not_convex_loses_one_row_at_most(seed):
-    """All rows but the one that was cut sit on their hulls: the loss is that row's distance."""
+def test_a_cost_that_is_not_convex_loses_at_most_one_distance_to_the_hull(seed):
+    """All row blocks but the last one allocated are on the vertices of their convex hulls."""
     cost = -np.sort(-np.random.default_rng(seed).random((1, 2, 5, 5)), axis=-1)
     found = budget.by_cost(cost, 0.8)
     ranges = [
@@ -113,8 +113,8 @@ def test_a_cost_that_is_not_convex_loses_one_row_at_most(seed):
     assert best <= budget.cost_of(cost, found.counts) <= best + distance + 1e-9
 
 
-def test_a_budget_below_the_forced_blocks_names_the_smallest():
-    for n, least in ((64, "0.062"), (32, "0.120"), (16, "0.228")):  # DESIGN's 0.06, 0.12, 0.23
+def test_a_density_below_the_forced_blocks_is_refused_with_the_minimum():
+    for n, least in ((64, "0.062"), (32, "0.120"), (16, "0.228")):
         with pytest.raises(ValueError, match=rf"below {least}, the share of the blocks that"):
             budget.uniform(0.05, 2, 3, n)
     with pytest.raises(ValueError, match=r"density must be above 0 and at most 1, got 1\.2"):

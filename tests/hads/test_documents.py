@@ -47,7 +47,7 @@ def test_blocks_are_shared_if_a_document_is_in_both(seed):
 
 
 @pytest.mark.parametrize("selector", ["static", "mean_query", "pooled"])
-def test_a_row_keeps_its_count_of_its_own_blocks_and_no_others(selector):
+def test_each_row_block_spends_its_budget_within_its_own_documents(selector):
     """As many as the plan says or as there are: none is lost to another document's block."""
     ids, (q, k) = packed(1), inputs(1)
     plan = plan_of(selector)
@@ -58,10 +58,10 @@ def test_a_row_keeps_its_count_of_its_own_blocks_and_no_others(selector):
     expected = np.minimum(plan.counts[1], own)
     np.testing.assert_array_equal(kept.sum(-1), np.broadcast_to(expected, kept.sum(-1).shape))
     alone = np.asarray(plan.blocks(1, q, k)) & shared[:, None]
-    assert kept.sum() > alone.sum()  # what the plan by itself would leave of its choice
+    assert kept.sum() > alone.sum()  # alone: other documents are masked after the selection
 
 
-def test_a_row_of_one_document_is_the_plan_itself():
+def test_a_sequence_of_one_document_gives_the_plain_plan():
     q, k = inputs(2)
     plan = plan_of("mean_query")
     kept = plan.blocks(0, q, k, segment_ids=np.zeros((2, T), int))
@@ -77,7 +77,7 @@ def test_a_plan_of_another_length_is_refused_under_jit():
 
 @pytest.mark.parametrize("selector", ["static", "mean_query"])
 def test_the_mask_keeps_documents_apart_and_lists_the_blocks(selector):
-    """What the blocks allow, less later tokens and other documents: nothing more is dropped."""
+    """The mask is: selected blocks and causal and the same document."""
     ids, (q, k) = packed(2), inputs(2)
     plan = plan_of(selector)
     mask = plan.mask(1, q, k, segment_ids=ids)
@@ -96,7 +96,7 @@ def test_ids_need_not_rise_as_long_as_a_document_is_in_one_piece():
     np.testing.assert_array_equal(one, other)
 
 
-def test_a_part_of_a_text_has_the_documents_of_the_whole():
+def test_the_mask_of_a_chunk_has_the_documents_of_the_whole_text():
     """Row blocks of a chunk are those of the whole text, blocks and tokens."""
     S = T // BLOCK * BLOCK
     ids, (q, k) = packed(1)[:, :S], (x[:, :S] for x in inputs(1))

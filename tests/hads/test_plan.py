@@ -20,7 +20,7 @@ BLOCK, N_ROWS = 16, 8
 
 
 def profile_of(layers=2, heads=4, n=N_ROWS, seed=0):
-    """A profile whose cost curves are those of a drawn mass."""
+    """A profile with the cost curves of a random block mass."""
     mass = draw_mass(layers, heads, n, seed).astype(np.float32)
     kl, output = budget.surrogate(mass), budget.additive(mass**2)
     cost = {
@@ -66,13 +66,13 @@ def test_masks_from_plans_obey_causality_at_any_length(selector, length):
     assert abs(at.counts.sum() - max(0.7, least) * 8 * n * (n + 1) / 2) <= 0.5
 
 
-def test_a_short_text_keeps_the_rows_of_a_long_one():
-    """Row i sees the same prefix whatever follows: its order is the calibrated one."""
+def test_scores_for_a_shorter_text_are_the_top_left_corner():
+    """Row block i sees the same keys in a shorter text, so the calibrated order applies."""
     scores = np.random.default_rng(0).random((1, 2, 8, 8))
     np.testing.assert_array_equal(stretched(scores, 5), scores[..., :5, :5])
 
 
-def test_a_long_text_keeps_distances_near_and_the_first_block():
+def test_scores_for_a_longer_text_keep_distances_near_the_diagonal_and_block_0():
     scores = np.broadcast_to(np.arange(8.0), (8, 8))
     wide = stretched(scores, 20)
     np.testing.assert_array_equal(wide[:8, :8], np.where(np.tri(8), scores, 0))
@@ -82,7 +82,7 @@ def test_a_long_text_keeps_distances_near_and_the_first_block():
     assert (np.diff(wide[19]) >= 0).all()  # columns stay in order
 
 
-def test_a_plan_is_a_mask_of_the_model_under_jit_and_a_traced_layer():
+def test_a_plan_gives_masks_under_jit_with_a_traced_layer():
     """Other counts, the same compiled code."""
     plan = make(profile_of(), 0.5, "kl", "mean_query")
     other = dataclasses.replace(
@@ -118,7 +118,7 @@ def test_batch_rows_choose_their_own_blocks():
 
 @pytest.mark.parametrize("top_p", [None, 0.6])
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_a_part_of_a_text_has_the_rows_of_the_whole(selector, top_p):
+def test_the_mask_of_a_chunk_equals_its_rows_of_the_whole_mask(selector, top_p):
     """Chunks from three places, under jit; what follows a chunk is not yet written."""
     plan = make(profile_of(), 0.5, "entropy", selector, top_p=top_p)
     S = N_ROWS * BLOCK
@@ -134,7 +134,7 @@ def test_a_part_of_a_text_has_the_rows_of_the_whole(selector, top_p):
         last = first + 3 * BLOCK
         written = jnp.where((jnp.arange(S) < last)[:, None, None], k, 0)
         found, overflow = part(q[:, first:last], written, first)
-        # past_query does not have the queries before a part: its first row takes its own
+        # past_query lacks the queries before the chunk: its first row block uses its own
         known = BLOCK if selector == "past_query" and first else 0
         np.testing.assert_array_equal(found[:, :, known:], whole[:, :, first + known : last])
         assert not overflow
@@ -169,8 +169,8 @@ def test_a_prompt_read_in_chunks_under_a_plan_is_the_prompt_read_at_once():
     assert np.abs(whole - dense).max() > 1e-3
 
 
-def test_under_past_query_no_token_changes_what_an_earlier_one_is_told():
-    """Whatever follows, in its own block too; under mean_query it does not hold."""
+def test_with_past_query_logits_do_not_depend_on_later_tokens():
+    """This includes later tokens of the same block; it does not hold for mean_query."""
     model = random_model(LLAMA)
     S = N_ROWS * BLOCK
     tokens = random_tokens(LLAMA, S)
@@ -202,7 +202,7 @@ def test_top_p_of_a_static_plan_stops_at_that_share_of_the_calibrated_mass():
     mass = profile.statistics.mass[0]
     share = (mass * kept).sum(-1)
     assert (share >= 0.8 - 1e-6).all()
-    # and no block more: without the least of those that are not forced, the share is missed
+    # the selection is minimal: without its weakest block that is not forced it is below top_p
     loose = np.where(kept & ~row_blocks.forced(N_ROWS), mass, np.inf).min(-1)
     more = np.isfinite(loose)
     assert more.any()
@@ -248,7 +248,7 @@ def test_wrong_requests_say_what_to_do():
         jax.jit(lambda plan: plan.at(300).counts)(plan)
 
 
-def test_a_plan_draws_itself():
+def test_a_plan_prints_and_plots():
     plan = make(profile_of(), 0.5).validated({"perplexity_gap": 0.01})
     drawn = str(plan)
     assert "realised density 0.5000" in drawn

@@ -90,7 +90,7 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
             np.testing.assert_allclose(curve[:, 2:, count - 1], want[:, 2:], rtol=2e-3, atol=1e-5)
 
 
-def test_block_mass_streams_to_the_same_as_all_at_once():
+def test_block_mass_in_chunks_equals_the_direct_computation():
     q, k, v, _ = attention(100)
     mass = blocks_of(dense(q, k, v)[0], 16)
     want = np.stack([mass[:, i : i + 16].mean(1) for i in range(0, 100, 16)], 1)
@@ -119,7 +119,7 @@ class Seen(NamedTuple):
 
 
 def seen_by(layer, tokens, weights=1.0):
-    """Attention of a layer, drawn from the document's first token."""
+    """Random q, k, v of a layer, seeded by the document's first token."""
     seed = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), layer), tokens[0, 0])
     draw, T = jax.random.split(seed, 3), tokens.shape[1]
     q = 2 * jax.random.normal(draw[0], (1, T, 4, 8)) * weights
@@ -162,7 +162,7 @@ def test_a_profile_is_the_mean_over_documents_with_its_standard_error():
 
 
 def test_the_static_order_never_saw_the_document_it_is_measured_on():
-    """Two documents: the curve of `static` is that of the second in the order of the first."""
+    """The `static` cost curve of document 2 is measured with the block order of document 1."""
     profile, first = calibrated(documents(2)), calibrated(documents(1))
     seen = seen_by(1, documents(2)[1][None])
     want = measure(

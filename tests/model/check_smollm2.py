@@ -70,7 +70,7 @@ def ours(loaded: huggingface.Loaded) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def theirs(path: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """The same by NumPy in float64, from the file's own names and its neighbouring pairs."""
+    """The same in NumPy float64, from the GGUF tensors in their interleaved RoPE layout."""
     reader = gguf.GGUFReader(path)
     raw = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
 

@@ -63,8 +63,8 @@ def write_gguf(
 ) -> Path:
     """What llama.cpp's converter makes of a folder.
 
-    `keys` are added to the metadata or, if None, taken from it; `quantised` tensors come as raw
-    bytes, by their GGUF names, and replace those of the folder.
+    `keys` are added to the metadata; a key with the value None is removed from it. `quantised`
+    tensors are raw bytes by their GGUF names, and replace those of the folder.
     """
     arch = ARCHITECTURES[config["model_type"]]
     name = architecture or gguf.MODEL_ARCH_NAMES[arch]
@@ -91,7 +91,7 @@ def write_gguf(
 
 
 def _converted(config: dict[str, Any], name: str, x: np.ndarray) -> np.ndarray:
-    """Conv1D's [in, out] becomes [out, in]; q and k of Llama get neighbouring pairs."""
+    """Conv1D's [in, out] becomes [out, in]; q and k of Llama get the interleaved RoPE layout."""
     if config["model_type"] == "gpt2" and "c_" in name and x.ndim == 2:
         return np.ascontiguousarray(x.T)
     of_q, of_k = "q_proj" in name, "k_proj" in name

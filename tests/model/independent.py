@@ -38,8 +38,8 @@ def hidden(
 ) -> np.ndarray:
     """What enters the output head, [T, width].
 
-    `interleaved` turns pairs (2i, 2i + 1), as Meta's and llama.cpp's weights want, instead of
-    (i, i + H/2), as Hugging Face's do.
+    `interleaved` rotates the pairs (2i, 2i + 1), as for weights of Meta and llama.cpp, instead of
+    (i, i + H/2), as for those of Hugging Face.
     """
     tokens = np.asarray(tokens)
     if config["model_type"] == "gpt2":
@@ -172,7 +172,7 @@ def turns(config: Mapping[str, Any], H: int, T: int) -> tuple[np.ndarray, np.nda
                 smooth = (original / wavelength - low) / (high - low)
                 frequency[i] = (1 - smooth) * f / rope["factor"] + smooth * f
     elif kind == "yarn":
-        # Peng et al. 2023, section 3.2: a ramp over the pairs between beta_fast and beta_slow turns
+        # Peng et al. 2023, section 3.2: a ramp over the pairs from beta_fast to beta_slow rotations
 
         def pair(rotations: float) -> float:
             return H * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))

@@ -60,7 +60,7 @@ def test_a_config_survives_json(name):
         ({"eos": [256]}, r"eos \[256\] must be from 0 to vocab_size - 1 = 255"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(change, message):
+def test_invalid_values_raise_a_one_line_error(change, message):
     with pytest.raises(ValueError, match=message) as caught:
         Config.from_dict({**TINY.to_dict(), **change})
     assert "\n" not in str(caught.value)
@@ -129,8 +129,8 @@ def test_yarn_keeps_the_fast_pairs_and_stretches_the_slow_ones():
     assert magnitude == pytest.approx(0.1 * math.log(4) + 1)
 
 
-def test_rotation_leaves_only_the_distance():
-    """q at p and k at p' meet as if at p - p' and 0: what makes the positions relative."""
+def test_rope_logits_depend_only_on_the_relative_position():
+    """q·k at positions p and p' equals q·k at p - p' and 0."""
     rng = np.random.default_rng(0)
     q, k = jnp.asarray(rng.standard_normal((2, 1, 1, 1, 16)), jnp.float32)
 

@@ -83,7 +83,7 @@ def test_dense_is_the_softmax_over_what_a_query_sees(T, window):
 @pytest.mark.parametrize("lists", [N, K])
 @pytest.mark.parametrize(("T", "window"), [(1, None), (3, None), (1, 41)])
 def test_sparse_is_the_softmax_over_the_chosen_blocks(T, window, lists):
-    """Every head with a budget of its own; what was chosen is read off, and computed one by one."""
+    """Every head has its own budget; attention over the chosen blocks is recomputed in NumPy."""
     q, k, v, positions = arrays(T)
     rng = np.random.default_rng(1)
     scores = rng.standard_normal((B, lists, BLOCKS)).astype(np.float32)
@@ -138,7 +138,7 @@ def test_what_is_not_seen_may_be_nan():
 
 
 def test_sparse_costs_what_it_visits():
-    """Twice the entries, twice the work and the bytes gathered; the cache's length is free."""
+    """Twice the entries cost twice the work and bytes; the cache's capacity costs nothing."""
 
     def cost(entries, capacity):
         shapes = [(1, 1, N, 64), *[(LAYERS, 1, K, capacity, 64)] * 2]
@@ -162,8 +162,8 @@ def test_sparse_costs_what_it_visits():
 
 @pytest.mark.parametrize("lists", [N, K])
 @pytest.mark.parametrize(("T", "window"), [(1, None), (3, 21)])
-def test_mass_is_the_attention_that_a_lists_queries_give_to_a_block(T, window, lists):
-    """Against one value per block in place of v: attention's output is then the block's share."""
+def test_attention_by_block_is_the_mass_summed_over_the_queries_of_a_list(T, window, lists):
+    """With one-hot block indicators as v, the output of attention is the mass of each block."""
     q, k, _, positions = arrays(T)
     marks = np.zeros((LAYERS, B, K, S, BLOCKS))
     marks[..., np.arange(S), np.arange(S) // BLOCK] = 1
@@ -193,7 +193,7 @@ def test_mass_is_the_attention_that_a_lists_queries_give_to_a_block(T, window, l
 
 
 @pytest.mark.parametrize("position", [0, 37, 47, S - 1])
-def test_a_choice_with_reach_holds_the_blocks_of_the_next_tokens(position):
+def test_with_reach_the_selection_includes_the_blocks_of_the_next_tokens(position):
     """Every token up to reach finds its own block listed, whatever the scores say."""
     scores = jnp.asarray(np.random.default_rng(0).standard_normal((1, N, BLOCKS)), jnp.float32)
     reach = 20
@@ -262,7 +262,7 @@ def test_appending_to_a_donated_cache_works_in_place():
     assert memory.alias_size_in_bytes > 2 * cache.k.nbytes
 
 
-def test_a_full_cache_says_so():
+def test_a_full_cache_is_refused():
     cache, *_ = filled_cache([40, 40, 40], COUNTS)
     cache.check_capacity(6)
     with pytest.raises(ValueError, match="holds 90 of 96 tokens, which leaves no space for 7 more"):

@@ -1,4 +1,4 @@
-"""Generation: decoding token by token is one full pass, and a seed decides the rest."""
+"""Generation: incremental decoding equals one full pass, and the seed determines the samples."""
 
 import collections
 import dataclasses
@@ -24,7 +24,8 @@ from xsake.model import KVCache, Sampling, generate, huggingface, stream
 from xsake.model.attend import by_cache
 from xsake.model.sampling import sample
 
-module = importlib.import_module("xsake.model.generate")  # the name is the function's too
+# By name, because xsake.model.generate is also the name of a function.
+module = importlib.import_module("xsake.model.generate")
 
 ROUNDING = 1e-4  # of float32 logits of size about 10, by another order of operations
 SHORT = dataclasses.replace(LLAMA, eos=())
@@ -149,7 +150,7 @@ def tokens_of(rows):
 
 def test_greedy_tokens_are_those_of_full_passes():
     expected = [greedy(model(), prompt, 12) for prompt in PROMPTS]
-    assert len({token for row in expected for token in row}) > 6  # a text that says something
+    assert len({token for row in expected for token in row}) > 6  # not one token repeated
     for options in (
         {},
         {"chunk": 4},
@@ -164,7 +165,7 @@ def test_greedy_tokens_are_those_of_full_passes():
     assert tokens_of(generate(model().unstacked(), PROMPTS, max_tokens=12)) == expected
 
 
-def test_a_mask_narrows_the_prompt_and_a_callable_is_asked_for_its_part():
+def test_a_mask_applies_to_prefill_and_a_callable_is_called_per_chunk():
     """A window over the prompt, as a rule and as a callable; in one pass and in chunks."""
     prompts = [random_tokens(SHORT, 30).tolist()]
     window = masks.sliding_window(5, 0)
@@ -186,8 +187,8 @@ def test_a_mask_narrows_the_prompt_and_a_callable_is_asked_for_its_part():
         generate(model(), prompts, mask=BlockMask.from_rule(window, (30, 30)))
 
 
-def test_a_budget_reads_less_and_says_other_things():
-    """A quarter of the blocks of a row of 250: another answer than the dense one."""
+def test_a_cache_budget_changes_the_tokens():
+    """A quarter of the blocks of a sequence of 250 tokens."""
     prompt = [random_tokens(SHORT, 250).tolist()]
     dense, quarter = (
         tokens_of(generate(model(), prompt, max_tokens=8, budget=budget))
@@ -195,15 +196,15 @@ def test_a_budget_reads_less_and_says_other_things():
     )
     assert dense[0][0] == quarter[0][0]  # the prompt is read in full
     assert dense != quarter
-    # the size of the pieces does not matter where each begins with a choice
+    # the burst size does not matter if every burst begins with a selection
     again = generate(
         model(), prompt, max_tokens=8, budget=np.full((2, SHORT.kv_heads), 0.25), burst=4
     )
     assert tokens_of(again) == quarter
 
 
-def test_a_token_that_does_not_choose_reads_only_what_was_chosen():
-    """NaN in every block that the first token did not list: the second does not notice."""
+def test_without_reselection_only_selected_blocks_are_read():
+    """NaN in every block that the first token did not select does not change the second."""
     made, span, one = model(), 256, jnp.ones(1, jnp.int32)
     cache = KVCache.empty(SHORT, 1, span, block=16)
     cache, _ = module.prefill(made, cache, [random_tokens(SHORT, 200).tolist()])
@@ -232,7 +233,7 @@ def test_a_token_that_does_not_choose_reads_only_what_was_chosen():
 HOT = Sampling(temperature=1.3, top_k=30, top_p=0.95, seed=11)
 
 
-def test_a_seed_decides_whatever_the_batch_and_the_bursts():
+def test_samples_depend_on_the_seed_and_not_on_batch_or_burst():
     expected = generate(model(), PROMPTS, max_tokens=12, sampling=HOT)
     assert generate(model(), PROMPTS, max_tokens=12, sampling=HOT, burst=5) == expected
     assert generate(model(), PROMPTS[:1], max_tokens=12, sampling=HOT) == expected[:1]

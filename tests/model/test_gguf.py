@@ -45,8 +45,8 @@ def test_the_parameters_are_those_of_the_folder_bit_for_bit(kind, tmp_path):
         np.testing.assert_array_equal(file.model.parameters()[name], x, err_msg=name)
     config, same = file.config, folder.config
     assert config.norm_epsilon == pytest.approx(same.norm_epsilon, rel=1e-6)  # a float32 there
-    # what a file of llama.cpp does not say: ends, without a tokenizer; windows of single layers;
-    # the numbers of Llama 3's scaling
+    # GGUF lacks bos and eos (without a tokenizer), the windows of single layers, and the parameters
+    # of Llama 3's RoPE scaling
     silent = dict(bos=None, eos=(), norm_epsilon=config.norm_epsilon)
     if kind == "qwen3":
         silent |= dict(window=None, window_layers=None)
@@ -55,7 +55,7 @@ def test_the_parameters_are_those_of_the_folder_bit_for_bit(kind, tmp_path):
     assert config == dataclasses.replace(same, **silent)
 
 
-def test_paired_biases_are_parted_too(tmp_path):
+def test_interleaved_biases_of_q_and_k_are_de_interleaved_too(tmp_path):
     config, tensors = checkpoints.read(FIXTURES / "llama")
     config, tensors = config | dict(attention_bias=True), with_biases(tensors, "self_attn")
     folder = load(checkpoints.write(tmp_path / "folder", config, tensors))
@@ -65,7 +65,7 @@ def test_paired_biases_are_parted_too(tmp_path):
 
 
 def test_llama_files_are_the_right_model(tmp_path):
-    """Rows are paired in the file: the independent forward rotates neighbours, ours halves."""
+    """The reference rotates the file's interleaved pairs; our model rotates half-split pairs."""
     config, tensors = checkpoints.read(FIXTURES / "mistral")
     path = tiny(tmp_path, keys=KEYS["mistral"])
     reader = gguf.GGUFReader(path)
@@ -82,7 +82,7 @@ def test_llama_files_are_the_right_model(tmp_path):
     turned = independent.logits(config, paired, tokens[0], interleaved=True)
     assert np.abs(turned - logits[0]).max() < 1e-4
     halved = independent.logits(config, paired, tokens[0])
-    assert np.abs(halved - logits[0]).max() > 1e-2  # the pairing is felt
+    assert np.abs(halved - logits[0]).max() > 1e-2  # the layout changes the logits
 
 
 @pytest.mark.parametrize("name", gguf_file.TYPES)
@@ -118,7 +118,7 @@ def wide_tensors(config: dict[str, Any]) -> checkpoints.Tensors:
 
 
 def test_the_scaling_of_llama_3_is_recognised(tmp_path):
-    """The file holds divisors of the frequencies; ours are the numbers that they come from."""
+    """The file holds a divisor per frequency; loading recovers the scaling parameters."""
     config, tensors = checkpoints.read(FIXTURES / "llama")
     scaling = dict(
         rope_type="llama3",
@@ -149,7 +149,7 @@ def test_the_scaling_of_llama_3_is_recognised(tmp_path):
 # ---------------------------------------------------------------------------------------- bad input
 
 
-def test_every_truncation_is_told(tmp_path, monkeypatch):
+def test_every_truncation_raises_a_one_line_error(tmp_path, monkeypatch):
     """Wherever the file is cut: in its header, its metadata, its tensors' names or their data."""
     monkeypatch.setattr(weights, "gather", lambda *_: pytest.fail("weights were read"))
     whole = tiny(tmp_path, tokenizer=TOKENIZER).read_bytes()
@@ -174,7 +174,7 @@ def test_every_truncation_is_told(tmp_path, monkeypatch):
         (dict(keys={"split.count": 2}), r"tiny.gguf is one part of a split GGUF; merge the parts"),
     ],
 )
-def test_a_fault_is_one_sentence_that_names_it(options, message, tmp_path, monkeypatch):
+def test_an_invalid_file_raises_a_one_line_error(options, message, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "gather", lambda *_: pytest.fail("weights were read"))
     path = tiny(tmp_path, **options)
     with pytest.raises(ValueError, match=message) as caught:
@@ -207,7 +207,7 @@ def test_an_unsupported_quantisation_is_named(tmp_path):
         (TOKENIZER | {"pre": "tekken"}, r"tokenizer.ggml.pre 'tekken' is not one of \['gpt-2', 'l"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_built_is_told(tokenizer, message, tmp_path, monkeypatch):
+def test_unsupported_tokenizer_metadata_is_refused(tokenizer, message, tmp_path, monkeypatch):
     path = tiny(tmp_path, "gpt2", tokenizer=tokenizer)
     assert load(path).tokenizer is None
     monkeypatch.setattr(weights, "gather", lambda *_: pytest.fail("weights were read"))

@@ -61,7 +61,7 @@ def test_the_independent_forward_equals_transformers(kind):
         ("qwen3", dict(layer_types=["sliding_attention"] * 2)),
     ],
 )
-def test_the_expected_logits_tell_a_neighbouring_model_apart(kind, change):
+def test_the_expected_logits_are_sensitive_to_small_config_changes(kind, change):
     """One wrong detail moves them at least ten times further than the tolerance."""
     config, tensors = checkpoints.read(FIXTURES / kind)
     tokens, logits = checkpoints.expected(kind)
@@ -150,7 +150,7 @@ def test_bfloat16_computes_in_bfloat16():
     assert CLOSE < far(loaded.model(tokens), logits) < 0.5
 
 
-def test_the_ends_of_generation_go_before_those_of_the_configuration(tmp_path):
+def test_eos_of_generation_config_overrides_config(tmp_path):
     config, tensors = checkpoints.read(FIXTURES / "llama")
     folder = checkpoints.write(tmp_path, config, tensors)
     assert load(folder).config.eos == (2,)
@@ -326,7 +326,9 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
         (half_a_config, ValueError, r"config.json is not JSON"),
     ],
 )
-def test_a_fault_is_one_sentence_that_names_it(damage, error, message, tmp_path, monkeypatch):
+def test_an_invalid_checkpoint_raises_a_one_line_error(
+    damage, error, message, tmp_path, monkeypatch
+):
     """And it is found before any weight is read."""
     folder = shutil.copytree(FIXTURES / "mistral", tmp_path / "checkpoint")
     damage(folder)
@@ -338,7 +340,7 @@ def test_a_fault_is_one_sentence_that_names_it(damage, error, message, tmp_path,
 
 
 def test_an_undamaged_copy_is_loaded(tmp_path):
-    """What the faults above are measured against."""
+    """The baseline of the test above: the copy itself is valid."""
     load(shutil.copytree(FIXTURES / "mistral", tmp_path / "checkpoint"))
 
 
@@ -378,7 +380,7 @@ def test_pickles_are_never_opened(tmp_path):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_missing_or_foreign_tokenizer_is_told(tmp_path):
+def test_a_missing_or_foreign_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no .*llama/tokenizer.json; name a tokenizer.js"):
         huggingface.load(FIXTURES / "llama")
     with pytest.raises(ValueError, match="has 300 entries, more than the model's vocab_size = 96"):
@@ -396,10 +398,10 @@ def test_a_path_must_be_a_folder_or_a_gguf(tmp_path):
         huggingface.load(tmp_path / "model.onnx")
 
 
-# ---------------------------------------------------------------------- transformers, where it is
+# -------------------------------------------------------------------- tests that need transformers
 
 
-@pytest.mark.filterwarnings("ignore")  # those of torch and transformers are their own
+@pytest.mark.filterwarnings("ignore")  # torch and transformers warn
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_reads_what_is_saved(kind, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -45,7 +45,7 @@ def largest(a, b):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scanned_written_out_and_unstacked_are_one_model(family):
+def test_scanned_unrolled_and_unstacked_layers_give_the_same_logits(family):
     config = FAMILIES[family]
     scanned = model(config)
     expected = logits(scanned, tokens())
@@ -73,7 +73,7 @@ def test_every_parameter_has_a_gradient_which_scan_and_remat_leave_as_it_is():
 
 
 def test_bfloat16_keeps_float32_parameters_and_logits():
-    """Root mean square, of the logits: two layers round the stream some times to 2⁻⁸ each."""
+    """RMS error of the logits: two layers round the residual stream a few times, by 2⁻⁸ each."""
     half = model(dtype="bfloat16")
     assert {x.dtype for x in half.parameters().values()} == {jnp.dtype("float32")}
     found, expected = logits(half, tokens()), logits(model(), tokens())
@@ -182,7 +182,7 @@ def test_each_layer_has_its_own_mask():
 
 
 def test_a_callable_sees_the_layers_q_and_k():
-    """Made at run time: block 0 is dropped where the queries' own numbers say so."""
+    """The mask is made at run time: a query value's sign decides whether block 0 is dropped."""
 
     def chosen(layer, q, k):
         assert (q.shape, k.shape) == ((2, T, 4, 8), (2, T, 2, 8))
@@ -311,7 +311,7 @@ def test_what_a_pass_cannot_take_is_refused(call, message):
 
 
 def test_a_mask_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"got ndarray; masks.array\(mask\) lifts a bool array"):
+    with pytest.raises(TypeError, match=r"got ndarray; use masks.array\(mask\) for a bool array"):
         model()(tokens(), mask=np.ones((T, T), bool))
     with pytest.raises(TypeError, match=r"mask\(layer, q, k\) must return a BlockMask, got int"):
         model()(tokens(), mask=lambda layer, q, k: 3)

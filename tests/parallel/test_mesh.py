@@ -1,4 +1,4 @@
-"""Data-parallel training equals training on one device, and a run may resume on another count."""
+"""Data-parallel training equals training on one device; runs resume on any number of devices."""
 
 from __future__ import annotations
 

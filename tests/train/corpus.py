@@ -16,7 +16,7 @@ WORDS = "the cat sat on a mat and saw some other dog run far away from its old h
 
 
 def documents(count: int = 40, seed: int = 0) -> list[str]:
-    """Sentences of random words, 1 to 60 of them."""
+    """Sentences of 3 to 59 random words and a number."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(3, 60, count)
     return [" ".join(draw.choice(WORDS, length)) + f" {i}." for i, length in enumerate(lengths)]

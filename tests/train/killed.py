@@ -1,8 +1,8 @@
 """A run that is killed -9 again and again; `python -m tests.train.killed FOLDER STEPS KILLS SEED`.
 
 The parent process imports everything and computes nothing. Every attempt is a fork that trains
-until it is killed, at a random time after it has logged a number of further steps. The result of
-the last attempt is compared with an undisturbed run, which is a fork too.
+until it is killed, at a random time after it has logged a number of further steps. An undisturbed
+run, which is a fork too, comes first; test_kill.py compares the two.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def main(folder: Path) -> int:
         "six steps are logged": [len(x) for x in steps] == [6, 6, 6],
         f"the losses are those of one device: {far(steps[1], steps[0]):.1e}": far(*steps[1::-1])
         < 1e-5,
-        f"on other text too: {far(tests[1], tests[0]):.1e}": far(tests[1], tests[0]) < 1e-5,
+        f"the evaluation losses too: {far(tests[1], tests[0]):.1e}": far(tests[1], tests[0]) < 1e-5,
         f"begun on eight, ended on one: {far(steps[2], steps[0]):.1e}": far(steps[2], steps[0])
         < 1e-5,
         f"three devices for eight rows raise: {refused}": "data.rows = 8 is not divisible"

@@ -29,7 +29,7 @@ def test_the_visited_density_is_what_the_masks_list(selector):
     assert visited_density(config(), plan, ids) < plan.density
 
 
-def test_dense_rows_visit_their_own_documents_and_one_text_visits_all():
+def test_dense_attention_visits_blocks_within_documents_or_all_without_separate():
     ids = np.repeat(np.arange(8), [200, 17, 300, 1, 130, 90, 250, 12])[None]
     rule = masks.causal() & masks.documents(jnp.asarray(ids))
     mask = BlockMask.from_rule(rule, (1000, 1000), batch=1)

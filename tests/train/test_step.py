@@ -59,7 +59,7 @@ def test_accumulation_of_4_equals_a_batch_4_times_as_large(whole, stream):
 
 
 def test_packed_documents_equal_separate_ones(whole):
-    """Three documents in one of three rows, and each alone in its row; the rest is nothing."""
+    """Three documents in one row, and each in its own row; the remaining tokens have weight 0."""
     draw = np.random.default_rng(0)
     lengths = [20, 11, 17]
     tokens = draw.integers(1, 320, (1, 49)).astype(np.int32)
@@ -144,7 +144,7 @@ def test_the_average_follows_the_parameters(eager, stream):
 
 
 @pytest.mark.optimized
-def test_one_batch_is_learned_by_heart(eager, stream):
+def test_the_model_overfits_one_batch(eager, stream):
     batch = stream.batch(0, 1)
     state = step.initial(eager)
     for _ in range(400):
@@ -157,7 +157,7 @@ def plan_of(counts, density):
     return Plan(counts, None, Terms(density, "kl", "mean_query", 16, 48, notes=(str(counts),)))
 
 
-def test_another_plan_is_another_result_but_no_other_program(whole, stream):
+def test_a_new_plan_changes_the_loss_without_recompiling(whole, stream):
     """And a plan that keeps every block is dense attention."""
     how = changed(whole, data__separate=False)
     batch = stream.batch(0, 2)

@@ -113,7 +113,7 @@ def lifted(
     if isinstance(mask, Rule | BlockMask) or not callable(mask):
         raise TypeError(
             f"mask must be {others} or a callable (layer, q, k) -> BlockMask, "
-            f"got {type(mask).__name__}; masks.array(mask) lifts a bool array"
+            f"got {type(mask).__name__}; use masks.array(mask) for a bool array"
         )
     return InputMask.of(mask)
 

@@ -1,4 +1,4 @@
-"""exp on a CPU: as exact as its argument is, 0 where nothing is seen, NaN where something is."""
+"""exp on a CPU: its error is that of rounding the argument; masked logits give 0, NaN stays NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xsake.backends.xla.cpu_exp import exp
 STEP = np.finfo(np.float32).eps
 
 
-@pytest.mark.skipif(_jax.platform() != "cpu", reason="elsewhere it is XLA's own")
+@pytest.mark.skipif(_jax.platform() != "cpu", reason="other platforms use XLA's exp")
 def test_error_is_that_of_rounding_the_argument():
     x = -np.linspace(0, 87, 1_000_003, dtype=np.float32)
     want = np.exp(x.astype(np.float64))
@@ -27,16 +27,16 @@ def test_far_below_the_maximum_is_exactly_zero(x):
     assert jax.jit(exp)(jnp.float32(x)) == 0
 
 
-def test_the_maximum_itself_weighs_exactly_one():
+def test_exp_of_zero_is_exactly_one():
     assert jax.jit(exp)(jnp.float32(0)) == 1
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0xFFFFFFFF])
-def test_every_nan_stays_one(bits):
+def test_every_nan_stays_nan(bits):
     x = jax.lax.bitcast_convert_type(jnp.uint32(bits), jnp.float32)
     assert jnp.isnan(jax.jit(exp)(x))
 
 
-def test_other_widths_are_left_to_xla():
+def test_other_dtypes_use_the_exp_of_xla():
     x = jnp.linspace(-3, 0, 7, dtype=jnp.bfloat16)
     np.testing.assert_array_equal(exp(x), jnp.exp(x))

@@ -1,4 +1,4 @@
-"""The steps of the `xla` backend, small as on a CPU and large as on a GPU: sizes, never results."""
+"""The step sizes of the `xla` backend, for CPUs and GPUs: they do not change results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xsake.backends.xla import output
 from xsake.backends.xla.chunks import device_steps, width, work_order
 from xsake.bench.cases import Case
 
-# Several chunks, and lists that end inside a step; dq added by columns or in a pass by rows.
+# Several chunks, and lists that end inside a step; dq by scatter-add or in its own pass.
 LARGE = {
     "dq added": Options(xla=XlaSteps(rows=64, keys=48)),
     "dq by rows": Options(xla=XlaSteps(rows=64, keys=48, dq_by_rows=True)),
@@ -63,7 +63,7 @@ def few_rows_make_a_chain(monkeypatch):
 def test_everything_at_once_agrees_with_the_oracle(case, way):
     """Odd lengths, uneven heads, grouped heads, bias, sinks and a soft cap, with all gradients.
 
-    By rows, the conformance suite asks.
+    The conformance tests cover dq_by_rows.
     """
     out, lse, grads, terms, _ = expected(case)
     (got_out, got_lse), got_grads = run_case(case, "xla", WAYS[way])
@@ -102,10 +102,10 @@ def test_a_dropped_block_cannot_leak_into_a_large_step(options):
 
 @large_steps
 def test_a_row_that_drops_a_block_cannot_see_it_in_a_large_step(options):
-    """NaN in a block that the next row's list begins with: lists end, some before they begin."""
+    """Block 0 is NaN. It comes right after the lists of row blocks 0 and 1, which drop it."""
     q, k, v, d_out, d_lse = random_arrays(1, 64, 70, 4, 2, 8)
     bits = np.zeros((1, 4, 4, 5), bool)
-    # row 0 ends within its first step, and row 1, which is empty in two heads of a chunk of them
+    # the lists of row blocks 0 and 1 end within their first step; row block 1 is empty in two heads
     bits[:, :, 0, 2] = bits[:, 2:, 1, 2] = bits[:, :, 2:, :4] = True
     mask = BlockMask.from_dense(jnp.asarray(bits), shape=(64, 70), block=16)
     clean = run("xla", q, k, v, d_out, d_lse, mask=mask, options=options)
@@ -116,7 +116,7 @@ def test_a_row_that_drops_a_block_cannot_see_it_in_a_large_step(options):
         assert np.isnan(y[:, 32:]).all(), "the other rows do see it"
 
 
-def test_new_contents_of_a_mask_keep_the_program_of_large_steps():
+def test_a_new_mask_does_not_recompile_large_steps():
     x = random_arrays(1, 64, 64, 2, 2, 8)
     programs, seen = run._cache_size(), set()
     for seed in range(3):
@@ -182,8 +182,8 @@ def float_additions(options, bias_shape):
     return found
 
 
-def test_deterministic_gradients_on_a_gpu_add_nothing_twice_in_place(monkeypatch):
-    """Atomics add in any order: what must repeat adds to places of its own, or in registers."""
+def test_deterministic_gradients_on_a_gpu_scatter_only_to_unique_indices(monkeypatch):
+    """Atomic adds are unordered, so indices are unique or sums are kept in registers."""
     monkeypatch.setattr(_jax, "platform", lambda: "gpu")
     own = (2, 2, 64, 64)
     assert set(float_additions(Options(deterministic=True), own)) == {True}
@@ -205,7 +205,7 @@ def test_a_shared_bias_is_not_deterministic_on_a_gpu(monkeypatch):
 
 
 def test_steps_of_a_device():
-    """CPUs add in order anyway, so only a GPU pays for gradients that repeat."""
+    """CPUs add in order anyway; deterministic gradients have a cost on GPUs only."""
     mask = BlockMask.from_rule(masks.everything(), (256, 1280), block=128)
 
     def steps(platform, deterministic):
@@ -228,7 +228,7 @@ def test_steps_of_a_device():
         ("gpu", (0, 10, 2), (128, 128), False),
     ],
 )
-def test_an_older_jax_takes_chains_on_a_cpu(monkeypatch, platform, version, block, in_chains):
+def test_jax_before_0_11_uses_chains_on_a_cpu(monkeypatch, platform, version, block, in_chains):
     monkeypatch.setattr(_jax, "version", lambda: version)
     assert (device_steps(platform, False, block).chains > 8) == in_chains
 
@@ -256,7 +256,7 @@ def test_chains_make_every_visit_once(heads, rule):
 @pytest.mark.usefixtures("chains_only")
 @pytest.mark.parametrize("rule", [None, masks.sliding_window(40, 20)], ids=str)
 def test_one_long_row_is_never_in_two_chains(rule):
-    """It has more visits than an equal share of all would be."""
+    """The row block has more visits than total ÷ chains."""
     arrays = random_arrays(2, 90, 80, 4, 2, 8)
     bits = np.zeros((2, 4, 6, 5), bool)
     bits[1, 3, 2] = bits[0, 0, 0, 0] = True
@@ -266,7 +266,7 @@ def test_one_long_row_is_never_in_two_chains(rule):
 
 
 @pytest.mark.usefixtures("chains_only")
-def test_more_visits_in_a_mask_of_the_same_room_keep_the_program_of_chains():
+def test_a_denser_mask_of_the_same_capacity_does_not_recompile_chains():
     arrays = random_arrays(1, 64, 64, 2, 2, 8)
     programs, one_program = None, True
     for share in (0.0, 0.3, 1.0):
@@ -294,8 +294,8 @@ def test_float32_stays_float32_where_float64_is_enabled():
 @pytest.mark.parametrize(
     ("limit", "value"), [("MIN_ROW_BLOCKS", 5), ("MAX_VISITS", 19)], ids=["few", "many"]
 )
-def test_few_rows_and_too_many_visits_do_not_go_in_chains(monkeypatch, limit, value):
-    """Eight rows of blocks, ten places for the blocks of each of two heads."""
+def test_chains_are_not_used_for_few_row_blocks_or_too_many_visits(monkeypatch, limit, value):
+    """Two heads, each with four row blocks and a capacity of ten blocks."""
     q = jnp.zeros((1, 64, 2, 8))
     mask = BlockMask.from_rule(masks.causal(), (64, 64), block=16)
     assert xla_chains.fits(mask, Sizes.of(q, q, q), 2)
@@ -316,7 +316,7 @@ def test_chunks_side_by_side_equal_chunks_in_sequence():
 
 
 def test_few_chunks_do_not_go_side_by_side():
-    """What is small is compiled once."""
+    """Few chunks use one loop body, which saves compile time."""
     q = jnp.zeros((2, 24, 3, 8))
     mask = BlockMask.from_rule(masks.causal(), (24, 24), block=8)
     assert len(work_order(mask, Sizes.of(q, q, q), 16, 3)) == 1
@@ -328,6 +328,6 @@ def test_a_negative_number_of_chains_is_refused():
 
 
 @pytest.mark.parametrize("name", ["rows", "keys", "side_by_side"])
-def test_a_step_of_nothing_is_refused(name):
+def test_a_step_size_of_zero_is_refused(name):
     with pytest.raises(ValueError, match=rf"XlaSteps.{name} must be at least 1, got 0"):
         XlaSteps(**{"rows": 1, "keys": 1} | {name: 0})
