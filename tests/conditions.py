@@ -13,6 +13,6 @@ needs_newer_jax = pytest.mark.skipif(
 needs_interpreter = pytest.mark.skipif(
     _jax.version() < (0, 11, 2), reason="Mosaic's interpreter came with JAX 0.11.2"
 )
-on_a_card = pytest.mark.skipif(
+needs_gpu = pytest.mark.skipif(
     _jax.platform() != "gpu", reason="the kernels themselves run on a GPU only"
 )

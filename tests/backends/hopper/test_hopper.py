@@ -11,7 +11,7 @@ import pytest
 
 import xsake
 from tests import oracle
-from tests.conditions import needs_interpreter, needs_newer_jax, on_a_card
+from tests.conditions import needs_gpu, needs_interpreter, needs_newer_jax
 from xsake import BlockMask, Options, _jax, masks
 from xsake.backends import Call, hopper, kernel_rule
 from xsake.backends.options import BackwardTiling, ForwardTiling
@@ -337,7 +337,7 @@ def test_gradients_flow_through_the_used_results(used, monkeypatch):
     ids=str,
 )
 @pytest.mark.gpu
-@on_a_card
+@needs_gpu
 def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(
     length, heads, size, block, tiling, monkeypatch
 ):
@@ -383,7 +383,7 @@ def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(
     ],
 )
 @pytest.mark.gpu
-@on_a_card
+@needs_gpu
 def test_one_launch_prepares_the_same_as_several(
     length, block, size, counts, order, tail, monkeypatch
 ):
@@ -433,7 +433,7 @@ def test_one_launch_prepares_the_same_as_several(
 
 
 @pytest.mark.gpu
-@on_a_card
+@needs_gpu
 def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
     """XLA hands a kernel an address inside the stack, not a slice: the right one each time."""
     rng = np.random.default_rng(0)
@@ -466,7 +466,7 @@ def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
 
 
 @pytest.mark.gpu
-@on_a_card
+@needs_gpu
 def test_a_scan_over_layers_runs_each_kernel_once():
     """Otherwise XLA fuses the forward with the stacking of its result, and runs it once more."""
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conditions import needs_interpreter, needs_newer_jax, on_a_card
+from tests.conditions import needs_gpu, needs_interpreter, needs_newer_jax
 from xsake import _jax, block_scores, dot_product_attention
 from xsake import block_scores as scores
 from xsake.hads import Plan, row_blocks
@@ -288,7 +288,7 @@ def test_every_refusal_has_its_reason(change, reason, monkeypatch):
 
 
 @pytest.mark.gpu
-@on_a_card
+@needs_gpu
 @pytest.mark.parametrize(
     ("batch", "T", "N", "size", "block"),
     [(3, 8192, 9, 64, 128), (3, 301, 4, 64, 128), (2, 200, 2, 128, 64), (2, 77, 1, 64, 64)],
@@ -304,7 +304,7 @@ def test_on_a_card_means_are_over_the_tokens_of_every_block(batch, T, N, size, b
 
 
 @pytest.mark.gpu
-@on_a_card
+@needs_gpu
 @pytest.mark.parametrize(
     ("layers", "T", "heads", "size", "block"),
     [(5, 8192, (9, 3), 64, 128), (3, 2048, (8, 8), 64, 64), (3, 4001, (4, 2), 128, 128)],

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.conditions import needs_newer_jax, on_a_card
+from tests.conditions import needs_gpu, needs_newer_jax
 from xsake import BlockMask, _jax, masks
 
 pytestmark = needs_newer_jax
@@ -106,7 +106,7 @@ def test_a_table_has_every_work_tile_longest_first(name):
 
 
 @pytest.mark.gpu
-@on_a_card
+@needs_gpu
 @pytest.mark.parametrize("name", MASKS)
 def test_the_kernel_computes_the_same_table(name):
     """As Python sorts it."""
@@ -114,7 +114,7 @@ def test_the_kernel_computes_the_same_table(name):
 
 
 @pytest.mark.gpu
-@on_a_card
+@needs_gpu
 @pytest.mark.parametrize("name", MASKS)
 def test_the_kernel_transposes_lists_as_the_mask_does(name):
     """Every array of BlockMask.transpose; entries past the lists are valid indices."""
