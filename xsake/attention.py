@@ -10,6 +10,11 @@
 Everything that limits which keys a query sees (mask, is_causal, windows, lengths, segments,
 positions) becomes one BlockMask before a backend is asked. Sinks are applied to the result:
 out · eᴸ / (eᴸ + Σ exp(sink)), with L the logsumexp.
+
+>>> import jax, xsake
+>>> q = k = v = jax.random.normal(jax.random.key(0), (1, 256, 4, 64))
+>>> xsake.dot_product_attention(q, k, v, is_causal=True).shape
+(1, 256, 4, 64)
 """
 
 from __future__ import annotations
@@ -138,11 +143,6 @@ def dot_product_attention(
 
     Returns:
       [B, T, N, Hv] in query's dtype; with return_residual, that and the logsumexp.
-
-    >>> import jax, xsake
-    >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 256, 4, 64))
-    >>> xsake.dot_product_attention(q, k, v, is_causal=True).shape
-    (1, 256, 4, 64)
     """
     q, k, v, is_unbatched = _check_qkv(query, key, value)
     sizes = Sizes.of(q, k, v)
@@ -152,21 +152,15 @@ def dot_product_attention(
         masks.causal() if is_causal else masks.everything(),
         _window(local_window_size),
     ]
-    positions = (
-        _per_token("q_positions", q_positions, sizes.B, sizes.T),
-        _per_token("kv_positions", kv_positions, sizes.B, sizes.S),
-    )
-    block_mask = _block_mask(sizes, mask, combine(limits), positions)
+    positions = _positions(sizes, q_positions, kv_positions)
     call = Call(
-        q,
-        k,
-        v,
+        q, k, v,
         bias=_check_bias(sizes, bias),
-        mask=block_mask,
+        mask=_block_mask(sizes, mask, combine(limits), positions),
         scale=1 / math.sqrt(sizes.H) if scale is None else _number("scale", scale),
         soft_cap=_soft_cap(logits_soft_cap),
         options=_check_options(options),
-    )
+    )  # fmt: skip
     checked_sinks = _check_sinks(sizes, sinks)
     if isinstance(implementation, _Question):
         return implementation.ask(call)
@@ -374,6 +368,13 @@ def _per_token(name: str, ids: Any, batch: int, length: int) -> Array | None:
     if wide.ndim != 2 or wide.shape[0] not in (1, batch) or wide.shape[1] != length:
         raise ValueError(f"{name} must be [{batch}, {length}], got shape {list(ids.shape)}")
     return wide
+
+
+def _positions(sizes: Sizes, query: Any, key_value: Any) -> tuple[Array | None, Array | None]:
+    return (
+        _per_token("q_positions", query, sizes.B, sizes.T),
+        _per_token("kv_positions", key_value, sizes.B, sizes.S),
+    )
 
 
 def _segments(sizes: Sizes, q_ids: Any, kv_ids: Any) -> Rule:
