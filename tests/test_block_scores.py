@@ -89,7 +89,9 @@ def test_the_second_moment_of_keys_finds_a_block_that_the_mean_misses():
 
 def test_estimate_refuses_selectors_that_do_not_read_q_and_k():
     q, k, _, _ = attention(32)
-    with pytest.raises(ValueError, match="'static' does not look at q and k"):
+    with pytest.raises(
+        ValueError, match="no scores are computed from q and k for selector 'static'"
+    ):
         block_scores.estimate("static", q, k, 16)
     with pytest.raises(ValueError, match="K dividing N"):
         block_scores.estimate("pooled", q[:, :3], k, 16)

@@ -6,7 +6,7 @@ import pytest
 
 from xsake import hads
 from xsake.cli import demo
-from xsake.data.tokens import TokenFile
+from xsake.data.tokens import TokenDataset
 from xsake.observe import registry
 from xsake.train import loop
 
@@ -24,7 +24,7 @@ def test_the_training_run_replaces_an_earlier_one(tmp_path, monkeypatch):
         assert demo._train(tmp_path, steps) == tmp_path / "demo"
     first, second = asked
     assert first.hash != second.hash
-    file = TokenFile.open(second.data.train[0], verify=True)
+    file = TokenDataset.open(second.data.train[0], verify=True)
     assert file.header.vocab_size <= second.model.vocab_size
     assert file.header.tokens > 20 * second.data.length
     assert second.hads.is_due(30)

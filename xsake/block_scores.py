@@ -1,4 +1,4 @@
-"""How much does each row block want each kv block? Scores that `selection` chooses by.
+"""Block scores: the estimated attention mass of every (row block, kv block), for `selection`.
 
     q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | past_query
     k [S, K, H] ─┴─ estimate ─ scores [N, R, n],   R = ceil(T / block), n = ceil(S / block)
@@ -49,7 +49,8 @@ def estimate(
     """
     if selector not in ESTIMATES:
         raise ValueError(
-            f"selector {selector!r} does not look at q and k; those that do are {list(ESTIMATES)}"
+            f"no scores are computed from q and k for selector {selector!r}; "
+            f"use one of {list(ESTIMATES)}"
         )
     if q.ndim != 3 or k.ndim != 3 or q.shape[0] > k.shape[0] or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -144,8 +145,8 @@ def antidiagonal(
         s[a, b] = Σ_r q[a·stride + stride-1-r] · k[b·stride + r] / (stride · √H)
         score[i, j] = log mean_{a of i} Σ_{b of j} softmax_b(s[a, b])
 
-    Every query and every key enters one product of each pair of groups. The cost is 1/stride of
-    that of q·kᵀ.
+    For each pair of groups, every query and every key is used in exactly one product. The cost is
+    1/stride of that of q·kᵀ.
     """
     stride = math.gcd(stride, block)
     parts = block // stride
@@ -178,7 +179,7 @@ ESTIMATES = {
 
 
 def _sizes(T: int, part: int, block: int) -> Int[Array, " parts"]:
-    """Tokens in each part, up to the end of the last block: `part`, then fewer, then 0."""
+    """The number of tokens in each part; parts in the padding of the last block have 0."""
     padded = -(-T // block) * block
     return jnp.clip(T - jnp.arange(0, padded, part), 0, part)
 
@@ -273,7 +274,7 @@ def _batchable(block: int) -> Callable[[Array, Array], Array]:
         from xsake.backends.hopper import means as hopper_means
         from xsake.backends.hopper import scores as hopper_scores
 
-        q, k = unaliased(q, k)  # as the attention kernels need; not tried without
+        q, k = unaliased(q, k)  # the attention kernels need it; untested for these
         scale = math.log2(math.e) / math.sqrt(k.shape[-1])
         queries = hopper_means.means(q, block, scale=scale)
         causal = queries.shape[1] == -(-k.shape[1] // block)

@@ -47,8 +47,8 @@ class Chosen(NamedTuple):
 class CacheReader:
     """How new tokens read the cache: all of it, or a budget of blocks for every head.
 
-    A pytree whose only array is the budget. `of` checks the budget; `over` sets the part of the
-    cache that a step is compiled for.
+    A pytree whose only array is the budget. `of` checks the budget; `over(span)` limits
+    reads to the first `span` slots, a static size.
     """
 
     # [layers, L]: int32 blocks, or float32 fractions of the blocks so far; None: the whole cache
@@ -73,15 +73,15 @@ class CacheReader:
         """A reader with a checked budget.
 
         Args:
-          budget: None, or what a head reads of the cache for one token. Integers are blocks,
-            fractions a share of the blocks so far, rounded up. One number, [heads] or
-            [layers, heads]; with one for each kv head, the query heads of a group share one
+          budget: how much of the cache each head reads per token; None reads all of it. Integers
+            are blocks, fractions a share of the blocks so far, rounded up. Shape [], [heads] or
+            [layers, heads]. heads may be N or K; with K, the query heads of a kv head share one
             selection. The first block and the current one are always read.
           layers: of the model.
           heads: N.
           kv_heads: K.
           block: tokens per block of the cache.
-          refresh: blocks are selected again every `refresh` tokens.
+          refresh: blocks are reselected every `refresh` tokens.
         """
         if budget is not None:
             budget = _checked_budget(budget, layers, heads, kv_heads)
@@ -92,7 +92,8 @@ class CacheReader:
         if self.budget is None:
             return dataclasses.replace(self, span=span)
         blocks = span // self.block
-        # a selection also holds the blocks that the tokens it serves will be written to
+        # A selection is reused for `refresh` tokens, so it also contains the blocks that those
+        # tokens will be written to.
         forced = FORCED_BLOCKS + -(-(self.refresh - 1) // self.block)
         wanted = self.budget
         if np.issubdtype(wanted.dtype, np.floating):
@@ -101,7 +102,7 @@ class CacheReader:
         return dataclasses.replace(self, span=span, entries=entries)
 
     def nothing_chosen(self, batch: int) -> Chosen | None:
-        """Empty lists of all layers, for the state before the first step; None without a budget."""
+        """Empty selections of all layers, before the first step; None without a budget."""
         if self.budget is None:
             return None
         size = (len(self.budget), batch, self.entries)
@@ -265,7 +266,7 @@ def sparse(
       positions: int [B, T] of the queries.
       chosen: this layer's selection, from `choose`.
       layer: which layer; may be traced.
-      lists: L, N or K.
+      lists: L, the number of selections per sequence: N or K.
       block: tokens per block.
       window: as in `dense`.
       scale: default 1/sqrt(H).
@@ -309,19 +310,19 @@ def choose(
     reach: int = 1,
     window: int | None = None,
 ) -> Chosen:
-    """The counts[b, l] best blocks of every list; the forced ones are always among them.
+    """The counts[b, l] best blocks for each of the L selections, forced ones included.
 
-    Forced are the first block and the queries' own; with `reach` the selection stays valid for the
-    next reach - 1 tokens, so their blocks are forced too. A list has at most the blocks that its
-    queries can see.
+    The first block and the blocks of the queries are forced, and so are the blocks of the next
+    reach - 1 tokens, which reuse the selection. No selection contains a block that none of these
+    tokens can see.
 
     Args:
       scores: float [B, L, blocks]; larger is better.
       positions: int [B, T] of the queries.
       counts: int [B, L], blocks to select.
       block: tokens per block.
-      entries: E, static: at least Σ counts over the lists of a sequence, forced ones included.
-      reach: tokens that the selection serves, from each sequence's last query on.
+      entries: E, static: at least Σ counts over a sequence's selections, forced ones included.
+      reach: number of decode steps that use this selection, this one included.
       window: as in `dense`; blocks outside it are not selected.
     """
     B, L, blocks = scores.shape
@@ -358,10 +359,10 @@ def attention_by_block(
     window: int | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B L blocks"]:
-    """The attention weight that each list's queries give to every block, float32 [B, L, blocks].
+    """Attention mass of every block, for each of the L selections, float32 [B, L, blocks].
 
-    It is exact: it reads all keys of the span but no values. It is summed over the list's query
-    heads and the T queries. Arguments as in `dense`; lists is L, N or K.
+    It is exact: it reads all keys of the span but no values. It is summed over the T queries and
+    over the query heads that share a selection. Arguments are as in `dense` and `sparse`.
     """
     B, T, N, _ = q.shape
     s, seen = _logits(q, k, positions, layer, span, window, scale)
@@ -384,7 +385,7 @@ def _logits(
 
 
 def sees(position: Array, slot: Array, window: int | None) -> Array:
-    """Whether a query sees a slot: position [B, 1, 1, T] against slots that broadcast behind it."""
+    """Whether a query sees a slot; position gets a trailing axis that broadcasts against slot."""
     position = position[..., None]
     seen = slot <= position
     return seen if window is None else seen & (slot > position - window)

@@ -1,4 +1,4 @@
-"""From scores of blocks to a choice: which kv blocks does each row block visit?
+"""Selects the kv blocks that each row block visits, from block scores.
 
     scores [..., R, n] ─┐
     counts [..., R] ────┴─ keep_top ─ bool [..., R, n] ─ to_mask ─ BlockMask
@@ -104,7 +104,8 @@ def ranks(
 ) -> Int[Array, "*batch R n"]:
     """The rank of every kv block in its row block, int32: forced blocks first, then by score.
 
-    `ranks(scores) < counts[..., None]` is `keep_top(scores, counts)`, for all counts at once.
+    `ranks(scores) < counts[..., None]` is `keep_top(scores, counts)` for counts from the number of
+    forced blocks to the number of allowed blocks.
     Computed by comparing all pairs, O(n²) per row block; XLA fuses it and stores the result only.
     """
     s = _with_forced(scores, band, first)

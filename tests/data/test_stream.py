@@ -1,4 +1,4 @@
-"""Text files → token files without loss → batches with random access by step."""
+"""Text files → tokenized datasets without loss → batches with random access by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.train.corpus import documents, token_file
 from xsake.data import text
 from xsake.data.stream import Stream
 from xsake.data.tokenizer import Tokenizer, read_tokenizer
-from xsake.data.tokens import TokenFile, end_token, tokenize, train_tokenizer
+from xsake.data.tokens import TokenDataset, end_token, tokenize, train_tokenizer
 
 COMPRESS = {
     "": lambda x: x,
@@ -77,11 +77,11 @@ def test_a_token_file_decodes_to_its_documents(tmp_path):
     assert [tokenizer.decode(part[:-1].tolist()) for part in parts] == documents()
     assert {int(part[-1]) for part in parts} == {file.header.end} == {0}
     assert file.header.dtype == "uint16"
-    TokenFile.open(file.folder, verify=True)
+    TokenDataset.open(file.folder, verify=True)
 
 
 def test_a_trained_tokenizer_prepends_bos_to_every_text(tmp_path):
-    """Once, in `encode` and in a token file; also when the tokenizer is read back."""
+    """Once, in `encode` and in a tokenized dataset; also when the tokenizer is read back."""
     made = train_tokenizer(documents(), 300, end="an : end")
     made.inner.save(str(tmp_path / "tokenizer.json"))
     for tokenizer in (made, end_token(read_tokenizer(tmp_path / "tokenizer.json"), "an : end")):
@@ -126,16 +126,16 @@ def test_damaged_token_files_raise_with_the_reason(tmp_path):
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-2])
     with pytest.raises(ValueError, match=r"tokens\.bin has .* it is truncated"):
-        TokenFile.open(file.folder)
+        TokenDataset.open(file.folder)
     tokens.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     with pytest.raises(ValueError, match="it is damaged"):
-        TokenFile.open(file.folder, verify=True)
+        TokenDataset.open(file.folder, verify=True)
     (file.folder / "header.json").write_text("{")
-    with pytest.raises(ValueError, match="not the header of a token file"):
-        TokenFile.open(file.folder)
+    with pytest.raises(ValueError, match="not the header of a tokenized dataset"):
+        TokenDataset.open(file.folder)
     (file.folder / "header.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no header\.json"):
-        TokenFile.open(file.folder)
+        TokenDataset.open(file.folder)
 
 
 def test_an_interrupted_tokenize_leaves_no_token_file(tmp_path):
@@ -263,7 +263,7 @@ def test_evaluation_reads_all_windows_and_pads_the_last_batch_with_weight_0(file
 
 
 def bare_file(folder, documents, end):
-    """A token file of these ids, as a tokenizer without bos writes it."""
+    """A tokenized dataset of these ids, as a tokenizer without bos writes it."""
     words = {str(i): i for i in range(100)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -334,5 +334,5 @@ def test_calibration_windows_start_with_bos_and_lie_within_one_document(tmp_path
 def test_too_few_tokens_for_a_window_raise(files):
     with pytest.raises(ValueError, match="too few for a window of 100,000"):
         Stream(files, 100_000)
-    with pytest.raises(ValueError, match="no token files"):
+    with pytest.raises(ValueError, match="no tokenized datasets"):
         Stream([], 8)

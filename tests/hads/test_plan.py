@@ -149,7 +149,7 @@ def test_a_part_that_reaches_past_the_text_or_splits_a_block():
     found = np.asarray(plan.blocks(0, padded, k, first=S - BLOCK))
     np.testing.assert_array_equal(found[:, :, 0], whole[:, :, -1])
     with pytest.raises(
-        ValueError, match="a part of 40 tokens is not a multiple of the plan's block of 16"
+        ValueError, match="the chunk length 40 is not a multiple of the plan's block size 16"
     ):
         plan.mask(0, q[:, :40], k, first=0)
 
@@ -242,7 +242,7 @@ def test_wrong_requests_say_what_to_do():
     plan = make(profile, 0.5)
     with pytest.raises(ValueError, match=r"call plan.mask\(layer, q, k\)"):
         plan.mask(0)
-    with pytest.raises(ValueError, match="layer 2 of a plan for 2 layers"):
+    with pytest.raises(ValueError, match="layer 2 is out of range: the plan has 2 layers"):
         make(profile, 0.5, "kl", "static").mask(2)
     with pytest.raises(ValueError, match=r"call plan.at\(300\) before the plan enters jit"):
         jax.jit(lambda plan: plan.at(300).counts)(plan)

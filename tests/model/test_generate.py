@@ -174,14 +174,16 @@ def test_a_mask_applies_to_prefill_and_a_callable_is_called_per_chunk():
         rule = masks.at_positions(window, (first + jnp.arange(q.shape[1]))[None])
         return BlockMask.from_rule(rule, (q.shape[1], k.shape[1]))
 
-    by_parts = InputMask.of(made_now, by_parts=True)
+    chunked = InputMask.of(made_now, chunked=True)
     expected = masked_pass(model(), np.array(prompts), window)[:, -1]
     assert largest(expected, masked_pass(model(), np.array(prompts), None)[:, -1]) > 0.1
-    for mask, chunk in ((window, 16), (made_now, 64), (by_parts, 16)):
+    for mask, chunk in ((window, 16), (made_now, 64), (chunked, 16)):
         fresh = KVCache.empty(SHORT, 1, 64)
         _, hidden = module.prefill(model(), fresh, prompts, mask=mask, chunk=chunk)
         assert largest(model().logits(hidden), expected) < ROUNDING
-    with pytest.raises(ValueError, match="longer than chunk = 16, and mask takes no `first`"):
+    with pytest.raises(
+        ValueError, match="longer than chunk = 16, which needs a mask that accepts `first`"
+    ):
         generate(model(), prompts, mask=lambda layer, q, k: None, chunk=16)
     with pytest.raises(TypeError, match=r"mask must be a rule of xsake\.masks or a callable"):
         generate(model(), prompts, mask=BlockMask.from_rule(window, (30, 30)))

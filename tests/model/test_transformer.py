@@ -311,7 +311,7 @@ def test_what_a_pass_cannot_take_is_refused(call, message):
 
 
 def test_a_mask_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"got ndarray; use masks.array\(mask\) for a bool array"):
+    with pytest.raises(TypeError, match=r"got ndarray; masks.array\(mask\) converts a bool array"):
         model()(tokens(), mask=np.ones((T, T), bool))
     with pytest.raises(TypeError, match=r"mask\(layer, q, k\) must return a BlockMask, got int"):
         model()(tokens(), mask=lambda layer, q, k: 3)

@@ -22,7 +22,7 @@ def documents(count: int = 40, seed: int = 0) -> list[str]:
     return [" ".join(draw.choice(WORDS, length)) + f" {i}." for i, length in enumerate(lengths)]
 
 
-def token_file(folder: Path, name: str = "text", seed: int = 0) -> tokens.TokenFile:
+def token_file(folder: Path, name: str = "text", seed: int = 0) -> tokens.TokenDataset:
     texts = documents(seed=seed)
     return tokens.tokenize(texts, tokens.train_tokenizer(documents(), 300), folder / name)
 
@@ -41,7 +41,7 @@ MODEL = Model(
 )
 
 
-def config(folder: Path, *files: tokens.TokenFile, **changes: Any) -> Config:
+def config(folder: Path, *files: tokens.TokenDataset, **changes: Any) -> Config:
     """16 steps; dense for 4, then a new plan every 4 steps; a checkpoint every 3."""
     paths = tuple(str(file.folder) for file in files)
     whole = Config(

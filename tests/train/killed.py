@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from tests.train.corpus import config, token_file
-from xsake.data.tokens import TokenFile
+from xsake.data.tokens import TokenDataset
 from xsake.train import loop
 
 
@@ -41,7 +41,7 @@ def main(folder: Path, count: int, kills: int, seed: int) -> None:
     """Prints one line per attempt: how many steps were logged when it was killed."""
     jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    text = TokenFile.open(token_file(folder).folder)
+    text = TokenDataset.open(token_file(folder).folder)
     steps = {"schedule__steps": count, "evaluation__files": ()}
     calm = config(folder, text, run__name="calm", **steps)
     assert os.waitpid(forked(lambda: loop.train(calm)), 0)[1] == 0

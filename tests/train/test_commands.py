@@ -64,8 +64,8 @@ def test_from_text_to_a_model_that_can_be_loaded(xsake, tmp_path):
 
 def test_user_errors_are_one_sentence(xsake, tmp_path):
     assert "there is no folder runs" in xsake("runs", code=1)
-    assert "data.train names no token file" in xsake("train", code=1)
-    assert "is not a token file" in xsake("train --data.train nowhere", code=1)
+    assert "data.train names no tokenized dataset" in xsake("train", code=1)
+    assert "is not a tokenized dataset" in xsake("train --data.train nowhere", code=1)
     (tmp_path / "a.txt").write_text("words")
     assert "name a tokenizer.json" in xsake("tokenize a.txt -o b", code=1)
     (tmp_path / "c.json").write_text('{"hads": {"densty": 1}}')
@@ -74,6 +74,6 @@ def test_user_errors_are_one_sentence(xsake, tmp_path):
 
 def test_a_preset_sets_the_defaults_of_the_flags(xsake):
     said = xsake("train --preset shipped --data.train nowhere --run.name b", code=1)
-    assert "nowhere is not a token file" in said
+    assert "nowhere is not a tokenized dataset" in said
     command = inspect.signature(train_from(["--preset", "gpt-37m", "--seed", "3"]))
     assert command.parameters["settings"].default == PRESETS["gpt-37m"]

@@ -221,5 +221,5 @@ def test_a_vocabulary_that_is_too_small_and_missing_text_raise(whole):
     small = dataclasses.replace(whole.model, vocab_size=64)
     with pytest.raises(ValueError, match=r"a vocabulary of \d+, the model one of 64"):
         loop.train(changed(whole, model=small))
-    with pytest.raises(ValueError, match=r"data.train names no token file"):
+    with pytest.raises(ValueError, match=r"data.train names no tokenized dataset"):
         loop.train(changed(whole, data__train=()))

@@ -1,9 +1,10 @@
 """InputMask: a mask that is computed from q and k, layer by layer.
 
     Plan ──────────────────────────── is an InputMask ─┐
-    (layer, q, k) -> BlockMask ────────────── lifted ──┴─ .mask(layer, q, k) ─ BlockMask
+    (layer, q, k) -> BlockMask ───────── as_input_mask ┴─ .mask(layer, q, k) ─ BlockMask
 
-A model, chunked prefill and training know masks of this kind by these two methods alone.
+The model, chunked prefill and training use only the methods `mask` and `at` and the attribute
+`chunked`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from xsake.masks.rule import Leaf, Rule
 if TYPE_CHECKING:
     MaskFunction = Callable[..., BlockMask]
 else:
-    MaskFunction = Any  # at run time `lifted` refuses other types, with a message of its own
+    MaskFunction = Any  # at run time `as_input_mask` raises for other types
 
 
 class InputMask(abc.ABC):
     """A mask that depends on a layer's q and k. Register a subclass that holds arrays as a pytree.
 
     Attributes:
-      by_parts: whether `mask` takes `first`; prompts longer than a chunk need it.
+      chunked: whether `mask` accepts `first`, which chunked prefill needs.
     """
 
-    by_parts: bool = True
+    chunked: bool = True
 
     @abc.abstractmethod
     def mask(
@@ -47,7 +48,7 @@ class InputMask(abc.ABC):
           q: [B, T, N, H] as they enter attention.
           k: [B, S, K, H]; S is T without `first`.
           segment_ids: int [B, S]. If given, the mask itself must keep documents apart.
-          first: position of the first query, for a part of a text; may be traced. k then holds all
+          first: position of the first query of a chunk; may be traced. k then holds all
             keys from position 0 on, and those after the queries are not yet written.
 
         Returns:
@@ -59,36 +60,39 @@ class InputMask(abc.ABC):
         return self
 
     @staticmethod
-    def of(function: MaskFunction, *, by_parts: bool = False) -> InputMask:
-        """A function as an InputMask.
+    def of(function: MaskFunction, *, chunked: bool = False) -> InputMask:
+        """Wraps a function as an InputMask.
 
         Args:
           function: (layer, q, k) -> BlockMask. One that carries arrays must be a pytree:
             `jax.tree_util.Partial`, or a registered dataclass with `__call__`.
-          by_parts: the function takes `first` as a keyword too and returns a mask of shape (T, S).
+          chunked: the function also accepts the keyword `first`; it returns a mask (T, S).
         """
         is_leaf = jax.tree_util.all_leaves([function])
-        return _Lifted(jax.tree_util.Partial(function) if is_leaf else function, by_parts)
+        return _FunctionMask(jax.tree_util.Partial(function) if is_leaf else function, chunked)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Lifted(InputMask):
-    """A function (layer, q, k) -> BlockMask; documents are kept apart after it."""
+class _FunctionMask(InputMask):
+    """A function (layer, q, k) -> BlockMask.
+
+    If segment_ids are given, the document rule is applied to its result.
+    """
 
     function: Leaf  # a pytree that is called
-    by_parts: bool = dataclasses.field(metadata={"static": True})
+    chunked: bool = dataclasses.field(metadata={"static": True})
 
     def mask(
         self, layer: Any, q: Array, k: Array, *, segment_ids: Any = None, first: Any = None
     ) -> BlockMask:
-        if first is not None and not self.by_parts:
+        if first is not None and not self.chunked:
             raise ValueError(
-                "mask is a function of (layer, q, k) and cannot serve a part of a text; "
-                "InputMask.of(mask, by_parts=True) wraps one that takes `first`"
+                "mask is a function of (layer, q, k) and cannot be used for chunked prefill; "
+                "if it accepts `first`, wrap it with InputMask.of(mask, chunked=True)"
             )
-        part = {} if first is None else {"first": first}
-        found = self.function(layer, q, k, **part)
+        extra = {} if first is None else {"first": first}
+        found = self.function(layer, q, k, **extra)
         if not isinstance(found, BlockMask):
             kind = type(found).__name__
             raise TypeError(f"mask(layer, q, k) must return a BlockMask, got {kind}")
@@ -99,10 +103,10 @@ class _Lifted(InputMask):
         )
 
 
-def lifted(
+def as_input_mask(
     mask: MaskFunction | InputMask, others: str = "a BlockMask, a rule of xsake.masks"
 ) -> InputMask:
-    """`mask` as an InputMask; the one place that tells functions from wrong types.
+    """Converts `mask` to an InputMask and raises for unsupported types; no other code checks this.
 
     Args:
       mask: an InputMask or a function (layer, q, k) -> BlockMask.
@@ -113,7 +117,7 @@ def lifted(
     if isinstance(mask, Rule | BlockMask) or not callable(mask):
         raise TypeError(
             f"mask must be {others} or a callable (layer, q, k) -> BlockMask, "
-            f"got {type(mask).__name__}; use masks.array(mask) for a bool array"
+            f"got {type(mask).__name__}; masks.array(mask) converts a bool array to a rule"
         )
     return InputMask.of(mask)
 

@@ -18,7 +18,7 @@ def tokenize(
     end: str = "<|endoftext|>",
     field: str = "text",
 ) -> None:
-    """Writes text as a token file, for `xsake train`.
+    """Writes text as a tokenized dataset, for `xsake train`.
 
     Args:
       text: one document per .txt file or per line of a .jsonl file; optionally .gz, .xz or .zst.

@@ -4,6 +4,6 @@
     │ text.documents                                 strings
     ├─ documents.load_documents ─ [length] each      calibration, evaluation
     │    (tokenizer.encode)
-    └─ tokens.tokenize ─ TokenFile ─ stream.Stream ─ Batch [B, T]: training
+    └─ tokens.tokenize ─ TokenDataset ─ stream.Stream ─ Batch [B, T]: training
          (tokenizer)     a folder    windows
 """

@@ -1,7 +1,7 @@
-"""Documents of one length, cut from text files.
+"""Documents for calibration and evaluation: token windows of one length, cut from text files.
 
-Each document is a random window of one text. Texts are visited in random order, all once before any
-is used again. A .npy file holds documents that are tokenized already.
+Here a document is not a whole text but a random window of one. Texts are visited in random order,
+all once before any is used again. A .npy file holds documents that are tokenized already.
 """
 
 from __future__ import annotations

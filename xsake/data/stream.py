@@ -11,7 +11,7 @@ b, no second one is added: the row is one token short, and its last target has w
 
     tokens     b  d0 d0 d0 │ d0 e  b  d1 │ d1 d1 d1 e │ …          two documents in windows of T = 4
     rows       b  d0 d0 d0   b  d0 e  b    b  d1 d1 d1
-    targets    d0 d0 d0 ·    d0 e  b  d1   d1 d1 d1 e              once each, except the first b
+    targets    d0 d0 d0 ·    d0 e  b  d1   d1 d1 d1 e              each once; not the first b
     segments   0  0  0  0    0  0  0  1    0  0  0  0
     weights    1  1  1  0    1  1  0  1    1  1  1  1
 
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 
-from xsake.data.tokens import TokenFile, boundaries, hash_of_files
+from xsake.data.tokens import TokenDataset, boundaries, hash_of_files
 
 
 class Batch(NamedTuple):
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """Windows of `length` tokens over several files, read as if concatenated.
+    """Windows of `length` tokens over several datasets, read as if concatenated.
 
     Without `separate`, a batch row is one segment even if it holds several documents. With `bos`,
     every batch row starts with this token.
@@ -52,14 +52,14 @@ class Stream:
 
     def __init__(
         self,
-        files: Sequence[TokenFile],
+        files: Sequence[TokenDataset],
         length: int,
         seed: int = 0,
         separate: bool = True,
         bos: int | None = None,
     ) -> None:
         if not files:
-            raise ValueError("no token files are given; `xsake tokenize` writes them")
+            raise ValueError("no tokenized datasets are given; `xsake tokenize` writes them")
         self.files, self.length, self.seed = list(files), length, seed
         self.separate, self.bos = separate, bos
         self._ends = list(itertools.accumulate(len(file) for file in self.files))
@@ -76,7 +76,7 @@ class Stream:
         self._order = functools.lru_cache(maxsize=2)(self._new_order)
 
     def batch(self, step: int, rows: int, process: int = 0, processes: int = 1) -> Batch:
-        """This process's rows // processes batch rows of `step`, which counts from 0."""
+        """This process's slice of the batch of `step` (from 0): rows / processes sequences."""
         if rows % processes:
             raise ValueError(f"{rows} batch rows are not divisible by {processes} processes")
         each = rows // processes
@@ -148,7 +148,7 @@ class Stream:
         return int(rng.integers(0, spare + 1)), rng.permutation(self.windows)
 
     def _read(self, begin: int, count: int) -> np.ndarray:
-        """int32 [count], across file boundaries if needed."""
+        """int32 [count], across the boundaries of datasets if needed."""
         parts = []
         while count:
             number = bisect.bisect_right(self._ends, begin)

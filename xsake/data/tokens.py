@@ -1,8 +1,8 @@
-"""TokenFile: documents as token ids in a folder, read through memory maps.
+"""TokenDataset: a folder of documents as token ids.
 
 NAME/tokens.bin      uint16 or uint32, all documents concatenated, each with its end token and, if
-                     the tokenizer adds one, its bos
-NAME/starts.bin      uint64, the offset of each document's first token
+                     the tokenizer adds one, its bos; memory-mapped
+NAME/starts.bin      uint64, the offset of each document's first token; read into memory
 NAME/tokenizer.json  the tokenizer; a model trained on the tokens is exported with it
 NAME/header.json     sizes, vocabulary, hash; written last: a folder without it is incomplete
 """
@@ -43,14 +43,14 @@ class Header:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TokenFile:
-    """Tokens and the offsets of documents, read into memory only where they are used."""
+class TokenDataset:
+    """Tokens, which are memory-mapped, and the offsets of documents."""
 
     folder: Path
     header: Header
 
     @staticmethod
-    def open(folder: str | os.PathLike[str], verify: bool = False) -> TokenFile:
+    def open(folder: str | os.PathLike[str], verify: bool = False) -> TokenDataset:
         """Opens what `tokenize` wrote; checks its sizes, and with `verify` its hash."""
         folder = Path(folder)
         header = _read_header(folder)
@@ -63,7 +63,7 @@ class TokenFile:
                     f"{folder / name} has {has:,} bytes where its header says {size:,}: "
                     "it is truncated; copy it or tokenize again"
                 )
-        file = TokenFile(folder, header)
+        file = TokenDataset(folder, header)
         if verify and (found := _hash(folder)) != header.hash:
             raise ValueError(
                 f"{folder} has hash {found}, its header says {header.hash}: it is damaged; "
@@ -98,8 +98,8 @@ def tokenize(
     end: int | None = None,
     sources: Iterable[str] = (),
     report: Callable[[int, int], None] | None = None,
-) -> TokenFile:
-    """Writes documents as a TokenFile; an interrupted call leaves no folder of that name.
+) -> TokenDataset:
+    """Writes documents as a TokenDataset; an interrupted call leaves no folder of that name.
 
     Args:
       texts: the documents.
@@ -135,7 +135,7 @@ def tokenize(
     )
     (part / "header.json").write_text(json.dumps(dataclasses.asdict(header), indent=2) + "\n")
     part.rename(out)
-    return TokenFile.open(out)
+    return TokenDataset.open(out)
 
 
 def _write(
@@ -219,7 +219,8 @@ def _read_header(folder: Path) -> Header:
     path = folder / "header.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} is not a token file: it has no header.json; `xsake tokenize` writes one"
+            f"{folder} is not a tokenized dataset: it has no header.json; "
+            "`xsake tokenize` writes one"
         )
     try:
         values = json.loads(path.read_text())
@@ -227,7 +228,7 @@ def _read_header(folder: Path) -> Header:
             raise ValueError(f"schema {values.get('schema')} where this version reads {SCHEMA}")
         header = Header(**values | {"sources": tuple(values["sources"])})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is not the header of a token file: {error}") from error
+        raise ValueError(f"{path} is not the header of a tokenized dataset: {error}") from error
     if header.dtype not in ("uint16", "uint32"):
         raise ValueError(f"{path}: dtype {header.dtype!r} is not uint16 or uint32")
     if header.tokens < 1 or header.documents < 1:
@@ -244,16 +245,16 @@ def _hash(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def hash_of_files(files: Iterable[TokenFile]) -> str:
-    """One hash for several files in their order; for a single file, its own hash."""
+def hash_of_files(files: Iterable[TokenDataset]) -> str:
+    """One hash for several datasets in their order; for a single dataset, its own hash."""
     hashes = [file.header.hash for file in files]
     if len(hashes) == 1:
         return hashes[0]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
-def boundaries(files: Iterable[TokenFile]) -> np.ndarray:
-    """Offsets of the documents when the files are concatenated, int64 [documents]."""
+def boundaries(files: Iterable[TokenDataset]) -> np.ndarray:
+    """Offsets of the documents when the datasets are concatenated, int64 [documents]."""
     files = list(files)
     before = itertools.accumulate((len(file) for file in files), initial=0)
     parts = zip(files, before, strict=False)

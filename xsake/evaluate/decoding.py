@@ -26,9 +26,10 @@ from xsake.model.kv_cache import KVCache
 def compare_decoding(
     model: Transformer, tokens: Any, new: int, budget: Any, refresh: int = REFRESH
 ) -> Predictions:
-    """The last `new` tokens of tokens [T] fed one by one, with a budget and with the whole cache.
+    """Compares next-token predictions with a budget and with the whole cache.
 
-    `budget` and `refresh` are those of `GenerateOptions`; the prompt before them is read dense.
+    The last `new` of tokens [T] are decoded one by one; the prompt before them is prefilled with
+    dense attention. `budget` and `refresh` are those of `GenerateOptions`.
     """
     tokens = np.asarray(tokens)
     prompt, rest = tokens[:-new], jnp.asarray(tokens[-new:])
@@ -47,8 +48,8 @@ def _fed(model: Transformer, cache: KVCache, tokens: Array, reader: CacheReader)
     found = []
     for first in range(0, len(tokens), reader.refresh):
         part = tokens[first : first + reader.refresh]
-        serving = dataclasses.replace(reader, refresh=len(part))
-        cache, hidden = _fed_with_one_selection(model, cache, part, serving)
+        own = dataclasses.replace(reader, refresh=len(part))
+        cache, hidden = _fed_with_one_selection(model, cache, part, own)
         found.append(hidden)
     return jnp.concatenate(found)
 

@@ -7,9 +7,10 @@
     run time  this input        vertical_slash, and SELECTOR/POLICY for five selectors
     oracle    this input's p    oracle/kl, oracle/output
 
-`seed` is the earlier XSAKE's rule. A method either has given blocks, or keeps the counts[i] blocks
-of row block i that score highest on the input. Oracles use calibrated budgets as all methods do,
-and rank blocks by this input's true mass (for `kl`) or sensitivity (for `output`).
+The kind `seed` is the method of the earlier XSAKE. A method either has given blocks, or keeps the
+counts[i] blocks of row block i that score highest on the input. Oracles use calibrated budgets,
+like the HADS methods with the policies `kl` and `output`. They rank blocks by this input's true
+mass (for `kl`) or sensitivity (for `output`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Activations(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """Given blocks or a source of scores. Methods differ in arrays only, so they can be stacked."""
+    """Given blocks or a source of scores.
+
+    Methods with equal static fields differ in arrays only, so they can be stacked.
+    """
 
     counts: Any  # int32 [layers, N, n]
     given: Any  # bool [layers, N, n, n]: the blocks if source is 0
@@ -130,7 +134,8 @@ def _fixed(profile: Profile, density: float, length: int) -> Iterator[Method]:
     yield _scored("vertical_slash", "run time", counts, "vertical_slash")
 
 
-# (selector, policy) pairs of HADS; of labelled profiles only TRANSFERRED are measured.
+# (selector, policy) pairs of HADS. For the additional profiles (`others`) only the pairs in
+# TRANSFERRED are measured.
 TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in ("kl", "output"))
 FORMS = (
     *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),
@@ -161,7 +166,7 @@ def _name(selector: str, policy: str, label: str) -> str:
 
 
 def _planned(profile: Profile, density: float, length: int, label: str) -> Iterator[Method]:
-    """HADS variants that a profile has cost curves for; with a label only those TRANSFERRED."""
+    """HADS variants that a profile has cost curves for; with a label only those in TRANSFERRED."""
     for selector, policy in TRANSFERRED if label else FORMS:
         if not _has(profile, selector, policy):
             continue
@@ -182,7 +187,10 @@ def _planned(profile: Profile, density: float, length: int, label: str) -> Itera
 
 
 def of_plan(plan: Plan, length: int) -> Method:
-    """Converts a plan to a method, for texts of `length` tokens."""
+    """Converts a plan to a method, for texts of `length` tokens.
+
+    Blocks selected at run time are selected without the plan's band.
+    """
     terms, plan = plan.terms, plan.at(length)
     if terms.top_p is not None:
         raise ValueError(

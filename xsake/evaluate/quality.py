@@ -40,7 +40,7 @@ class Quality(NamedTuple):
 
 
 class _Sequence(NamedTuple):
-    """What all chunks of a comparison read."""
+    """Arrays shared by all chunks of a comparison."""
 
     visited: Bool[Array, "M N row_blocks n"]  # padded to the row blocks of all chunks
     corrected: Float[Array, " M"]  # 1 where centroids replace dropped blocks
@@ -72,7 +72,7 @@ def compare(
       blocks: the selections; they keep the diagonal, and blocks after it are not visited.
       block: tokens per block.
       corrected: selections whose dropped blocks are replaced by their centroids; kl and recall
-        are those without.
+        are computed without this correction.
     """
     T, N, _ = q.shape
     M = blocks.shape[0]
@@ -112,7 +112,7 @@ def _prepare(
 def _compare_chunk(
     cut: Chunks, sequence: _Sequence, number: Int[Array, ""]
 ) -> tuple[Quality, Float[Array, ""]]:
-    """Sums over the queries of one chunk, and of the layer's squared dense output."""
+    """Sums of the metrics over the queries of one chunk, and its sum of squared dense outputs."""
     chunk = cut.attend(number)
     real = chunk.real.astype(jnp.float32)
     mass = chunk.p.sum(-1)
@@ -164,7 +164,7 @@ def _sum_blocks(
 
 
 class Predictions(NamedTuple):
-    """End to end, on one sequence."""
+    """End-to-end metrics of one sequence."""
 
     logit_kl: Float[Array, ""]
     loss: Float[Array, ""]  # of the sparse model, nats per token

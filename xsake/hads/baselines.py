@@ -7,14 +7,15 @@ ranking defines the pattern; the counts make the total number of blocks match th
     sliding_window   the nearest blocks, not block 0              constant
     sink_window      block 0, then the nearest                    constant
     longformer       blocks 0 and 1, then the nearest             constant
-    bigbird          block 0; half of the rest nearest, half any  constant
+    bigbird          block 0; the rest half nearest, half random  constant
     strided          a third nearest, the rest at a stride        proportional to i + 1
-    random           any                                          proportional to i + 1
+    random           random                                       proportional to i + 1
     uniform_top_k    highest calibrated mass                      proportional to i + 1
-    seed_entropy     any                                          by the head's entropy
+    seed_entropy     random                                       by the head's entropy
     vertical_slash   columns and diagonals of the last queries    proportional to i + 1
 
-All but sliding_window keep the forced blocks, as HADS does; they count in every pattern.
+All but sliding_window keep the forced blocks, as HADS does. Forced blocks are part of the
+budget in every pattern.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def order(
     """Scores of a pattern that does not depend on the input; the highest are kept first.
 
     Args:
-      name: one of the patterns above that needs neither calibration nor input.
+      name: one of `ORDERED`.
       n: row blocks.
       heads: each has its own random blocks.
       seed: of the random blocks.
@@ -91,11 +92,12 @@ def order(
     elif name in ("random", "seed_entropy"):
         scores = random
     else:
-        raise ValueError(f"{name!r} is not a fixed pattern; those are {FIXED}")
+        raise ValueError(f"pattern {name!r} has no fixed order; those that have one are {ORDERED}")
     return np.broadcast_to(scores, (heads, n, n))
 
 
 FIXED = ("sliding_window", "sink_window", "longformer", "bigbird", "strided", "random")
+ORDERED = (*FIXED[1:], "seed_entropy")  # patterns that `order` ranks
 
 
 def fixed(
@@ -118,7 +120,7 @@ def fixed(
 def vertical_slash(
     q: Float[ArrayLike, "T N H"], k: Float[ArrayLike, "T K H"], block: int, last: int = 64
 ) -> Float[Array, "N n n"]:
-    """Scores of blocks by the columns and diagonals that the last queries look at.
+    """Scores of blocks by the columns and diagonals that the last queries attend to.
 
         score[i, j] = log(column_j + diagonal_{i - j})
 

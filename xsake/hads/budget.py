@@ -5,8 +5,9 @@
     kl        the next block goes where it reduces KL(sparse ‖ dense) most
     output    the next block goes where it reduces the error of the projected output most
 
-Counts are int32 [layers, heads, n], for n row blocks. Forced blocks count, partial blocks count as
-one; the total is round(density · blocks that causality allows).
+Counts are int32 [layers, heads, n], for n row blocks. Forced blocks are included
+in the counts, and a partial block counts as a whole block. The total is
+round(density · blocks that causality allows).
 """
 
 from __future__ import annotations
@@ -124,13 +125,18 @@ def by_gains(
     gains = np.where(lost[..., None, None], -np.inf, gains)
     notes = _named("has a cost that is not a number and keeps the uniform share", lost)
     dead = ~lost & (gains.max((2, 3), initial=-np.inf) <= 0)
-    notes += _named("gains nothing by any block and gets leftover blocks only", dead)
+    notes += _named(
+        "gains nothing from further blocks and gets only blocks that no other head needs", dead
+    )
     counts += _largest(gains, total - int(counts.sum())).sum(-1, dtype=np.int32)
     return Budget(counts, density, notes)
 
 
 def _largest(values: Float[np.ndarray, "*shape"], count: int) -> Bool[np.ndarray, "*shape"]:
-    """Marks the `count` largest, of equal ones the first: a prefix of every non-increasing list."""
+    """Marks the `count` largest values; ties go to the lower index.
+
+    In a non-increasing list the marked values are therefore a prefix.
+    """
     if count <= 0:
         return np.zeros(values.shape, bool)
     last = np.partition(values, values.size - count, axis=None)[values.size - count]
@@ -143,7 +149,7 @@ def _largest(values: Float[np.ndarray, "*shape"], count: int) -> Bool[np.ndarray
 def surrogate(
     mass: Float[ArrayLike, "*batch n n"], band: int = 0
 ) -> Float[np.ndarray, "*batch n n"]:
-    """KL by count if all queries of a row block had its mean mass.
+    """Approximate KL by number of blocks kept, as if every query had its row block's mean mass.
 
         cost[..., i, c - 1] = -ln(mass of the c best blocks of row block i)
 
@@ -157,7 +163,7 @@ def surrogate(
 def additive(
     sensitivity: Float[ArrayLike, "*batch n n"], band: int = 0
 ) -> Float[np.ndarray, "*batch n n"]:
-    """Output error by count if the errors of dropped blocks add up: their sum."""
+    """Approximate output error by number of blocks kept: the sum of the dropped sensitivities."""
     ordered = _in_order(np.asarray(sensitivity, np.float64), band)
     return ordered.sum(-1, keepdims=True) - np.cumsum(ordered, -1)
 
@@ -183,8 +189,9 @@ def cost_of(
 
 
 def level(density: float, layers: int, heads: int, n: int, band: int = 0) -> Budget:
-    """A constant number of blocks per row block, as far as causality allows it: what a window is.
+    """The same number of blocks for every row block, as in a sliding window.
 
+    The first row blocks get fewer, as many as causality allows.
     If the number is fractional, some row blocks get one block more than others.
     """
     target = np.ones((layers, heads, n))

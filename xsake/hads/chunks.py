@@ -91,9 +91,9 @@ def pad_keys(x: Float[Array, "T K H"], block: int) -> Float[Array, "keys K H"]:
 def attention_weights(
     q: Float[Array, "Q N H"], k: Float[Array, "S K H"], first: int | Int[Array, ""], T: int
 ) -> tuple[Float[Array, "N Q S"], Float[Array, "N Q"], Int[Array, " Q"]]:
-    """p, its logsumexp and the positions of queries first … first + Q - 1; causal, float32.
+    """Causal attention weights p, the logsumexp of the logits, and the queries' positions; float32.
 
-    Keys from T on are padding.
+    The positions are first … first + Q - 1. Keys from T on are padding.
     """
     Q, N, H = q.shape
     S, K, _ = k.shape

@@ -79,7 +79,8 @@ def attend_centroids(
     K, Hv = value.shape[2:]
     n = dropped.shape[-1]
     padding = ((0, 0), (0, n * block - T), (0, 0), (0, 0))
-    # dropped blocks are whole: only the last can be short, and only its own queries see it
+    # A dropped block is never padded: only the last block can be, and it is visible only on the
+    # diagonal, which `dropped_blocks` leaves out.
     keys, values = (
         jnp.pad(x.astype(jnp.float32), padding).reshape(B, n, block, K, -1).mean(2)
         for x in (key, value)

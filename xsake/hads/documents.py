@@ -1,7 +1,7 @@
-"""Packed documents: which blocks can share attention.
+"""Packed documents: which pairs of blocks contain tokens of a common document.
 
 tokens     a a a a | a a b b | b b b b | b c c c      blocks 0 … 3, documents a, b, c
-row 2      .         o         o         .            o: b has tokens in block 2 and in this one
+row 2      .         o         o         o            o: b has tokens in block 2 and in this one
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from jaxtyping import Bool, Int
 
 
 def shared_blocks(segment_ids: Int[Array, "B T"], block: int) -> Bool[Array, "B n n"]:
-    """Whether some document has tokens in both blocks; its tokens must be consecutive.
+    """For each pair of blocks: whether a document has tokens in both. Documents must be contiguous.
 
-    Of a document with tokens in blocks j < i, one is the last of block j and one the first of i.
+    A contiguous document with tokens in blocks j < i contains the last token of block j and the
+    first token of block i.
 
     >>> shared_blocks(jnp.array([[0, 0, 0, 1, 1, 1]]), 2).astype(int)[0]
     Array([[1, 1, 0],

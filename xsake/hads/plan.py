@@ -50,7 +50,8 @@ class Terms:
     block: int
     length: int  # tokens of the calibration texts
     band: int = 0  # blocks before the diagonal that are always kept
-    # counts are upper bounds: a row block stops at this fraction of its estimated mass
+    # If set, a row block keeps the fewest blocks that reach this fraction of its estimated mass, at
+    # most its count.
     top_p: float | None = None
     model_hash: str = ""
     data_hash: str = ""
@@ -79,19 +80,23 @@ class Plan(InputMask):
         segment_ids: Any = None,
         first: Any = None,
     ) -> BlockMask:
-        """The causal BlockMask of a layer: [1, N] lists for `static`, [B, N] for the others.
+        """The causal BlockMask of a layer, with lists [B, N].
+
+        `static` without segment_ids has lists [1, N].
 
         Args:
           layer: the layer's number; may be traced.
           q: [B, T, N, H]; every selector but `static` needs q and k.
           k: [B, T, K, H].
           length: T, if q is not given; default the calibration length.
-          segment_ids: int [B, T]; each document's tokens are consecutive. Blocks that share no
-            document do not compete, and the mask keeps documents apart.
-          first: position of the first query, for a part of a text. It and T are multiples of the
-            block; k [B, S, K, H] holds all S keys, the later ones not yet written. The mask is
-            (T, S) and has the blocks of a call with the whole text, but for `past_query`, whose
-            first row block uses its own queries. segment_ids are [B, S].
+          segment_ids: int [B, T]; each document's tokens are consecutive. Blocks of other
+            documents are not candidates for selection, and tokens of different documents do not
+            attend to each other.
+          first: position of the first query of a chunk. It and T are multiples of the block; k
+            [B, S, K, H] holds all S keys, the later ones not yet written; segment_ids are [B, S].
+            The mask has shape (T, S) and selects the same blocks as one call with the whole text,
+            except under `past_query`: there the first row block of the chunk is scored with its
+            own queries.
         """
         length = self._length(q, k, length, first)
         blocks = self.blocks(layer, q, k, length=length, segment_ids=segment_ids, first=first)
@@ -104,7 +109,7 @@ class Plan(InputMask):
         return BlockMask.from_dense(blocks, rule, shape=(T, length), block=self.terms.block)
 
     def _length(self, q: Array | None, k: Array | None, length: int | None, first: Any) -> int:
-        """S, the keys that a mask is for."""
+        """S, the number of keys."""
         keys = q if first is None else k
         if keys is not None:
             return int(keys.shape[1])
@@ -150,11 +155,11 @@ class Plan(InputMask):
         block, layers = self.terms.block, len(self.counts)
         if q is not None and first is not None and q.shape[1] % block:
             raise ValueError(
-                f"a part of {q.shape[1]} tokens is not a multiple of the plan's block of {block}; "
-                "choose a chunk that is"
+                f"the chunk length {q.shape[1]} is not a multiple of the plan's block size "
+                f"{block}; choose one that is"
             )
         if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < layers:
-            raise ValueError(f"layer {layer} of a plan for {layers} layers")
+            raise ValueError(f"layer {layer} is out of range: the plan has {layers} layers")
         heads = self.counts.shape[1]
         if self.terms.selector != "static" and q is not None and q.shape[2] != heads:
             raise ValueError(f"the plan is for {heads} heads, q has {q.shape[2]}")
@@ -162,7 +167,10 @@ class Plan(InputMask):
     def _scores(
         self, layer: Any, q: Array | None, k: Array | None, row: Any
     ) -> Float[Array, "_ N R n"]:
-        """Selection scores [1|B, N, n, n]; with `row`, of q's row blocks, which begin there."""
+        """Selection scores [1|B, N, n, n].
+
+        If `row` is given, only of the row blocks in q, the first of which is number `row`.
+        """
         terms = self.terms
         if terms.selector == "static":
             scores = jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
@@ -244,7 +252,7 @@ class Plan(InputMask):
         layers, heads, n = self.counts.shape
         terms = self.terms
         return (
-            f"Plan({layers} layers × {heads} heads × {n} rows of {terms.block}, "
+            f"Plan({layers} layers × {heads} heads × {n} row blocks of {terms.block}, "
             f"{terms.policy} / {terms.selector}, density {terms.density})"
         )
 
@@ -338,7 +346,8 @@ def make(
       density: over all layers and heads, 0 to 1; one below that of the forced blocks raises.
       policy: one of `budget.POLICIES`. `kl` and `output` use the cost curves of `selector`.
       selector: one of `SELECTORS`.
-      top_p: a row block stops at this fraction of its estimated mass; counts are upper bounds.
+      top_p: a row block keeps the fewest blocks that reach this fraction of its estimated mass, at
+        most its count.
       length: of the texts that the plan is for; default the profile's. `plan.at` adapts the length
         too, but only this argument allows a density that is infeasible at the profile's length.
     """
@@ -384,15 +393,15 @@ def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
 
 
 def _rows(x: Array, first: Any, count: int, axis: int) -> Array:
-    """`count` rows of x from `first` on; indices past the end, which are padding, are clamped."""
+    """`count` row blocks of x from `first` on; indices past the end (padding) are clamped."""
     return jnp.take(x, first + jnp.arange(count), axis, mode="clip")
 
 
 def stretched(scores: np.ndarray, n: int) -> np.ndarray:
-    """Scores [..., m, m] for n row blocks: the first n, or more by extrapolation.
+    """Resizes scores [..., m, m] to n row blocks: truncates, or extrapolates.
 
-    Rows beyond m come from row m - 1: near the diagonal by equal distance to it, further away by
-    linear interpolation.
+    A row block beyond m takes the scores of row block m - 1: nearby columns at the same distance
+    from the diagonal, the others from the column at the same relative position, rounded down.
     """
     m = scores.shape[-1]
     if n <= m:

@@ -78,7 +78,7 @@ class Profile:
 
         mass_distance: ½ Σ_j |mass of one half - of the other|, mean over row blocks: 0 to 1.
         budget_correlation: rank correlation of the heads' budgets by `kl` from each half alone, at
-          `density`, or midway between the smallest possible density and 1 if that is above it.
+          `density`; if that is infeasible, at the midpoint of the smallest feasible density and 1.
         """
         if self.facts.documents < 2:
             return {}
@@ -125,7 +125,7 @@ class Profile:
 
 
 def read(path: str | Path, kind: str, schema: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(header, arrays) of a file that a profile or a plan was saved to, checked."""
+    """Reads and validates (header, arrays) of a saved profile or plan."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -176,7 +176,7 @@ def calibrate(
       band: forced blocks before the diagonal.
       curves: selectors to measure cost curves for.
       model_hash: of the model, stored in the profile.
-      seed: the documents were sampled with it; stored in the profile.
+      seed: the one that the documents were sampled with; only recorded.
       report: called with the number of documents done.
     """
     documents = [np.asarray(document) for document in documents]

@@ -1,4 +1,4 @@
-"""Row blocks of a causal head: how many kv blocks each may visit, and must.
+"""Row blocks of a causal head: the minimum and maximum number of kv blocks that each visits.
 
 A head of n row blocks (blocks of queries) allows n (n + 1) / 2 blocks. Density is blocks visited ÷
 those. Row block i keeps between floors(n)[i] blocks, the forced ones (`selection.is_forced`), and
@@ -49,7 +49,9 @@ def least_density(n: int, band: int = 0) -> float:
 
 
 def density_at(density: float, n: int, other: int, band: int = 0) -> float:
-    """The density at `other` row blocks that keeps the same share of the blocks not forced as at n.
+    """Converts a density for n row blocks to one for `other` row blocks.
+
+    The fraction of optional (not forced) blocks that is kept stays the same.
 
     Forced blocks are a larger part of a short text. A density that is possible for a long text may
     be impossible for a short one.
@@ -66,7 +68,7 @@ def density_at(density: float, n: int, other: int, band: int = 0) -> float:
 
 
 def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
-    """How many blocks `heads` heads of n row blocks keep together; raises below the forced ones."""
+    """How many blocks `heads` heads of n row blocks keep in all; raises if the forced are more."""
     most = heads * n * (n + 1) // 2
     least = heads * int(floors(n, band).sum())
     requested = round(density * most)

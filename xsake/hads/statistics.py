@@ -1,4 +1,4 @@
-"""What dense attention does with its blocks on one sequence, a chunk of row blocks at a time.
+"""Block statistics of dense attention on one sequence, a chunk of row blocks at a time.
 
     queries of a chunk against all k ─ p ─┬─ mass [N, n, n], mean over the queries of a row block
                                           ├─ token and block entropy [N]
@@ -48,7 +48,10 @@ class Statistics(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What each query of a chunk gets from each kv block; values are multiplied by `root`."""
+    """Attention mass and output contribution of each kv block for each query of a chunk.
+
+    v is multiplied by `root`, see `factors`.
+    """
 
     mass: Float[Array, "N Q n"]
     output: Float[Array, "N Q n Hv"]
@@ -56,13 +59,14 @@ class _Parts(NamedTuple):
 
 
 class _ChunkStatistics(NamedTuple):
-    """`Statistics` of one chunk before they are joined: of its R row blocks or its Q queries."""
+    """`Statistics` of one chunk, before concatenation: per row block (R) or per query (Q)."""
 
     mass: Float[Array, "*chunks N R n"]
     sensitivity: Float[Array, "*chunks N R n"]  # not yet divided by the layer's norm
     entropy: Float[Array, "*chunks N Q"]
     block_entropy: Float[Array, "*chunks N Q"]
-    cost: dict[str, dict[str, Float[Array, "*chunks N R n"]]]  # likewise
+    # the "output" costs are not yet divided by the layer's norm
+    cost: dict[str, dict[str, Float[Array, "*chunks N R n"]]]
     norm: Float[Array, "*chunks Q"]
 
 
@@ -133,7 +137,7 @@ def measure(
 def _projected_values(
     v: Float[Array, "T K Hv"], root: Float[Array, "N Hv Hv"], block: int
 ) -> Float[Array, "N n block Hv"]:
-    """v · root for each query head: norms are those after the projection, in Hv dimensions."""
+    """v · root for each query head. It has the norm of v · W, but only Hv dimensions."""
     K, Hv = v.shape[1:]
     N = root.shape[0]
     v = chunks.pad_keys(v, block).astype(jnp.float32)
@@ -258,7 +262,7 @@ def factors(
 ) -> tuple[Float[Array, "N Hv Hv"], Float[Array, "N Hv width"]]:
     """W = root · unit for each head.
 
-    The rows of unit are orthonormal (or 0, where W has no such direction): ‖x W‖ = ‖x root‖.
+    The rows of unit are orthonormal, or 0 where W is rank-deficient, so ‖x W‖ = ‖x root‖.
     """
     kernel = kernel.astype(jnp.float32)
     values, vectors = jnp.linalg.eigh(jnp.einsum("nhw,ngw->nhg", kernel, kernel))

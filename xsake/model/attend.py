@@ -2,9 +2,9 @@
 
     attend(layer, q, k, v, state) -> (out, state)
 
-    by_mask    a whole text attends to itself         state: passed through
-    by_chunk   a chunk of a prompt, to all so far     state: the KVCache
-    by_cache   new tokens, to the cache               state: (KVCache, the selected blocks)
+    by_mask    a whole text attends to itself                  state: passed through
+    by_chunk   a chunk of a prompt attends to all cached keys  state: the KVCache
+    by_cache   new tokens attend to the cache                  state: (KVCache, the selected blocks)
 
 layer is the layer's number (traced when layers are scanned), q [B, T, N, H], k and v [B, T, K, H],
 all normed and rotated; out is [B, T, N, H]. `state` is any pytree, handed from layer to layer.
@@ -24,7 +24,7 @@ from jaxtyping import Int
 from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
-from xsake.block_mask.input_mask import InputMask, MaskFunction, lifted
+from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
 from xsake.decode import CacheReader, Chosen
 from xsake.masks.rule import Rule
 from xsake.model.config import Config
@@ -35,7 +35,7 @@ Attend = Callable[[Any, Array, Array, Array, Any], tuple[Array, Any]]
 if TYPE_CHECKING:
     ModelMask = Rule | BlockMask | InputMask | MaskFunction | None
 else:
-    ModelMask = Any  # at run time `lifted` refuses other types, with a message of its own
+    ModelMask = Any  # at run time `as_input_mask` raises for other types
 
 
 def by_mask(
@@ -54,7 +54,7 @@ def by_mask(
         one for each; an InputMask, such as a Plan; or a function (layer, q, k) -> BlockMask.
       batch: B.
       length: T.
-      segment_ids: int [B, T]; only equal ids see each other.
+      segment_ids: int [B, T]; only tokens with equal ids attend to each other.
       implementation: of `dot_product_attention`.
     """
     block_mask = _block_masks(config, mask, batch, length, segment_ids)
@@ -92,7 +92,7 @@ def _block_masks(
             return narrowed(own, config, windowed, documents)
 
         return given
-    by_input = lifted(mask)
+    by_input = as_input_mask(mask)
 
     def computed(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
         found = by_input.mask(layer, q, k, segment_ids=segment_ids)
@@ -156,7 +156,7 @@ def by_cache(
 
     Args:
       config: of the model; its windows are used.
-      reader: what of the cache is read.
+      reader: which part of the cache is read.
       positions: int [B, T] of the new tokens, all below reader.span.
       count: int [B], how many of the T tokens each sequence appends.
       reselect: select blocks by the attention of these tokens; else reuse those in the state.

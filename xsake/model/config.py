@@ -1,6 +1,6 @@
 """Config: the configuration of a decoder, and presets of published models.
 
-One transformer serves GPT-2 (learned positions, LayerNorm, GELU, biases) and the Llama family
+One transformer covers GPT-2 (learned positions, LayerNorm, GELU, biases) and the Llama family
 (rotary positions, RMSNorm, gated SiLU, grouped heads; Qwen's biases and q/k norm, Mistral's
 window): they differ in the fields below and in nothing else.
 """

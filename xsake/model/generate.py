@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from xsake.block_mask import BLOCK
-from xsake.block_mask.input_mask import InputMask, MaskFunction, lifted
+from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
 from xsake.decode import REFRESH, CacheReader, Chosen
 from xsake.masks.rule import Rule
 from xsake.model import kv_cache
@@ -41,7 +41,7 @@ SPAN = 256  # the shortest part of the cache that a step is compiled for; double
 if TYPE_CHECKING:
     PromptMask = Rule | InputMask | MaskFunction | None
 else:
-    PromptMask = Any  # at run time `lifted` refuses other types, with a message of its own
+    PromptMask = Any  # at run time `as_input_mask` raises for other types
 
 
 class Completion(NamedTuple):
@@ -60,19 +60,21 @@ class GenerateOptions:
     """How `generate` and `stream` read prompts and make tokens; they take the fields as keywords.
 
     Attributes:
-      max_tokens: new tokens of a sequence at most.
-      sampling: how a token is drawn; default greedy.
+      max_tokens: maximum number of new tokens per sequence.
+      sampling: how a token is sampled; default greedy.
       stop: tokens that end a sequence; default the config's eos.
       mask: restricts attention while prompts are read: a Rule, an InputMask such as a Plan, or a
         function (layer, q, k) -> BlockMask. Prompts longer than `chunk` need a Rule or an InputMask
-        that takes `first`; `InputMask.of(function, by_parts=True)` makes one of a function.
-        InputMasks are adapted to the length of the prompts by `mask.at`.
-      budget: what a head reads of the cache for one token; default all of it. Integers are blocks,
-        fractions a share of the blocks so far, rounded up. One number, [heads] or [layers, heads];
-        with one for each kv head, the query heads of a group share one selection. The first block
-        and the current one are always read.
-      refresh: blocks are selected again every `refresh` tokens, by exact attention to all keys so
-        far; the tokens in between read the same blocks. 1 is the most faithful, more is faster.
+        that accepts `first`; `InputMask.of(function, chunked=True)` wraps a function as one.
+        InputMasks are adapted by `mask.at` to the padded length of the prompts: whole blocks, or in
+        chunked prefill a power of two, at most the capacity of the cache.
+      budget: how much of the cache each head reads per token; default all. Integers are blocks,
+        fractions a share of the blocks so far, rounded up. Shape [], [heads] or [layers, heads].
+        heads may be N or K; with K, the query heads of a kv head share one selection. The first
+        block and the current one are always read.
+      refresh: blocks are reselected every `refresh` tokens and at the start of each burst, by exact
+        attention to all keys so far; the tokens in between read the same blocks. 1 is the most
+        faithful, more is faster.
       chunk: prompt tokens of one pass.
       burst: tokens between two yields.
     """
@@ -96,11 +98,11 @@ class GenerateOptions:
         """Raises if a model of this config cannot read these prompts with these options."""
         _check_prompts(config, prompts, self.max_tokens)
         in_chunks = max(map(len, prompts)) > self.chunk
-        if in_chunks and isinstance(self.mask, InputMask) and not self.mask.by_parts:
+        if in_chunks and isinstance(self.mask, InputMask) and not self.mask.chunked:
             raise ValueError(
-                f"a prompt is longer than chunk = {self.chunk}, and mask takes no `first`, so it "
-                "cannot serve a chunk; raise chunk, or pass InputMask.of(mask, by_parts=True) if "
-                "it does take it"
+                f"a prompt is longer than chunk = {self.chunk}, which needs a mask that accepts "
+                "`first`; raise chunk, or wrap the function with InputMask.of(function, "
+                "chunked=True) if it accepts `first`"
             )
 
     def reader(self, config: Config) -> CacheReader:
@@ -220,7 +222,7 @@ def prefill(
     longest, mask = int(lengths.max()), _prompt_mask(mask)
     cache.check_capacity(longest)
     if longest <= chunk:
-        # Pad to a few lengths, so that few programs are compiled; an InputMask looks at whole
+        # Pad to a few lengths, so that few programs are compiled; an InputMask selects whole
         # blocks, so its prompts are padded to the next one.
         step = min(256, max(16, 1 << (longest - 1).bit_length()))
         if isinstance(mask, InputMask):
@@ -250,7 +252,7 @@ def prefill(
 def _prompt_mask(mask: PromptMask) -> Rule | InputMask | None:
     if mask is None or isinstance(mask, Rule):
         return mask
-    return lifted(mask, "a rule of xsake.masks")
+    return as_input_mask(mask, "a rule of xsake.masks")
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -336,7 +338,7 @@ def _burst(
         return i + 1, read, token, done, new.at[:, i].set(jnp.where(done, -1, token))
 
     def refreshed(state: Any) -> Any:
-        """One step that selects blocks, and those that reuse them."""
+        """One step that selects blocks, followed by the steps that reuse the selection."""
         state = step(state, reselect=True)
 
         def reuses(state: Any) -> Array:
@@ -364,9 +366,9 @@ def decode_step(
     """One token of every sequence through the model: (hidden [B, width], the next state).
 
     Args:
-      model: of this cache.
-      reader: what of the cache is read.
-      state: (cache, selected blocks), which `reader.nothing_chosen` begins.
+      model: the one that the cache was filled by.
+      reader: which part of the cache is read.
+      state: (cache, selected blocks); the initial selection is `reader.nothing_chosen(batch)`.
       token: int [B].
       count: int [B], 1 where the token is appended to the cache, else 0.
       reselect: select blocks by these tokens' attention, or reuse those in the state.

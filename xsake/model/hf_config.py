@@ -145,7 +145,11 @@ def _activation(name: str) -> str:
 
 
 def _window(values: Values, kind: str) -> tuple[int | None, tuple[int, ...] | None]:
-    """(window, its layers): all in Mistral; the last ones in Qwen, if use_sliding_window is set."""
+    """(window, its layers): all layers in Mistral.
+
+    In Qwen, if use_sliding_window is set: the layers that layer_types marks as sliding, or without
+    layer_types those from max_window_layers on.
+    """
     if kind == "mistral":
         return values.get("sliding_window"), None
     if kind == "llama" or not values.get("use_sliding_window"):

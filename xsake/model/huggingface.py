@@ -34,7 +34,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model that can be run, its shape, and its tokenizer unless that was declined."""
+    """The model, its config, and its tokenizer (None if loaded with tokenizer=False)."""
 
     model: Transformer
     config: Config
@@ -43,9 +43,10 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, checked from end to end by its headers alone.
+    """An opened checkpoint, completely checked by its headers.
 
-    One exception: a head that is stored although it is tied is compared with the embedding.
+    Two checks also read tensors. If the embeddings are tied but the file stores a head too, the two
+    tensors are compared. The rope_freqs.weight of a GGUF is compared with the known values.
 
     Attributes:
       path: the folder or the file.
@@ -229,7 +230,7 @@ def save(
 
 
 def _write_weights(folder: Path, tensors: list[tuple[str, np.ndarray]], shard_bytes: int) -> None:
-    shards = list(_parts(tensors, shard_bytes))
+    shards = list(_split_into_shards(tensors, shard_bytes))
     if len(shards) == 1:
         return save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
     placed: dict[str, str] = {}
@@ -243,10 +244,10 @@ def _write_weights(folder: Path, tensors: list[tuple[str, np.ndarray]], shard_by
     return None
 
 
-def _parts(
+def _split_into_shards(
     tensors: list[tuple[str, np.ndarray]], most_bytes: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The tensors in order, in parts of at most so many bytes, or of one tensor."""
+    """Groups tensors into shards of at most `most_bytes`; a larger tensor gets its own shard."""
     part: dict[str, np.ndarray] = {}
     for name, x in tensors:
         if part and sum(y.nbytes for y in part.values()) + x.nbytes > most_bytes:

@@ -1,7 +1,7 @@
 """KVCache: the keys and values of every token so far.
 
     k, v       [layers, B, K, capacity, H]       a head's keys are contiguous: a block is one read
-    blocks      ├──64──┼──64──┼── … ──┤          the slots past length[b] are never read
+    blocks      ├──64──┼──64──┼── … ──┤          slots past length[b] are never attended to
     length     [B]                               tokens of each sequence; they may differ
 
 Appending under jit updates the arrays in place when the cache is donated or carried by a loop.

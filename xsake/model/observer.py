@@ -1,6 +1,6 @@
-"""Observer: runs a model for calibration and evaluation and hands out its attention.
+"""Observer: runs a model for calibration and evaluation and exposes q, k and v of every layer.
 
-Weights are arguments of every method, so that compiled code serves other weights too.
+Weights are arguments of every method, so that compiled code can be reused with other weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xsake.model.transformer import document_positions
 
 
 class Observer:
-    """A model as calibration and evaluation use it.
+    """The interface to a model that calibration and evaluation use.
 
     `weights` is a pytree that every method takes, so that it is an argument of compiled code.
     """

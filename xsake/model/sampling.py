@@ -1,7 +1,7 @@
 """Sampling: draws the next token from logits.
 
-The token of a sequence depends only on (seed, batch row, position), not on the rest of the batch
-or on the size of a burst.
+The random numbers for a token depend only on (seed, batch row, position), not on the rest of the
+batch or on the size of a burst.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transformer: one decoder for GPT-2 and the Llama family, whose attention is a function it takes.
+"""Transformer: one decoder for GPT-2 and the Llama family; the attention function is an argument.
 
     tokens [B, T] ─ embed ─ x ─┬─ norm ─ q, k, v ─ (q/k norm) ─ (rope) ─ attend ─ out ─ + ─┐
                                └────────────────────────────────────────────────────────── + ─ x
@@ -72,7 +72,7 @@ class Transformer(nnx.Module):
     Args:
       config: its shape.
       rngs: for the initial weights: `nnx.Rngs(0)`.
-      dtype: what activations are in, and parameters while they are used.
+      dtype: compute dtype; parameters are cast to it where they are used.
       scan: use lax.scan over layers, which compiles faster, or unroll them.
       remat: keep only each layer's input for the backward pass and recompute the rest.
       implementation: of `xsake.dot_product_attention`; default the fastest that can run.
@@ -227,7 +227,7 @@ class Transformer(nnx.Module):
             if self.config.positions == "learned" and self.config.context < T:
                 raise ValueError(
                     f"{T} tokens are more than the {self.config.context} positions that this model "
-                    "learned; cut the row or give positions"
+                    "learned; shorten the sequence or pass positions"
                 )
             positions = document_positions(B, T, segment_ids)
         attend = by_mask(self.config, mask, B, T, segment_ids, self.implementation)

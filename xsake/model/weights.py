@@ -5,8 +5,9 @@
     transformer.h.7.attn.c_attn.weight     [D, 3·D]  →  layers.query, .key, .value .kernel [7, …]
     blk.7.attn_norm.weight                 [D]       →  layers.attention_norm.scale [7, D]
 
-`check` compares every name, shape and type before any weight is read; `gather` reads and stacks
-the tensors layer by layer; `scatter` is its inverse.
+`check` compares every name, shape and type before the parameters are loaded; `gather` reads and
+stacks the tensors layer by layer; `scatter` is its inverse, except that it does not restore the
+interleaved RoPE layout (`adjacent_pairs`).
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Source:
 
     Attributes:
       shapes: of every tensor, without reading it.
-      types: how each is stored, as the format calls it.
+      types: the dtype name of each tensor in the file format.
       readable: the types that `read` knows.
       read: a tensor by its name.
       location: location(name) is the file that holds a tensor, location(None) the checkpoint; for
@@ -134,10 +135,11 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A checkpoint tensor, one per layer or one in all, and the parameters stored in it."""
+    """A tensor name of the checkpoint, per layer or global, and the parameters stored in it."""
 
     name: str  # with {} for the layer's number
-    parameters: Mapping[str, tuple[int, ...]]  # and shapes; concatenated on the output axis
+    # parameter name → shape; several are concatenated on the output axis
+    parameters: Mapping[str, tuple[int, ...]]
     shape: tuple[int, ...]  # in the file
     layers: int | None  # number of layers; None: a tensor that is not per layer
     transposed: bool  # [out, in] in the file

@@ -1,4 +1,4 @@
-"""A downsampled event log: fewer TrainStep events, all the others."""
+"""A downsampled event log: fewer TrainStep events, no CheckpointSaved, all the others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from xsake.observe.events import CheckpointSaved, Event, TrainStep
 
 
 def excerpt(events: Iterable[Event], every: int) -> Iterator[Event]:
-    """The first and last TrainStep, and one every `every` steps; steps with other events too.
+    """Downsamples TrainStep events.
 
-    All other events are kept except CheckpointSaved, because an excerpt has no checkpoints.
+    Keeps the first and the last TrainStep, one every `every` steps, and those of steps that have
+    another event. All other events are kept except CheckpointSaved, because an excerpt has no
+    checkpoints.
     """
     kept, skipped = None, None  # step of the last TrainStep kept; the TrainStep skipped since
     for event in events:

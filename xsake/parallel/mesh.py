@@ -3,8 +3,8 @@
     mesh (batch: 4)    batch [8, T] ─ 2 batch rows per device ─┬─ sums ─┐
                        state, plan ─ a copy per device ────────┴────────┴─ psum: equal everywhere
 
-Kernels run on one device's shard and know of no sharding. With one device there is no mesh, and
-the program contains no shard_map.
+Kernels run per device under shard_map and need no sharding logic. With one device there is no mesh,
+and the program contains no shard_map.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training with dense or HADS-sparse attention; a killed run resumes bit-identically.
 
-text ─ tokens.tokenize ─ TokenFile ─ stream.Stream ─ batch(step) ─┐
+text ─ tokens.tokenize ─ TokenDataset ─ stream.Stream ─ batch(step) ─┐
 config.Config ─ optimizer.make ───────────────────────────────────┼─ loop.train ─ runs/NAME/
 hads: a new plan every n steps ─ Plan ────────────────────────────┘
 """

@@ -26,19 +26,19 @@ from xsake.model import Config as Model
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Training text. Files are folders written by `xsake tokenize`."""
+    """Training text. A tokenized dataset is a folder written by `xsake tokenize`."""
 
-    train: tuple[str, ...] = ()  # token files, concatenated in this order
+    train: tuple[str, ...] = ()  # tokenized datasets, concatenated in this order
     length: int = 256  # T, tokens per sequence
     rows: int = 8  # sequences per update, over all micro-batches
     separate: bool = True  # documents in a sequence do not attend to each other
     bos: bool = False  # every sequence begins with the model's bos token
-    verify: bool = True  # check the hash of the files at the start
+    verify: bool = True  # check the hash of the datasets at the start
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW after gradient clipping; weight decay on matrices only."""
+    """AdamW after gradient clipping; weight decay on the kernels of linear layers only."""
 
     learning_rate: float = 1e-3  # peak learning rate
     beta1: float = 0.9  # decay of Adam's first moment
@@ -105,7 +105,7 @@ class Compute:
 class Evaluation:
     """Loss and perplexity on held-out text, with the attention in use at that step."""
 
-    files: tuple[str, ...] = ()  # token files, each evaluated separately
+    files: tuple[str, ...] = ()  # tokenized datasets, each evaluated separately
     every: int = 50  # steps between evaluations; there is always one after the last step
     windows: int = 32  # sequences per file, from its beginning; 0: all
     rows: int = 8  # sequences per batch
@@ -170,7 +170,7 @@ class Config:
 
     @property
     def hash(self) -> str:
-        """Hash of all settings that affect results; data is hashed separately, paths are not."""
+        """Hash of all settings that affect results, without paths; the data has its own hash."""
         values = self.hashed_settings()
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -178,8 +178,8 @@ class Config:
     def static(self) -> Config:
         """This config with defaults for all fields that are not hashed.
 
-        Compiled functions take it as their static argument, so that other settings recompile
-        nothing.
+        Compiled functions take it as their static argument, so that changing other settings does
+        not trigger a recompilation.
         """
         return Config(
             model=self.model,
@@ -360,7 +360,7 @@ _SHIPPED = Config(
     run=Run(name="shipped"),
 )
 
-# GPT-2's vocabulary padded to a multiple of 128; 38 M parameters, 19 M of them embeddings
+# GPT-2's vocabulary padded to a multiple of 128; 37 M parameters, 19 M of them embeddings
 _GPT = Config(
     model=_model(
         vocab_size=50_304,

@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 
 from xsake import _jax
 from xsake.data.stream import Stream
-from xsake.data.tokens import TokenFile
+from xsake.data.tokens import TokenDataset
 from xsake.hads import Plan
 from xsake.observe import events, provenance, sinks
 from xsake.parallel.mesh import make_mesh, replicated, shard_batch
@@ -364,22 +364,22 @@ def evaluate(
 # ------------------------------------------------------------------------------------------- inputs
 
 
-def _files(config: Config) -> list[TokenFile]:
+def _files(config: Config) -> list[TokenDataset]:
     if not config.data.train:
         raise ValueError(
-            "data.train names no token file; `xsake tokenize` writes one, "
+            "data.train names no tokenized dataset; `xsake tokenize` writes one, "
             "--data.train FOLDER names it"
         )
     return [_checked(config, path) for path in config.data.train]
 
 
-def _stream(config: Config, files: list[TokenFile], seed: int = 0) -> Stream:
+def _stream(config: Config, files: list[TokenDataset], seed: int = 0) -> Stream:
     data = config.data
     return Stream(files, data.length, seed, data.separate, config.model.bos if data.bos else None)
 
 
-def _checked(config: Config, path: str) -> TokenFile:
-    file = TokenFile.open(path, verify=config.data.verify)
+def _checked(config: Config, path: str) -> TokenDataset:
+    file = TokenDataset.open(path, verify=config.data.verify)
     if file.header.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"{path} has a vocabulary of {file.header.vocab_size:,}, the model one of "
@@ -443,7 +443,8 @@ def _stop_signals() -> Iterator[list[int]]:
     numbers = (signal.SIGTERM, signal.SIGINT)
     try:
         previous = {number: signal.signal(number, handle) for number in numbers}
-    except ValueError:  # only the main thread may set handlers; a caller elsewhere stops it itself
+    except ValueError:
+        # Only the main thread may set handlers. In another thread the caller must stop training.
         yield received
         return
     try:

@@ -102,7 +102,7 @@ def arrays(plan: Plan | None) -> dict[str, np.ndarray]:
 
 
 def rebuilt(found: dict[str, np.ndarray], terms: dict[str, Any]) -> Plan:
-    """The plan of such arrays, and of its terms as plain values."""
+    """Rebuilds a plan from the output of `arrays` and `dataclasses.asdict(plan.terms)`."""
     kept = Terms(**terms | {"notes": tuple(terms["notes"])})
     return Plan(found["counts"], found.get("scores"), kept)
 
