@@ -11,6 +11,7 @@ import tyro
 from rich.table import Table
 
 import xsake
+from xsake import _jax
 from xsake.backends.hopper import tilings
 from xsake.bench import autotune as tuner
 from xsake.bench import run, timing
@@ -65,7 +66,7 @@ def bench(
             "--join measures nothing: give only --suite or --autotune, and --out, with it"
         )
     if autotune:
-        table = out or tilings.H200
+        table = out or tilings.path_of(_jax.device_kind())
         if join:
             tuner.join(join, table)
         else:

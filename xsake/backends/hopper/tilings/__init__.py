@@ -12,12 +12,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from xsake import _jax
 from xsake.backends import Sizes
 from xsake.backends.hopper import limits
 from xsake.backends.options import BackwardTiling, ForwardTiling
 from xsake.block_mask import BlockMask
 
-H200 = Path(__file__).with_name("h200.json")
+FOLDER = Path(__file__).parent
+H200 = FOLDER / "h200.json"
 LONG = 8192  # queries from which a call is long
 SPARSE = 0.15  # of all blocks: lists with a smaller capacity are sparse
 
@@ -55,6 +57,16 @@ def _fields(direction: str, sizes: Sizes, mask: BlockMask) -> dict[str, Any]:
     return {} if record is None else dict(record["tiling"])
 
 
+def path_of(card: str) -> Path:
+    """The file of a card by the name that JAX has for it.
+
+    >>> path_of("NVIDIA H100 80GB HBM3").name
+    'h100-80gb-hbm3.json'
+    """
+    return FOLDER / f"{card.removeprefix('NVIDIA ').lower().replace(' ', '-')}.json"
+
+
 @functools.cache
 def _table() -> dict[str, Any]:
-    return json.loads(H200.read_text())["classes"]
+    own = path_of(_jax.device_kind())
+    return json.loads((own if own.exists() else H200).read_text())["classes"]
