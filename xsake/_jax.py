@@ -1,4 +1,4 @@
-"""The one place that bridges JAX versions (0.10.2 to 0.12) and says what device this is."""
+"""The JAX version, the device, and whether the Hopper kernels can run on it."""
 
 import jax
 

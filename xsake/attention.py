@@ -34,7 +34,7 @@ from xsake import masks
 from xsake.backends import Call, Sizes, hopper, reference, xla
 from xsake.backends.options import Options
 from xsake.block_mask import BLOCK, BlockMask
-from xsake.masks.rule import Rule, check_fits, combine, reach
+from xsake.masks.rule import Rule, check_fits, combine, result_sizes
 
 __all__ = ["Explanation", "dot_product_attention", "explain"]
 
@@ -48,12 +48,12 @@ Window = int | tuple[int | None, int | None] | None
 
 
 class Arguments(TypedDict, total=False):
-    """The types of the keyword arguments of `dot_product_attention` that choose no backend."""
+    """Keyword arguments of `dot_product_attention`; the overloads spell out the other two."""
 
     scale: float | None
     is_causal: bool
-    query_seq_lengths: Int[Tensor, B] | None
-    key_value_seq_lengths: Int[Tensor, B] | None
+    query_seq_lengths: Int[Tensor, ...] | None
+    key_value_seq_lengths: Int[Tensor, ...] | None
     local_window_size: Window
     logits_soft_cap: float | None
     sinks: Float[Tensor, ...] | None
@@ -114,10 +114,10 @@ def dot_product_attention(
     kv_positions: Int[Tensor, ...] | None = None,
     options: Options | None = None,
 ) -> Any:
-    """softmax(scale · q kᵀ + bias) v over the keys that each query may see, by live blocks.
+    """softmax(scale · q kᵀ + bias) v over the keys that each query may see.
 
-    `jax.nn.dot_product_attention`, argument for argument, and more. A query that sees no key gets
-    zeros, logsumexp -inf and zero gradients.
+    Accepts all arguments of `jax.nn.dot_product_attention`, and more. Blocks without allowed pairs
+    are not computed. A query that sees no key gets zeros, logsumexp -inf and zero gradients.
 
     Args:
       query: [B, T, N, H], or [T, N, H].
@@ -139,7 +139,7 @@ def dot_product_attention(
       kv_segment_ids: int [B, S]; default q_segment_ids.
       q_positions: int [B, T], what causal and window rules compare; default arange.
       kv_positions: int [B, S].
-      options: performance settings; they never change the result.
+      options: settings of the backends; they change the result by rounding at most.
 
     Returns:
       [B, T, N, Hv] in query's dtype; with return_residual, that and the logsumexp.
@@ -174,7 +174,7 @@ def dot_product_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The backend that a call takes, and each backend's reason against it, None if it can run."""
+    """The chosen backend, and for each backend why it cannot run the call, None if it can."""
 
     chosen: str
     reasons: dict[str, str | None]
@@ -221,7 +221,7 @@ def explain(
 
 
 class _Question(str):
-    """An implementation's name, or "", that the door answers with an Explanation and no result."""
+    """A name, or "", passed as `implementation` to store an Explanation instead of computing."""
 
     answer: Explanation
 
@@ -418,7 +418,7 @@ def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any])
         rule = mask & rule
     elif mask is not None:
         if callable(mask):
-            raise TypeError("mask is a function; lift it with xsake.masks.rule(fn)")
+            raise TypeError("mask is a function; wrap it with xsake.masks.rule(fn)")
         mask = _array("mask", mask)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be bool (an additive mask goes to bias), got {mask.dtype}")
@@ -455,7 +455,7 @@ def _check_block_mask(sizes: Sizes, mask: BlockMask) -> None:
     if mask.rule is None:
         return
     check_fits(mask.rule, sizes.B, sizes.N, sizes.T, sizes.S)
-    distinguished = reach(mask.rule, sizes.B, sizes.N, by_number=True)
+    distinguished = result_sizes(mask.rule, sizes.B, sizes.N, by_number=True)
     for name, number, lists in zip(
         ("batch rows", "heads"), distinguished, (batch, heads), strict=True
     ):

@@ -3,7 +3,8 @@
     why_not(call) -> str | None                    why it cannot run the call
     forward(call) -> (out, logsumexp)              out [B, T, N, Hv], logsumexp float32 [B, T, N]
 
-Both results are differentiable. `Call` is all that a backend is given; the door has checked it.
+Both results are differentiable. `Call` has all inputs of a backend;
+`attention.py` has checked them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def list_index(mask: BlockMask, sizes: Sizes, b: Array, n: Array) -> Array:
 
 
 def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which raises when it is differentiated: it is part of a derivative."""
+    """Wraps fn, which computes a custom derivative, so that differentiating it again raises."""
 
     @jax.custom_jvp
     def unchanged(args: Any) -> Any:
@@ -89,9 +90,10 @@ def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unaliased(*arrays: Any) -> tuple[Any, ...]:
-    """The same arrays, kept apart from the stack of layers that they are sliced from or stored to.
+    """The arrays behind an optimization barrier, so that XLA fuses no slice into their kernel.
 
-    In a loop over layers XLA's dynamic-slice fusion hands a kernel a slice of the stack in place,
-    which saves a copy. A kernel whose result is both stacked and used would then run twice.
+    In a loop over layers, XLA's dynamic-slice fusion lets a kernel read and write slices of stacked
+    arrays in place, which saves a copy. It duplicates a kernel whose result is both written to a
+    stack and read elsewhere.
     """
     return jax.lax.optimization_barrier(arrays)

@@ -1,10 +1,11 @@
-"""A mask's rule as a kernel evaluates it: an expression of tiles, and integers per query and key.
+"""A mask's rule as a kernel evaluates it: a function of index tiles, and int32 arrays per token.
 
     masks.Rule ─ translate ─ KernelRule ─┬─ allows(b, n, q, k, rows, columns) -> bool tile
                                          ├─ rows      int32 [B|1, T] each, read with the queries
                                          └─ columns   int32 [B|1, S] each, read with the keys
 
-Kernels of every device share this: none of them looks at a Rule.
+Kernels evaluate a KernelRule, never a Rule. At present Mosaic GPU decides which operations a user's
+function may have (`_LOWERS`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class _Values:
 # (tokens, integers per query, integers per key) -> bool tile
 Expression = Callable[[Tokens, Any, Any], Any]
 
-# Operations on index tiles that Mosaic lowers inside a kernel.
+# Operations on index tiles that Mosaic GPU lowers inside a kernel.
 _LOWERS = frozenset(
     "add sub mul neg max min sign abs and or eq ne lt le gt ge select_n copy div rem "
     "convert_element_type broadcast_in_dim pjit jit integer_pow squeeze reshape".split()
@@ -100,7 +101,7 @@ def _translate(rule: Rule, found: _Values, T: int, S: int) -> Expression:
             return lambda *at: a(*at) | b(*at)
         case Not():
             a = inner(rule.a)
-            # Mosaic cannot negate a bool tile
+            # Mosaic GPU cannot negate a bool tile
             return lambda *at: jnp.where(a(*at), jnp.int32(0), jnp.int32(1)) > 0
         case carrying.Documents():
             i, j = found.row(rule.q_ids), found.column(rule.kv_ids)
@@ -120,7 +121,7 @@ def _translate(rule: Rule, found: _Values, T: int, S: int) -> Expression:
             _check_function(rule)
             return lambda tokens, rows, columns: rule.allows(tokens)
     raise UnsupportedRuleError(
-        f"cannot evaluate {rule} in a tile, which needs more than positions, ids and lengths"
+        f"cannot evaluate {rule}, only rules of positions, segment ids and lengths"
     )
 
 

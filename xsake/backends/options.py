@@ -1,12 +1,12 @@
-"""How a backend works, never what it computes: every default is a good choice.
+"""Options of the backends. They change speed, and results by rounding at most.
 
     Options ─┬─ deterministic
              ├─ xla               XlaSteps         chunk sizes of the plain JAX backend
              ├─ hopper_forward    ForwardTiling    tile sizes, stages and schedule of the forward
-             └─ hopper_backward   BackwardTiling   the same of the backward
+             └─ hopper_backward   BackwardTiling   likewise for the backward
 
-None takes the device's choice; on Hopper, that is a row of the measured table
-`backends/hopper/tilings/`, which `xsake bench --autotune` writes.
+None selects the default for the device. On Hopper, that is a record of the measured table
+`backends/hopper/tilings/h200.json`, which `xsake bench --autotune` writes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ Schedule = Literal["fixed", "counter"]
 class XlaSteps:
     """How many blocks the `xla` backend works on at once, and how it sums dq."""
 
-    rows: int  # query rows of a chunk; in the backward by columns, keys
+    rows: int  # tokens of a chunk: queries, or keys in the backward over kv blocks
     keys: int  # keys that each row visits in one step, at least one block
     dq_by_rows: bool = False  # dq in a pass of its own: two more products, no scatter-add
     side_by_side: int = 1  # independent chunks of the forward in one loop body
-    chains: int = 0  # single visits side by side instead of chunks (cpu_jax_0_10); 0: chunks
+    # Independent block pairs per loop iteration (cpu_jax_0_10.py); 0: use chunks instead.
+    chains: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "keys", "side_by_side"):
@@ -43,13 +44,14 @@ class XlaSteps:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTiling:
-    """What may change the speed of the Hopper forward, never its values beyond rounding."""
+    """Tuning parameters of the Hopper forward. They change results by rounding at most."""
 
     # Keys per product; divides the mask's kv block. None: the block, or 64 with a head of 256.
     step: int | None = None
     # K and V tiles in flight, each. None: 4 of 64 keys where they fit, else 2.
     stages: int | None = None
-    persistent: bool = True  # one CTA per multiprocessor takes many work tiles, or one each
+    # True: one CTA per multiprocessor loops over work tiles. False: one CTA per work tile.
+    persistent: bool = True
     order: Order = "sections"
     schedule: Schedule = "counter"
     overlap: bool = True  # issue the scores of the next visit before the values of this one
@@ -64,17 +66,20 @@ class ForwardTiling:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTiling:
-    """What may change the speed of the Hopper backward, never its values beyond rounding."""
+    """Tuning parameters of the Hopper backward. They change results by rounding at most."""
 
-    # Five products, dq added in float32 in any order (head sizes up to 128); else seven.
+    # True: one kernel with five products adds dq in float32, in any order (head sizes up to 128).
+    # False: two kernels with seven products, or eight if H + Hv > 256.
     fused: bool = True
-    # Queries per product of the kernel over kv blocks. None: 128 if fused at H = Hv = 64, else 64.
+    # Queries per product of the kernel over kv blocks. None: 128 if fused with H = Hv = 64 and
+    # blocks of 128 × 128, else 64.
     row_step: int | None = None
     # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 where they fit, else 2.
     row_stages: int | None = None
     # Keys per product of the kernel over row blocks. None: the block, or 64 with a head of 256.
     key_step: int | None = None
-    # K and V tiles in flight, each. None: 4 of 64 keys where they fit, else 2.
+    # K and V tiles in flight, each. None: 4 of 64 keys with row blocks of 64 and head sizes up to
+    # 128, else 2.
     key_stages: int | None = None
     persistent: bool = True  # as in ForwardTiling
     order: Order = "sections"  # as in ForwardTiling, by query head
@@ -82,7 +87,9 @@ class BackwardTiling:
     # Fused: dq is cast to q's dtype in a "pass" of XLA, or in the "kernel" by a fourth warpgroup.
     cast: Literal["pass", "kernel"] = "pass"
     cast_registers: int = 24
-    max_polls: int = 1 << 14  # how often the cast polls a counter before it leaves the row block
+    # How many times the cast polls a counter before it leaves the row block to the CTA that adds
+    # the last visit.
+    max_polls: int = 1 << 14
     compute_registers: int = 240
     memory_registers: int = 24
     l2_bytes: int = 24 << 20  # what the heads that run together read should fit here
@@ -90,13 +97,13 @@ class BackwardTiling:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a backend works, never what it computes.
+    """Options of the backends. They change speed, and results by rounding at most.
 
     Attributes:
-      deterministic: gradients bit-equal from run to run, where that costs speed.
+      deterministic: gradients are bit-equal from run to run, even where that costs speed.
       xla: chunk sizes instead of the device's.
       hopper_forward: a tiling instead of the measured table's.
-      hopper_backward: the same of the backward.
+      hopper_backward: likewise for the backward.
     """
 
     deterministic: bool = False

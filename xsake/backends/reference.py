@@ -39,7 +39,7 @@ def attention(
     B, T, S, N, K, H, Hv = Sizes.of(q, k, v)
     dtype, given, group = accumulator(q.dtype), q.dtype, N // K
     allowed = jnp.broadcast_to(allowed, (B, N, T, S)).reshape(B, K, group, T, S)
-    # A key that nobody sees is never read: it may be NaN, so it must not meet a zero in a product.
+    # A key that no query sees may be NaN. It is replaced by 0, because 0 · NaN is NaN.
     seen = jnp.moveaxis(allowed.any((2, 3)), 1, 2)[..., None]
     k, v = (jnp.where(seen, x, 0).astype(dtype) for x in (k, v))
     q = q.reshape(B, T, K, group, H).astype(dtype)

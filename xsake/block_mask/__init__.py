@@ -38,7 +38,16 @@ from xsake.block_mask.lists import (
     transposed,
 )
 from xsake.masks.carrying import Picked, Swapped
-from xsake.masks.rule import Grid, Leaf, Rule, Tokens, carried, check_fits, partition_spec, reach
+from xsake.masks.rule import (
+    Grid,
+    Leaf,
+    Rule,
+    Tokens,
+    carried,
+    check_fits,
+    partition_spec,
+    result_sizes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +62,10 @@ BLOCK = 128  # tokens of a block on each side, unless asked otherwise
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """Row i of head n visits kv_index[b, n, kv_start[b, n, i] : + kv_count[b, n, i]].
+    """For every row block, the list of kv blocks that it visits, full ones first.
+
+    Row block i of head n visits kv_index[b, n, start : start + count], with
+    start = kv_start[b, n, i] and count = kv_count[b, n, i].
 
     The leading axes are B (or 1, shared by the batch) and N (or K: shared by the query heads of a
     kv head; or 1: shared by all). A kv block that reaches past S is always partial, so that a loop
@@ -83,7 +95,7 @@ class BlockMask:
         q_positions: Int[ArrayLike, "*B T"] | None = None,
         kv_positions: Int[ArrayLike, "*C S"] | None = None,
     ) -> BlockMask:
-        """The blocks that a rule leaves alive.
+        """A mask of all blocks in which the rule may allow a token pair.
 
         Args:
           rule: a `masks` rule.
@@ -120,7 +132,8 @@ class BlockMask:
 
         Args:
           blocks: bool [nq, nk], [N, nq, nk] or [B, N, nq, nk]; may be traced.
-          rule: e.g. `masks.causal()`; blocks that it empties are dropped, those it fills are full.
+          rule: e.g. `masks.causal()`. Blocks in which it allows no pair are dropped; those in which
+            it allows every pair are full.
           shape: (T, S); default nq · block_q and nk · block_k.
           block: tokens per block.
           capacity: as in `from_rule`.
@@ -238,7 +251,7 @@ class BlockMask:
         """Blocks visited ÷ blocks that causality allows (÷ all, if the rule is not causal).
 
         Args:
-          against: another rule whose live blocks to divide by.
+          against: divide by the number of blocks that this rule allows instead.
         """
         if against is None:
             is_causal = self.rule is not None and self.rule.is_causal
@@ -273,7 +286,7 @@ class BlockMask:
         own, grid = self.kv_count.shape[:2], self.grid
         batch = max(own[0], _carried_sizes(rule)[0])
         for name, size, asked in zip(("batch rows", "heads"), (batch, own[1]), (0, 1), strict=True):
-            if size == 1 and reach(rule, 2, 2, by_number=True)[asked] > 1:
+            if size == 1 and result_sizes(rule, 2, 2, by_number=True)[asked] > 1:
                 raise ValueError(
                     f"{rule} distinguishes {name}, but this mask is shared by all {name}; "
                     "build it with BlockMask.from_rule(rule, shape, batch=…, heads=…)"
@@ -293,7 +306,7 @@ class BlockMask:
                 raise IndexError(f"{name} {i} is outside a mask with {size}")
         index = tuple(0 if size == 1 else i % size for i, size in zip((b, n), own, strict=True))
         rule = self.rule
-        if rule is not None and reach(rule, max(b + 1, 2), max(n + 1, 2)) != (1, 1):
+        if rule is not None and result_sizes(rule, max(b + 1, 2), max(n + 1, 2)) != (1, 1):
             rule = Picked(rule, jnp.asarray(b), jnp.asarray(n))
         picked = (x[index][None, None] for x in self.lists[:4])
         return _of_lists(Lists._make([*picked, self.overflow]), rule, self.shape, self.block)
@@ -323,11 +336,11 @@ class BlockMask:
         return draw.title(self)
 
     def __str__(self) -> str:
-        """Draws the first head: ■ full, ◪ partial, · empty; large masks are thinned to 32 rows."""
+        """Draws the first head: ■ full, ◪ partial, · empty. If large, a mark is several blocks."""
         return draw.text(self)
 
     def plot(self, b: int = 0, n: int = 0, axes: Axes | None = None) -> Axes:
-        """Pictures one head on matplotlib axes, which it returns: dark full, light partial."""
+        """Plots one head on matplotlib axes, which it returns: dark full, light partial."""
         return draw.plot(self, b, n, axes)
 
 
@@ -356,7 +369,7 @@ def _a_rule(rule: Any) -> Rule:
     if not isinstance(rule, Rule):
         raise TypeError(
             f"rule must be a rule of xsake.masks, got {type(rule).__name__}; "
-            "masks.rule(fn) lifts a function and masks.array(mask) a bool array"
+            "masks.rule(fn) wraps a function and masks.array(mask) a bool array"
         )
     return rule
 
@@ -406,7 +419,7 @@ def _carried_sizes(rule: Rule) -> tuple[int, int]:
 def _numbered(rule: Rule, grid: Grid) -> Rule:
     """The rule, checked, with arrays of global batch rows and heads if it depends on them."""
     check_fits(rule, grid.batch, grid.heads, *grid.shape)
-    batch, heads = reach(rule, grid.batch, grid.heads, by_number=True)
+    batch, heads = result_sizes(rule, grid.batch, grid.heads, by_number=True)
     if batch == heads == 1:
         return rule
     b, n = (jnp.arange(size, dtype=jnp.int32) if size > 1 else None for size in (batch, heads))

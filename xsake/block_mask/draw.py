@@ -58,7 +58,7 @@ def plot(mask: BlockMask, b: int = 0, n: int = 0, axes: Axes | None = None) -> A
 
 
 def _marks(mask: BlockMask, step: int) -> np.ndarray:
-    """Marks of the first head, each for step × step blocks; work in the number of listed blocks."""
+    """Marks of the first head, one per step × step blocks, in O(listed blocks) time."""
     rows, columns, full, live = (np.asarray(x)[0, 0] for x in entries_of(mask.lists))
     size = [-(-n // step) for n in mask.grid.counts]
 

@@ -29,7 +29,9 @@ else:
 
 
 class InputMask(abc.ABC):
-    """A mask that depends on a layer's q and k. Register a subclass that holds arrays as a pytree.
+    """A mask that depends on a layer's q and k.
+
+    A subclass that holds arrays must be registered as a pytree.
 
     Attributes:
       chunked: whether `mask` accepts `first`, which chunked prefill needs.
@@ -41,7 +43,7 @@ class InputMask(abc.ABC):
     def mask(
         self, layer: Any, q: Array, k: Array, *, segment_ids: Any = None, first: Any = None
     ) -> BlockMask:
-        """The BlockMask of one layer, which runs under jit.
+        """Returns the BlockMask of one layer; called under jit.
 
         Args:
           layer: the layer's number; may be traced.

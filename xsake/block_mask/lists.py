@@ -40,7 +40,7 @@ def starts_of(count: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def lists_of_rule(rule: Rule, grid: Grid, capacity: int) -> Lists:
-    """The blocks that a rule leaves alive."""
+    """Lists of all blocks in which the rule may allow a token pair."""
     spans = rule.spans(grid)
     if spans is not None:
         return lists_from_spans(spans, grid, capacity)

@@ -46,7 +46,7 @@ class Prefix(Rule):
         return f"prefix([{self.lengths.shape[0]}])"
 
 
-def prefix(lengths: int | Int[ArrayLike, B]) -> Rule:
+def prefix(lengths: int | Int[ArrayLike, ...]) -> Rule:
     """Every query sees the keys before a length: k < length, one number or an int array [B].
 
     A prefix language model is `prefix(lengths) | causal()`.
@@ -89,7 +89,7 @@ class Lengths(Rule):
 
 
 def lengths(
-    query: Int[ArrayLike, B] | None = None, key_value: Int[ArrayLike, B] | None = None
+    query: Int[ArrayLike, ...] | None = None, key_value: Int[ArrayLike, ...] | None = None
 ) -> Rule:
     """Only the first query[b] queries and key_value[b] keys of a batch row count; int [B]."""
     if query is None and key_value is None:
@@ -193,7 +193,7 @@ class _Function:
 
 @carries_data
 class Custom(Rule):
-    """A lifted function with the arrays that it reads."""
+    """A function with the arrays that it reads."""
 
     function: _Function
     arrays: Leaf = leaf()
@@ -209,7 +209,7 @@ class Custom(Rule):
         if self.arrays and self.function.reads == "indices":
             raise ValueError(
                 f"{self} reads its arrays by local index, and their axes are not known, so they "
-                'cannot be sharded; lift it with reads="positions", which passes global b and n'
+                'cannot be sharded; wrap it with reads="positions", which passes global b and n'
             )
 
     def __eq__(self, other: object) -> bool:
@@ -225,7 +225,7 @@ class Custom(Rule):
 
 
 def rule(fn: Callable[..., Any], *arrays: ArrayLike, reads: str | None = None) -> Rule:
-    """Lifts a function of (b, n, q, k, *arrays) -> bool, written for broadcasting jax.numpy arrays.
+    """Wraps a function (b, n, q, k, *arrays) -> bool of arrays that broadcast, as a rule.
 
     Args:
       fn: e.g. `lambda b, n, q, k: q - k < 100 * (n + 1)`; FlexAttention's mask_mod has this form.
@@ -319,8 +319,8 @@ class Numbered(Rule):
 
 def numbered(
     rule: Rule,
-    batch: Int[ArrayLike, B] | None = None,
-    heads: Int[ArrayLike, N] | None = None,
+    batch: Int[ArrayLike, ...] | None = None,
+    heads: Int[ArrayLike, ...] | None = None,
 ) -> Rule:
     """The same rule with global batch rows int [B] and heads int [N] instead of local indices.
 

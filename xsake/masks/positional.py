@@ -57,7 +57,8 @@ class Window(Rule):
         if self.left is not None:
             # the block that holds the first key seen by any query; past S there is none
             live_lo = jnp.where(q_lo - self.left < grid.shape[1], (q_lo - self.left) // bk, nk)
-            full_lo = -((self.left - q_hi) // bk)  # the first block that starts where all can see
+            # the first kv block whose first key every query of the row block sees
+            full_lo = -((self.left - q_hi) // bk)
         if self.right is not None:
             live_hi = (q_hi + self.right) // bk + 1
             full_hi = (q_lo + self.right + 1) // bk
@@ -183,7 +184,7 @@ class Strided(Rule):
 
     def classify(self, grid: Grid) -> tuple[Array, Array]:
         (q_lo, q_hi), (k_lo, k_hi) = grid.q_range(), grid.k_range()
-        nearest, farthest = q_lo - k_hi, q_hi - k_lo  # q - k runs over all between
+        nearest, farthest = q_lo - k_hi, q_hi - k_lo  # q - k takes every value between
         live = farthest // self.stride * self.stride >= nearest
         return live, live & ((nearest == farthest) | (self.stride == 1))
 

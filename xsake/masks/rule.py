@@ -148,7 +148,7 @@ class Rule:
         return bool(jax.tree.leaves(self))
 
     def upper_bound(self) -> Rule:
-        """A rule without data that allows at least as much: lists under jit get its size."""
+        """A rule without arrays that allows at least as much, for the static capacity of lists."""
         return EVERYTHING if self.has_data else self
 
     def check_can_be_split(self) -> None:
@@ -367,8 +367,8 @@ class Not(Rule):
 # ------------------------------------------------------------------------------------ inspection
 
 
-def reach(rule: Rule, batch: int, heads: int, *, by_number: bool = False) -> tuple[int, int]:
-    """(B or 1, N or 1): whether the result depends on batch row and head, from its shape.
+def result_sizes(rule: Rule, batch: int, heads: int, *, by_number: bool = False) -> tuple[int, int]:
+    """The batch and head sizes of the rule's result; 1 if it does not depend on that axis.
 
     With `by_number`, only dependence on b and n themselves counts, not on arrays read by index.
     """

@@ -1,21 +1,27 @@
-"""Hopper GPUs (sm90): what the kernels take, and how forward and backward become one gradient.
+"""Hopper GPUs (sm90): which calls the kernels support, and the custom_vjp that uses them.
 
     call ─ why_not ─ pad heads ─┬─ forward_kernel.py ──────────────── out, logsumexp
                                 └─ prepare.py ─ backward_kernel.py ── dq, dk, dv
 
-    kernel_rule.py         (one level up) the mask's rule as an expression of tiles
+    kernel_rule.py         (one level up) the mask's rule as a function of index tiles
     limits.py, shape.py    what the kernels support; the sizes of one call
-    tilings/               measured tile sizes, stages and schedules, a file for each card
+    tilings/               tile sizes, stages and schedules that were measured on an H200
     transpose.py           transposed lists, for the backward
     work_table.py          one record for each work tile, longest first
     scheduler.py           which CTA computes which work tile
     pipeline.py            TMA copies into rings of shared-memory tiles
     rule_tile.py           the rule inside a tile
     kernel.py              launch, roles and steps of the forward and both backward kernels
-    barriers.py            the map of named barriers
-    forward_kernel.py, forward_steps.py
+    barriers.py            which named barrier has which use
+    layouts.py, ptx.py     register layouts and shared-memory tiles; inline PTX
+    lanes.py               helpers of kernels in which every thread has its own value
+    handover.py            partial results from compute warpgroup 1 to warpgroup 0
+    forward_kernel.py      the forward; its steps are in forward_steps.py
     prepare.py, delta.py   what the backward needs before its products
-    backward_kernel.py     backward_columns.py (dk, dv, fused dq), backward_rows.py (dq), dq_cast.py
+    backward_kernel.py     the backward: calls the two kernels below
+    gradient_kernel.py     what both of them share
+    backward_columns.py    dk, dv, fused dq: backward_steps.py, backward_dq.py, dq_cast.py
+    backward_rows.py       dq, unless fused
     means.py, scores.py    scores of blocks, for `xsake.block_scores`
 
 Modules that import Pallas are imported when a kernel is traced: `import xsake` does without them.

@@ -38,7 +38,7 @@ class _Scratch(NamedTuple):
     v_smem: Any = None  # [block, Hv]
     v_ready: Any = None
     v_free: Any = None
-    left_smem: Any = None  # the interpreter's left operands
+    left_smem: Any = None  # staging of left operands, interpreter only
     ds_smem: Any = None  # [DS_STAGES, step / 64, 128 keys, 64 queries]
     dq_smem: Any = None  # [2, 64, 64] float32: staging of dq
     # With kv blocks of 64: warpgroup 1's sums on their way to warpgroup 0.
@@ -77,7 +77,7 @@ class ColumnsKernel(GradientKernel):
         self.stages, self.d_out_stages = self.stages_of(tiling.row_stages)
         panels = self.step // ROWS * H // PANEL  # of a step's dq
         if fused and (panels > COMPUTE_WGS or (self.alternate and self.step > ROWS)):
-            raise ValueError(f"fused, this shape needs row_step = {ROWS}, not {self.step}")
+            raise ValueError(f"fused needs row_step={ROWS} for this shape, got {self.step}")
         self.dq = self._dq_strategy(panels) if fused else None
         # Whether V is released before the work tile ends.
         self.frees_v_early = self.has_dk and not self.alternate
@@ -231,9 +231,10 @@ class ColumnsKernel(GradientKernel):
         return lambda: cast.run(work, context.index, *refs, added, context.scratch.cast_started)
 
     def added(self, work, scratch):
-        """Two integers: the work tiles whose part of dq each compute warpgroup has added.
+        """For each compute warpgroup, the number of work tiles whose part of dq it has added.
 
-        With the "counter" schedule they lie in the padding after a record: shared memory is full.
+        With the "counter" schedule the two integers are in the padding of a record's slot, because
+        no shared memory is left.
         """
         if not self.scheduler.has_counter:
             return scratch.added_smem
@@ -307,5 +308,5 @@ class ColumnsKernel(GradientKernel):
             plgpu.copy_smem_to_gmem(buffer, gmem)
 
     def half(self, wg):
-        """This warpgroup's 64 of 128."""
+        """This warpgroup's 64 of the 128 rows of a dsT tile, or of the 128 columns of k and dq."""
         return pl.ds(self.opaque(wg) * ROWS, ROWS)

@@ -10,7 +10,8 @@
     eight products, with a head of 256: ColumnsKernel runs twice, because the accumulators of dk
       and dv do not fit in registers together
 
-    p = 2^(s - lse) in base 2,  dp = d_out vT,  ds = p (dp - delta), with a cap (1 - tanh²) ds
+    p = 2^(s - lse) in base 2,  dp = d_out vT,  ds = p (dp - delta); with a soft cap, ds is also
+    multiplied by its derivative, 1 - tanh²(scale · q kT / cap)
 
 Both kernels are built like the forward: a memory warpgroup reads the list and runs ahead with TMA,
 two compute warpgroups have 64 rows (of keys, of queries) each and accumulate in registers. An empty

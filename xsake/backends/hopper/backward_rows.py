@@ -28,7 +28,7 @@ class _Scratch(NamedTuple):
     k_free: Any
     v_free: Any
     out_smem: Any = None  # staging of results, unless Q's buffer is reused
-    left_smem: Any = None  # the interpreter's left operands
+    left_smem: Any = None  # staging of left operands, interpreter only
     # With row blocks of 64: warpgroup 1's sums on their way to warpgroup 0.
     piece_smem: Any = None
     piece_ready: Any = None

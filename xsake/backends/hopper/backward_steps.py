@@ -66,7 +66,7 @@ class ColumnSteps:
         first_query = self.first_query(t) if kernel.loads_index_early else None
         s = self.issue_scores(t)
         plgpu.barrier_wait(scratch.d_out_ready.at[self.d_out_slot(t)])
-        # With the rule, 64 queries: dp is issued after it, because it needs dp's registers.
+        # In a masked step of 64 queries, dp is issued after the rule, which needs the registers.
         dp_first = kernel.has_dk and (not masked or kernel.step > ROWS)
         dp = self.issue_dp(t) if dp_first else None
         in_flight = not masked and kernel.step == ROWS  # load lse, delta while products run
@@ -112,7 +112,7 @@ class ColumnSteps:
     def settle_and_load(self, tile, wait_n, load, in_flight):
         """(the issued tile, load()); the load runs while the product is in flight, or after it.
 
-        Without wait_n the tile is settled already.
+        wait_n is None: the caller has already waited for the product.
         """
         values = load() if in_flight else None
         if wait_n is not None:

@@ -1,6 +1,6 @@
-"""Named barriers of a CTA (PTX `barrier.cta`, 0 to 15): the one map of who uses which.
+"""Named barriers of a CTA (PTX `barrier.cta`, 0 to 15), and the use of each.
 
-    both kernels   0            Mosaic: all threads of the CTA
+    all kernels    0            Mosaic: all threads of the CTA
                    1 + w        Mosaic: the threads of warpgroup w
     forward        4, 5         TURN + w: compute warpgroup w may issue its products
                    6 …          FREE + slot: the slots of K's ring, then those of V's ring

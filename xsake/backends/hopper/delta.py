@@ -4,9 +4,10 @@
     lse, d_lse [B, N, T] ────────────────────────────────┴─▶ lse in base 2
     zeros in shared memory ──────────────────────────────── TMA ─▶ dq in float32, to be added to
 
-A unit of work is 64 tokens of one head. Two CTAs share an SM, one warpgroup each. A CTA has several
-units' tiles in flight. The units are strided over the CTAs with the head index fastest, so that
-together the CTAs read memory in order. Writes (mostly zeros) overlap with the next units' reads.
+A unit of work is 64 tokens of one head. A CTA has one warpgroup and several units' tiles in flight;
+two CTAs share an SM if Hv ≤ 128. The units are strided over the CTAs with the head index fastest,
+so that together the CTAs read memory in order. Writes (mostly zeros) overlap with the next units'
+reads.
 """
 
 import functools
@@ -59,8 +60,8 @@ def statistics(
 
         lse2 = lse · log2 e        delta = Σ_h out · d_out - d_lse
 
-    out and d_out [B, T, N, Hv], lse and d_lse float32 [B, N, T], `rows` whole blocks of 64 that
-    hold T. Where a row is empty (lse = -inf) or past T, lse2 is +inf and delta 0.
+    out and d_out are [B, T, N, Hv], lse and d_lse float32 [B, N, T]. `rows` is a multiple of 64 and
+    at least T. Where a row is empty (lse = -inf) or past T, lse2 is +inf and delta 0.
     """
     delta_pass = DeltaPass(out, d_lse is not None, rows, zeros)
     ctas = min(delta_pass.units, _jax.multiprocessors() * delta_pass.per_sm)
@@ -88,14 +89,14 @@ def operands(out, d_out, lse, d_lse):
 
 
 class DeltaPass:
-    """The pass as some CTAs of a launch run it: its outputs, its shared memory and its body."""
+    """The delta pass, which all CTAs of a launch run, or some: outputs, shared memory and body."""
 
     def __init__(self, out, has_d_lse, rows, zeros):
         B, T, N, Hv = out.shape
         if not fits(out):
             raise ValueError(f"{T} tokens are not a multiple of {ALIGNED}; pad them")
         if rows % ROWS or rows < T:
-            raise ValueError(f"{rows} rows are not whole blocks of {ROWS} that hold {T} tokens")
+            raise ValueError(f"rows must be a multiple of {ROWS} and at least T = {T}, got {rows}")
         self.shape = B, T, N, Hv
         self.values = 1 + has_d_lse  # inputs with one value per row: lse, and d_lse if there is one
         self.zeros = zeros
@@ -182,7 +183,7 @@ class DeltaPass:
                 delta = delta - d_lse[0]
             row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first
             seen = (lse > -jnp.inf) & (row < T)
-            # Two result buffers alternate: the last but one group of copies must have read its own.
+            # Two result buffers alternate: the copies of two turns ago must have read this one.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             buffer = slot_of(turn, 2)
             found_smem[buffer, 0] = jnp.where(seen, lse * LOG2E, jnp.inf)

@@ -6,26 +6,27 @@ warpgroups compute later heads. `counters` holds one integer for each (b, n, row
     minus the number of visits     at first, as prepare.py computes it from the lists
     + 1 per visit                  after a work tile, once both warpgroups' additions are in memory
     = 0                            complete: the CTA that owns the row block casts it
-    + ABANDONED                    the owner has ended: the CTA that adds the last visit casts it
+    + ABANDONED                    the owner gave up: the CTA that adds the last visit casts it
 
 Row block r, in the order in which heads are computed, is owned by CTA r mod CTAs. A CTA polls the
-counter of its next row block while it waits for its own compute warpgroups. At its end it polls the
-rest a bounded number of times.
+counter of its next row block while it waits for its own compute warpgroups. When its work tiles are
+done, it polls the counters of its remaining row blocks a bounded number of times.
 
 Memory order. A compute warpgroup waits until its additions (TMA, the async proxy) are performed,
 fences the proxy, and adds 1 to its own integer of `added` in shared memory (release, CTA). The cast
 warpgroup reads both integers (acquire), fences for the GPU, and adds to the counters (relaxed). A
 thread that reads a counter and then fences observes all additions before it, because the additions
 to one counter are a chain of read-modify-writes (a release sequence). A barrier of the cast
-warpgroup makes what one thread has observed visible to all 128. The compute warpgroups need one
-integer each: over work tiles without visits one can run ahead of the other, and a shared integer
-would count its tiles as if both had added.
+warpgroup makes what one thread has observed visible to all 128. Each compute warpgroup needs an
+integer of its own: over work tiles without visits, one warpgroup can run ahead of the other. A
+shared integer could not distinguish two additions by one warpgroup from one addition by each.
 
-No deadlock. The cast warpgroup waits without a bound only for its own CTA's compute warpgroups: for
-a work tile, and at the end for their registers. They wait for the cast warpgroup only at its start
-and for free slots of later records, and it has released its slot before it waits. For other CTAs it
-polls at most `max_polls` times; then it adds ABANDONED. Of that addition and the last visit, the
-one that comes second finds exactly ABANDONED. A compare-and-swap to TAKEN lets one CTA cast.
+No deadlock. The cast warpgroup has two unbounded waits, both for the compute warpgroups of its own
+CTA: until they finish a work tile, and at the end until they release their registers. The compute
+warpgroups wait for the cast warpgroup only at its start, and for free slots of records; the cast
+warpgroup releases a record's slot before it waits. It polls the counters that other CTAs add to at
+most `max_polls` times, then adds ABANDONED. After that addition and that of the last visit, in
+either order, the counter is exactly ABANDONED. A compare-and-swap to TAKEN lets one CTA cast.
 """
 
 import struct
@@ -51,7 +52,8 @@ ABANDONED = 1 << 28  # more than there are visits
 TAKEN = 1 << 29
 WARPS = THREADS // WARP
 LOADS = 2  # of 16 bytes in flight per thread, while the compute warpgroups run
-LAST_LOADS, LAST_REGISTERS = 16, 104  # loads in flight and registers once they have ended
+# Loads in flight and registers, once the compute warpgroups have ended.
+LAST_LOADS, LAST_REGISTERS = 16, 104
 SLEEP_NS = 256  # between two polls
 
 
@@ -75,7 +77,7 @@ class Cast:
         plgpu.barrier_arrive(started)
 
         def row_of(number):
-            """The row block that this CTA owns as its number'th."""
+            """The `number`-th row block that this CTA owns."""
             return jnp.minimum(cta + number * ctas, self.row_blocks - 1)
 
         def counter(row):
@@ -190,7 +192,7 @@ class Cast:
 def report_added(added):
     """A compute warpgroup reports that its additions of a work tile are in memory.
 
-    It has waited for them. `added` is its own integer.
+    The caller has waited for the additions. `added` is the warpgroup's own integer.
     """
     _in_shared(
         added, ["@one fence.proxy.async.global;", "@one red.release.cta.shared.add.u32 [$0], 1;"]
@@ -218,9 +220,10 @@ BROADCAST = (
 
 
 def _tile_or_row(added, want, counter, more):
-    """Waits: 1 when both of `added` have reached `want`, 0 when `more` and the counter is 0.
+    """Waits; returns 1 when both of `added` are ≥ `want`, 0 when `more` and the counter is 0.
 
-    That is, 1 after the next work tile, 0 when the next owned row block is complete.
+    That is, 1 after the next work tile, 0 when the next owned row block is complete. `more`: an
+    owned row block is left.
     """
     lines = [
         *ONE,
@@ -293,7 +296,7 @@ def _is_complete(counter, max_polls):
 
 
 def _claim(counter):
-    """Swaps ABANDONED, when all visits are counted, for TAKEN; 1 for the CTA that succeeds."""
+    """Swaps ABANDONED (then all visits are counted) for TAKEN; returns 1 on success, else 0."""
     lines = [
         *ONE,
         ".reg .pred p; .reg .b32 x; setp.ne.u32 p, tid, tid; @!one bra OUT;",

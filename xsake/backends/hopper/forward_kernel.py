@@ -111,7 +111,7 @@ class _Scratch(NamedTuple):
     k_ready: Any
     v_ready: Any
     q_free: Any
-    k_free: Any  # the interpreter's; the card has named barriers
+    k_free: Any  # k_free and v_free: interpreter only; the GPU uses named barriers
     v_free: Any
     # With row blocks of 64: warpgroup 1's acc, m and l on their way to warpgroup 0.
     piece_smem: Any = None
@@ -229,8 +229,8 @@ class _Kernel(BlockKernel):
             self.store_merged(tile, wg, acc, m, l, outs, scratch)
             return after
 
-        # Warpgroup 0 issues products first. Its last wait, below, uses up warpgroup 1's last pass,
-        # so that no arrival is left at the barrier.
+        # Warpgroup 0 issues products first. It waits once more at the end, below, to consume the
+        # last arrival of warpgroup 1 at the barrier.
         pl.when(wg == 1)(lambda: self.pass_turn(wg))
         self.scheduler.for_each_tile(work, compute_tile, 0)
         pl.when(wg == 0)(lambda: self.await_turn(wg))

@@ -44,7 +44,7 @@ class TileSteps:
     def in_sequence(self):
         """(acc, m, l): scores, softmax and values, one step after the other.
 
-        A turn at the tensor cores covers the values of step t and the scores of step t + 1.
+        Between await_turn and pass_turn a warpgroup issues P V of step t and Q Kᵀ of step t + 1.
         """
 
         def step(t, carry, masked):
@@ -191,7 +191,7 @@ class TileSteps:
         return p, m, l
 
     def logits(self, s, t, masked):
-        """Scores of step t in units of scale, or of the soft cap; -inf where the rule forbids."""
+        """Logits of step t, divided by the scale or the soft cap; -inf where the rule forbids."""
         kernel = self.kernel
         if kernel.soft_cap is not None:
             # tanh x = 1 - 2 / (1 + e^2x): tanh.approx errs by 5e-4, too much times a cap of 50.

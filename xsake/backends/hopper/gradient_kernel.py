@@ -28,7 +28,7 @@ class GradientKernel(BlockKernel):
         return self.shape.sizes.H + self.shape.sizes.Hv > 384 and not self.alternate
 
     def stages_of(self, stages):
-        """(stages of the ring that a step reads to its end, stages of the one released early)."""
+        """Stages of (the q or k ring, held for a whole step; the d_out or v ring, freed early)."""
         large = self.shape.largest_head > 128
         stages = stages or (4 if self.alternate and self.step == 64 and not large else 2)
         self.check_stages(stages)
@@ -52,7 +52,7 @@ class GradientKernel(BlockKernel):
     def probabilities(self, s, lse, masked, allowed):
         """p, and p times the slope of the soft cap; both zero where the rule forbids.
 
-        masked: whether there is a rule. allowed(): the pairs that it allows.
+        masked: whether the step is partial. allowed(): its allowed pairs.
         """
 
         def mask(p):
@@ -93,7 +93,7 @@ class GradientKernel(BlockKernel):
         plgpu.wgmma(acc_ref, left, right)
 
     def issue(self, left, right):
-        """left right, both in shared memory: a tile that may be read only after settle()."""
+        """Issues left @ right, both in shared memory; the result may be read after settle()."""
 
         def product(ref):
             plgpu.wgmma(ref, left, right)
@@ -126,7 +126,7 @@ class GradientKernel(BlockKernel):
     def staging_scratch(self, sizes, dtype) -> dict[str, Any]:
         """One staging buffer per warpgroup for results with these numbers of columns.
 
-        None where an operand's buffer is reused.
+        Empty if an operand's buffer is reused.
         """
         if self.reuse_operand_smem:
             return {}
@@ -162,8 +162,8 @@ class GradientKernel(BlockKernel):
 def copy_out(tile, staging, gmem):
     """A tile to global memory through shared memory, as many columns as fit there at a time.
 
-    staging is [64, columns], or a ring [buffers, 64, 64]. A buffer is written again only after all
-    copies but the last (buffers - 1) have been read.
+    staging is [64, columns], or a ring [buffers, 64, 64]. A buffer is written again only when all
+    but the latest (buffers - 1) copies have finished reading shared memory.
     """
     tile = tile.astype(staging.dtype)
     buffers = [staging]

@@ -1,8 +1,8 @@
 """What the forward and both backward kernels share: the launch, the roles and the steps.
 
 A CTA has two compute warpgroups, a third one that copies (pipeline.py), and sometimes a fourth one
-that casts dq (dq_cast.py). A visit of a block takes one or more steps; a step is one product's
-worth of tokens:
+that casts dq (dq_cast.py). A visit of a block takes one or more steps; a step processes the
+tokens of one product:
 
     tiles of 128 tokens   warpgroup 0 has rows 0-63, warpgroup 1 has rows 64-127; both compute
                           every step
@@ -19,7 +19,7 @@ from xsake.backends.hopper.layouts import COMPUTE_WGS, ROWS
 from xsake.backends.hopper.rule_tile import RuleTile
 from xsake.backends.hopper.scheduler import Scheduler
 
-REGISTERS = 512  # per thread of a warpgroup, shared by the warpgroups of a CTA
+REGISTERS = 512  # an SM's registers / 128: the most per thread, summed over warpgroups
 
 
 class BlockKernel:
@@ -60,7 +60,7 @@ class BlockKernel:
 
     @property
     def reuse_operand_smem(self) -> bool:
-        """Whether results are staged in an operand's buffer, so that a CTA has one work tile."""
+        """Whether results are staged in an operand's buffer; a CTA then has only one work tile."""
         return False
 
     def check_stages(self, stages: int) -> None:
@@ -85,7 +85,7 @@ class BlockKernel:
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,
                 reduction_scratch_bytes=0,  # rows are reduced inside a warp
-                unsafe_no_auto_barriers=not interpret,  # no thread reads what it wrote
+                unsafe_no_auto_barriers=not interpret,  # the body has its own barriers
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
             **({"interpret": interpret} if interpret else {}),
@@ -146,7 +146,7 @@ class BlockKernel:
         return index[work_tile.start + visit] * self.visit_block + part * self.step
 
     def own_steps(self, wg, work_tile, done):
-        """(first, full, count): this warpgroup's first step of a tile, and how many it computes.
+        """This warpgroup's (first step of a work tile, number of full steps, number of steps).
 
         Warpgroups alternate by the number of steps since the kernel began (`done` before this work
         tile). A slot of a ring with an even number of stages then always has the same reader.

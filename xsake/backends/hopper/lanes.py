@@ -1,6 +1,7 @@
-"""Kernels in which every thread of one warpgroup, a lane, has its own value (Hopper, sm90).
+"""Kernels of one warpgroup in which every thread has its own value (Hopper, sm90).
 
-The interpreter has no loads and stores by lane.
+A lane is one of the 128 threads of the warpgroup here. The interpreter has no loads and stores by
+lane.
 """
 
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def launch(body, name, out_type, grid, operands, **scratch):
 
 
 def for_each(size, step, state):
-    """state = step(indices, state) over 0 … size - 1, 16 at a time; the last may be past it."""
+    """state = step(16 indices, state) over 0 … size - 1; the last indices may be ≥ size."""
 
     def several(turn, state):
         return step([turn * UNROLL + more for more in range(UNROLL)], state)
@@ -117,7 +118,7 @@ def add_one(ref, indices):
 
 
 def _by_lane(values):
-    """The same values in the layout LANES, which constants do not have otherwise."""
+    """Casts values to the layout LANES; constants have another layout by default."""
     return plgpu.layout_cast(values, LANES)
 
 

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ROWS = 64  # rows of a compute warpgroup: one wgmma tile; 128 rows spill registers at H = 128
 COMPUTE_WGS = 2  # compute warpgroups of a CTA
 WARP, THREADS = 32, 128  # threads of a warp, of a warpgroup
-PANEL = 64  # columns that are staged in shared memory, handed over or added at a time
+PANEL = 64  # columns per staging buffer, per handover (handover.py), per copy that adds dq
 ALIGNED = 8  # rows of a swizzled tile: Mosaic copies from and to multiples of 8 tokens only
 LOG2E = math.log2(math.e)
 

@@ -1,9 +1,9 @@
-"""What the Hopper kernels take: the one place that says so."""
+"""Limits of the Hopper kernels. They are defined only here."""
 
 from __future__ import annotations
 
 NEEDS_JAX = (0, 11)
-HEAD_SIZES = (64, 128, 256)  # of q and k, and of v; the door pads other sizes with zeros
+HEAD_SIZES = (64, 128, 256)  # of q and k, and of v; hopper/__init__.py pads other sizes
 BLOCKS = (64, 128)  # tokens of a block, on each side
 
 

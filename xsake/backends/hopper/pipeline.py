@@ -30,8 +30,8 @@ class Resident(NamedTuple):
     source: Callable[[WorkTile], Any]  # its tile in global memory
     smem: Any
     ready: Any  # barrier: the copy has arrived
-    # Barrier: the previous work tile's copy was read. None: the preceding resident's barrier says
-    # so for this one too.
+    # Barrier: the compute warpgroups have read the previous work tile's copy. None: the preceding
+    # resident's barrier covers this one too.
     free: Any
 
 

@@ -4,9 +4,10 @@
     out, d_out, lse ── delta, lse in base 2      (delta.py)
     zeros to add dq to, counters for its cast
 
-Where every head has its own lists and is sorted by itself, or not at all, this is one launch: one
-CTA per head makes its transposed lists and its part of the table, the other CTAs do the delta pass.
-As separate launches, the first two would use a small part of the GPU, one after the other.
+This is one launch if every head has its own lists, and work tiles are sorted within each head or
+not at all (see also MAX_ROW_BLOCKS and `HeadTables.fits`). One CTA per head makes its transposed
+lists and its part of the table; the other CTAs do the delta pass. In separate launches, the lists
+and the table would each occupy few multiprocessors.
 """
 
 import dataclasses
@@ -34,8 +35,8 @@ from xsake.backends.hopper.transpose import transpose_lists
 from xsake.backends.options import BackwardTiling
 from xsake.block_mask.lists import Lists
 
-# The most row blocks for one launch: with more, the marks of the transposed lists (4 bytes for each
-# lane and row block) would need more shared memory than the delta pass, and two of its CTAs could
+# The most row blocks for one launch: with more, `units` of transpose.py (4 bytes for each lane and
+# row block) would need more shared memory than the delta pass, and two of its CTAs could
 # not share an SM.
 MAX_ROW_BLOCKS = SM_BYTES // 2 // (4 * THREADS)
 
@@ -64,12 +65,13 @@ def prepare(
     counts: bool = False,
     interpret: Any = False,
 ) -> Prepared:
-    """All of it; with zeros of head size `zeros`, and counters if `counts`.
+    """Computes what the backward kernels read and add to.
 
+    zeros: head size of the zeros to add dq to; None: there are none. counts: compute counters.
     Where T is not a multiple of 8, plain XLA computes delta and the zeros.
     """
     B, N = shape.sizes.B, shape.sizes.N
-    # A work tile is a kv block of one query head, so q, d_out and dq of query heads share L2.
+    # Work tiles are per query head, so L2 groups are sized by q, d_out and dq of a query head.
     sizes = B, N, N, shape.head_bytes
     if not fits(out):
         found = _statistics_by_xla(out, lse, d_out, d_lse, shape.padded_rows, zeros)
@@ -98,7 +100,7 @@ def prepare(
 
 
 def _in_one_launch(tables: Any, delta_pass: Any, pass_operands: tuple[Array, ...]) -> Prepared:
-    """The first CTAs have the tables, one head each; the others share the delta pass."""
+    """The first CTAs build the tables, one head each; the others run the delta pass."""
     first = tables.heads
     sms = _jax.multiprocessors()
     ctas = min(delta_pass.units, max(sms * delta_pass.per_sm - first, sms))

@@ -9,7 +9,7 @@ its list names:
 The work table has one record for each work tile. A grid that is not persistent has one CTA for each
 record. A persistent grid has one CTA per multiprocessor, and a schedule:
 
-    "fixed"     the CTAs walk the table forward and backward, one record each at a time
+    "fixed"     CTA c of P computes records c, 2P-1-c, 2P+c, 4P-1-c, …
     "counter"   the memory warpgroup fetches the index of the next record from a counter in global
                 memory, once all copies of the current work tile are issued, and copies the record
                 to shared memory
@@ -88,7 +88,7 @@ class Scheduler:
     def for_each_tile(self, work, visit, init, fetches=False):
         """carry = visit(tile, carry) for every work tile of this CTA.
 
-        `fetches`: this warpgroup fetches the records of the "counter" schedule for all of them.
+        `fetches`: with the "counter" schedule, this warpgroup fetches the records for its CTA.
         """
         if not self.persistent:
             return visit(self._record(work, lax.axis_index("cta")), init)
@@ -170,15 +170,15 @@ class Scheduler:
         return state
 
     def _fetch(self, work, cta, turn):
-        """The index of the next record; that of the last record or more when no tile is left.
+        """The index of the next record; at least that of the end record if no work tile is left.
 
         The interpreter has no atomic additions: its CTAs take records in a fixed order.
         """
         if self.interpret:
             return (turn + 1) * self.ctas + cta
         counter = work.table.at[self.tiles, pl.ds(COUNTER, 1)]
-        # There is one fetch for every tile but each CTA's first, and one more by each CTA that
-        # finds no tile left.
+        # The CTAs fetch tiles - ctas times for work tiles, since each begins with one, and once
+        # each when none is left: `tiles` fetches, with old values ctas … ctas + tiles - 1.
         return _fetch_and_add(counter, self.ctas, self.ctas + self.tiles - 1)
 
 
@@ -186,8 +186,8 @@ def _fetch_and_add(counter, first, last):
     """Adds 1 to the counter and returns its old value; the last fetch resets it to `first`.
 
     The table is therefore unchanged when the kernel ends. For XLA it is an operand like any other,
-    which may be constant or serve several kernels in sequence. (A mutable reference would say what
-    happens, but JAX 0.11 cannot partially evaluate the forward under remat then.)
+    which may be constant or serve several kernels in sequence. (A mutable `jax.Ref` would make the
+    update explicit, but JAX 0.11 cannot partially evaluate the forward with one under remat.)
 
     One thread adds, and broadcasts the value to its warp. That warp issues the warpgroup's copies;
     the other warps must not use the value.

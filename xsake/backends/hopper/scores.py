@@ -40,7 +40,7 @@ from xsake.backends.hopper.shape import check_sizes
 
 @dataclasses.dataclass(frozen=True)
 class ScoresTiling:
-    """What may change the speed, never the values."""
+    """Tuning parameters; they do not change the results."""
 
     warpgroups: int = 3  # compute warpgroups
     q_bytes: int = 64 << 10  # of shared memory for tiles of mean queries
@@ -72,7 +72,7 @@ def scores(
     """Scores float32 [B, N, R, n] of n = ceil(S / block) blocks.
 
     Args:
-      queries: [B, R, N, H] in k's dtype, already times log2(e) / √H.
+      queries: [B, R, N, H] in k's dtype, already multiplied by log2(e) / √H.
       k: [B, S, K, H]; the last block may be short.
       block: 64 or 128 keys.
       causal: row i sees blocks 0 … i; the other scores are -inf.
@@ -96,7 +96,7 @@ def scores(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # rows are reduced inside a warp
-            unsafe_no_auto_barriers=not interpret,  # no thread reads what it wrote
+            unsafe_no_auto_barriers=not interpret,  # the body has its own barriers
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
         **({"interpret": interpret} if interpret else {}),

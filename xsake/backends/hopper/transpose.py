@@ -30,7 +30,7 @@ from xsake.backends.hopper.lanes import (
 from xsake.backends.hopper.layouts import THREADS
 from xsake.block_mask.lists import Lists, transposed
 
-MAX_ROW_BLOCKS = 384  # for which the marks of 128 columns fit in shared memory
+MAX_ROW_BLOCKS = 384  # the most for which `units` of 128 columns fits in shared memory
 
 
 def transpose_lists(lists: Lists, kv_blocks: int, interpret: Any = False) -> Lists:
@@ -85,9 +85,10 @@ def transpose_columns(
 
         units[i, j] = 1 if row block i lists column j as full, 2^16 if as partial, else 0
 
-    The sums of units down to row i give the ranks in both parts of the column's list. The entries
-    go to `indices`; write(column, start, count, full) gets every lane's list. count_rows(row,
-    count), if given, gets the visits of every row block, 128 at a time.
+    The sum of units[:i, j] is the rank of row block i in column j's list: among the full entries in
+    its low 16 bits, among the partial ones in its high bits. The entries go to `indices`;
+    write(column, start, count, full) gets every lane's list. count_rows(row, count), if given, gets
+    the visits of every row block, 128 at a time.
     """
     row_blocks, capacity = lists.kv_count.shape[-1], lists.kv_index.shape[-1]
     first = part * THREADS
@@ -148,7 +149,8 @@ def _units_of(units, row):
 def _mark(lane, first, head, head_offset, operands, lists, units, count_rows):
     """Fills units for the columns from `first`.
 
-    Returns (entries of columns left of these, all entries): the lanes' parts of both sums.
+    Returns each lane's share of two counts, which the caller sums over lanes: the entries of
+    columns before `first`, and all entries.
     """
     start, count, full, index = operands
     row_blocks, capacity = lists.kv_count.shape[-1], lists.kv_index.shape[-1]

@@ -3,8 +3,9 @@
     lists ── work_table ──▶ int32 [work tiles + 1, 8]        records of scheduler.WorkTile
 
 One small kernel replaces several of XLA's: at low densities the time between launches is a
-visible part of the whole. Runs that are too long to sort by comparison, and the interpreter, use
-plain JAX. `HeadTables` makes transposed lists and their work table together, one CTA per head.
+visible part of the whole. A run is a sequence of work tiles that are sorted among themselves. Runs
+that are too long to sort by comparison, and the interpreter, use plain JAX. `HeadTables` makes
+transposed lists and their work table together, one CTA per head.
 """
 
 import functools
@@ -34,7 +35,7 @@ from xsake.backends.hopper.transpose import MAX_ROW_BLOCKS, transpose_columns, t
 from xsake.block_mask.lists import Lists
 
 MAX_COMPARED = 4096  # work tiles of a run that is sorted by comparing each with all others
-MAX_COUNTED = 1024  # row blocks of the tail heads: each of their CTAs reads the lists of all
+MAX_COUNTED = 1024  # row blocks of all tail heads: every tail CTA reads the lists of them all
 WIDTH = 8  # integers of a record
 TAIL_TILES = 2  # work tiles per multiprocessor in the tail, which is sorted across heads
 
@@ -190,11 +191,11 @@ def _table_by_xla(lists: Lists, B: int, N: int, run: int, end: np.ndarray) -> Ar
 class HeadTables:
     """Transposed lists and their work table, by one CTA for each head.
 
-    It needs lists of every head's own, at most 128 columns (kv blocks), and an order that sorts
-    each head by itself or not at all (see `fits`).
+    Requires separate lists for every head, at most 128 columns (kv blocks), and an order that sorts
+    work tiles within each head or not at all (see `fits`).
 
-    If heads are sorted, the last ones (the tail) are sorted together: the work ends with the
-    shortest work tiles of several heads, and all multiprocessors finish at about the same time.
+    If they are sorted, those of the last heads (the tail) are sorted together: the work ends with
+    the shortest work tiles of several heads, and all multiprocessors finish at about the same time.
     There is no tail where dq is cast inside the kernel (`counts`): the row blocks of all tail heads
     would be complete only at the very end.
     """

@@ -1,16 +1,20 @@
 """Plain JAX that visits live blocks only: any device, forward and backward, memory linear in T.
 
-A row block costs what it visits. The row blocks of all heads are sorted by their number of visits
-and processed in chunks; a chunk loops to its longest list, which is nearly its shortest:
+The cost of a row block is proportional to the number of kv blocks that it visits. The row blocks of
+all heads are sorted by that number and processed in chunks. A chunk runs as many steps as its
+longest list needs; because of the sort, its lists have nearly the same length:
 
-    row blocks (b, i, n), most visits first    one chunk: first the last W blocks, with the rule;
+    row blocks (b, i, n), most visits first    one step of a chunk
     ┌─────────┐ chunk 0   9 9 9 8              q [R, block_q, H] ─┐
     ├─────────┤ chunk 1   8 8 7 7              k[next W blocks] ──┴─ s ─ m, l, acc ← online softmax
-    ├─────────┤ chunk 2   7 5 5 4              without masking while all are full; then the rest
+    ├─────────┤ chunk 2   7 5 5 4
     └─────────┘
 
+The first step visits the end of every list, with the rule. The following steps visit full blocks
+without masking, as long as all lists have them. The remaining steps use the rule again.
+
     chunks.py          row blocks that are processed together, and what a step reads for them
-    bias.py            a bias, read and its gradient summed by blocks
+    bias.py            reads a bias by blocks, and sums its gradient by blocks
     products.py        products and logits of blocks
     output.py          the forward
     gradients.py       the backward: chunks of kv blocks by the transposed lists
@@ -38,16 +42,15 @@ from xsake.block_mask import BlockMask
 
 
 def why_not(call: Call) -> str | None:
-    """Plain JAX runs everywhere; only bit-equal gradients are sometimes more than a GPU gives."""
+    """None, except for deterministic gradients of a broadcast bias on a GPU."""
     bias, sizes = call.bias, call.sizes
     if not call.options.deterministic or _jax.platform() != "gpu" or bias is None:
         return None
     if has_own_bias(bias, sizes):
         return None
     return (
-        f"adds the gradient of a bias {list(bias.shape)} by atomics on GPUs, which is not "
-        "deterministic; options ask for deterministic, which needs a bias of all axes "
-        f"{[sizes.B, sizes.N, sizes.T, sizes.S]}"
+        f"cannot compute the gradient of a bias {list(bias.shape)} deterministically on a GPU; "
+        f"broadcast the bias to {[sizes.B, sizes.N, sizes.T, sizes.S]}"
     )
 
 
@@ -70,7 +73,7 @@ def _attention(
 def _attention_fwd(settings: Settings, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
     run = first_order_only("xla", functools.partial(_output, settings))
     out, logsumexp = run(q, k, v, bias, mask)
-    # The output is saved unrounded: delta is a difference of nearly equal numbers.
+    # The output is saved unrounded: dp - delta is a difference of nearly equal numbers.
     return (out.astype(q.dtype), logsumexp), (q, k, v, bias, mask, out, logsumexp)
 
 

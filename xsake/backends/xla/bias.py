@@ -1,4 +1,4 @@
-"""A bias [B|1, N|1, T|1, S|1], read by blocks in the forward and its gradient summed by blocks."""
+"""Reads a bias [B|1, N|1, T|1, S|1] by blocks, and sums its gradient by blocks."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ them visits the next W blocks of its list, all in one batched product:
     row 1   q [bq, H]  ×  list 1 [t·W : (t+1)·W]   k [W·bk, H]   ─┼─ s [R, bq, W·bk]
     …                                                             ┘
 
-CPUs take few row blocks and one kv block, so that a step stays in cache. GPUs take many of both,
-because launching a step is what costs there.
+On a CPU a step has few row blocks and one kv block, so that it stays in cache. On a GPU it has many
+of both, because launch overhead dominates there.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from xsake.masks.rule import Leaf, Tokens
 
 
 def device_steps(platform: str, deterministic: bool, block: tuple[int, int]) -> XlaSteps:
-    """What suits a device: a CPU's step stays in its cache; a GPU's is worth a dozen launches.
+    """Default sizes of a step: a CPU's fits in cache; a GPU's amortizes about a dozen launches.
 
     The float32 logits of a GPU's step, rows x keys, are about the size of its L2 cache. On a CPU
     only products use several threads: with independent chunks in one loop body, one chunk reads or
-    takes exponentials while another multiplies. Before JAX 0.11 a chunk's products use one thread
-    too, and single visits side by side use them all, where a block is worth its own product.
+    takes exponentials while another multiplies. Before JAX 0.11 batched products use one thread;
+    separate products of independent block pairs use all threads, if the blocks are large enough.
     """
     if platform == "cpu":
-        # nine chains gain less than twelve, sixteen no more
+        # measured: 9 chains are slower than 12, and 16 are no faster
         in_chains = _jax.version() < (0, 11) and min(block) >= 128
         return XlaSteps(512, 1, side_by_side=4, chains=12 if in_chains else 0)
     return XlaSteps(16384, 1024, dq_by_rows=deterministic)
@@ -61,7 +61,7 @@ def take(x: Array, b: Array, tokens: Array, n: Array, past: float | None = None)
 
 
 def zeros(sizes: Sizes, length: int, block: int, size: int, dtype: Any) -> Array:
-    """[B, length in whole blocks, N, size]: what blocks are written or added to."""
+    """Zeros that blocks are written or added to: [B, length rounded up to blocks, N, size]."""
     return jnp.zeros((sizes.B, length + -length % block, sizes.N, size), dtype)
 
 
@@ -161,7 +161,7 @@ class Chunk:
 
     @classmethod
     def of(cls, mask: BlockMask, sizes: Sizes, row: Array) -> Chunk:
-        """The row blocks of these numbers; -1 stands for none, which visits nothing."""
+        """The row blocks with these flat indices; -1 is padding with an empty list."""
         blocks, entries = mask.kv_count.shape[2], mask.kv_index.shape[2]
         real, row = row >= 0, jnp.maximum(row, 0)
         b, i, n = _coordinates(row, blocks, sizes)
@@ -186,9 +186,9 @@ class Chunk:
     ) -> Any:
         """Runs state = step(visit, state) to the end of the longest list, `width` blocks at once.
 
-        The first step visits the last blocks of every list, which need the rule. So a list of one
-        block has no loop, and the state can begin as the first step's result. After it, while all
-        blocks are full in every list, a visit has neither `live` nor `needs_rule`.
+        The first step visits the last blocks of every list, which need the rule. It runs before the
+        loops: lists of up to `width` blocks need no loop, and the state needs no initial value.
+        While all blocks are full in every list, a visit has neither `live` nor `needs_rule`.
         """
         ranks = jnp.arange(width, dtype=jnp.int32)[None]
         left = self.count - width  # blocks of each list that the first step leaves
@@ -218,14 +218,14 @@ def _coordinates(row: Array, blocks: int, sizes: Sizes) -> tuple[Array, Array, A
     return row // (blocks * sizes.N), row // sizes.N % blocks, row % sizes.N
 
 
-MANY = 8  # chunks in each list of chunks; with fewer, another list is not worth compiling
+MANY = 8  # the fewest chunks per independent sequence of chunks; fewer are not worth compiling
 
 
 def work_order(mask: BlockMask, sizes: Sizes, rows: int, side_by_side: int = 1) -> list[Chunk]:
     """All row blocks, most visits first, in chunks of about `rows` tokens, [steps, R] each.
 
-    One list of chunks, or up to `side_by_side` lists where there are many chunks. Row blocks with
-    equally many visits stay in the order of memory: heads of the same tokens are neighbours.
+    Returns one sequence of chunks, or up to `side_by_side` if there are many chunks. Row blocks
+    with equally many visits stay in the order of memory: heads of the same tokens are neighbours.
     """
     blocks = mask.kv_count.shape[2]
     total, most = sizes.B * blocks * sizes.N, max(1, rows // mask.block[0])

@@ -31,9 +31,9 @@ _HIGHEST, *_LOWER = _coefficients(4)
 
 
 def exp(x: Array) -> Array:
-    """The exponential of x up to about 0, such as s - max(s); 0 where it is below 2^-126.5.
+    """Computes e^x for x not much above 0, such as s - max(s); 0 where e^x is below 2^-126.5.
 
-    In float32 on a CPU, the absolute error for x ≤ 0 is that of rounding x.
+    In float32 on a CPU, the absolute error for x ≤ 0 is about the one that rounding x causes.
     """
     if _jax.platform() != "cpu" or x.dtype != jnp.float32:
         return jnp.exp(x)

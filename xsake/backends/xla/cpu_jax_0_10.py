@@ -1,6 +1,6 @@
 """The forward on CPUs with JAX before 0.11: chains of single visits instead of chunks.
 
-XLA there runs a batch of small products on one core. It runs independent operations of a loop body
+XLA then runs a batch of small products on one core. It runs independent operations of a loop body
 on several cores when more than eight of them are ready and no two share memory. So the visits of
 all row blocks lie in one list, row block after row block, cut into runs of equal length, one for
 each chain:
@@ -32,9 +32,9 @@ from xsake.backends.xla.products import logits, operand, scaled
 from xsake.block_mask import BlockMask
 from xsake.block_mask.lists import entries_of
 
-# Row blocks per chain at least. A guess: with fewer, chains gain less than they cost to compile.
+# The fewest row blocks per chain. A guess: with fewer, compiling costs more than chains gain.
 MIN_ROW_BLOCKS = 16
-# Visits at most, about 40 bytes each: chains list them for every head, which chunks need not.
+# The most visits. Chains, unlike chunks, need a list of the visits of every head: 40 bytes each.
 MAX_VISITS = 1 << 22
 
 
@@ -95,7 +95,7 @@ def visit_chains(inputs: Inputs) -> tuple[Array, Array]:
 class Step(NamedTuple):
     """One step: a visit for each of C chains."""
 
-    row: Array  # int32 [C], number among all heads' row blocks; one past the last: no visit
+    row: Array  # int32 [C], flat row-block index over all heads; one past the last: no visit
     b: Array
     n: Array
     i: Array  # row block
@@ -103,7 +103,7 @@ class Step(NamedTuple):
     needs_rule: bool
 
     def of_chain(self, c: int) -> Visit:
-        """Chain c's visit, as a chunk of one row block; live even where there is no visit."""
+        """Chain c's visit, as a chunk of one row block; marked live even if it is padding."""
         b, n, i, j = (x[c : c + 1] for x in (self.b, self.n, self.i, self.j))
         yes = jnp.ones((1, 1), bool) if self.needs_rule else None
         return Visit(b, n, i[:, None], j[:, None], yes, yes)
@@ -112,7 +112,8 @@ class Step(NamedTuple):
 class Visits(NamedTuple):
     """All visits of one kind, row block after row block."""
 
-    row: Array  # int32 [capacity], number among all heads' row blocks; past the last visit: none
+    # int32 [capacity], flat row-block index over all heads; past `total`, one past the last index
+    row: Array
     column: Array
     total: Array
     longest: Array  # visits of one row block, at most
@@ -150,7 +151,7 @@ def _loop(
 ) -> tuple[Any, Any]:
     """Runs (state, made) = step(at, state) until every visit is made.
 
-    What the last steps made is returned too: unless it is read, XLA removes it from the loop.
+    The last step's `made` is returned too: if it were unused, XLA would remove it from the loop.
     """
     none, blocks = row_blocks(mask, sizes), mask.kv_count.shape[2]
     all_made = []
@@ -186,5 +187,5 @@ def _block(x: Array, b: Array, i: Array, n: Array, block: int) -> Array:
 
 
 def _keep_alive(x: Array, made: Any) -> Array:
-    """x, which is never negative. XLA cannot know that, so it must keep what was made."""
+    """Returns x ≥ 0. Reads `made` where x < 0, which never is, so that XLA does not remove it."""
     return jnp.where(x < 0, sum(y.reshape(-1)[0] for y in jax.tree.leaves(made)), x)

@@ -1,10 +1,10 @@
 """The backward: chunks of kv blocks visit the row blocks that see them, by the transposed lists.
 
     p = exp(s - level), recomputed      dv += pᵀ d_out
-    ds = p · (d_out vᵀ - delta)         dk += dsᵀ q       dq += ds k, added where it belongs
+    ds = p · (d_out vᵀ - delta)         dk += dsᵀ q       dq += ds k, scatter-added
 
-Where adding in place is not repeatable (GPUs, asked to be deterministic), dq has a pass of its own
-over row blocks: two products more.
+On GPUs the order of a scatter-add varies. With `deterministic`, dq is therefore computed there in a
+separate pass over row blocks, with two more products.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ class Given:
     def p_and_ds(
         self, visit: Visit, queries: QuerySide, keys: KeySide, scale: float
     ) -> tuple[Array, Array, Array]:
-        """(p, ds, ds before the soft cap) of a visit, [R, Q, S'], 0 where nothing is seen."""
+        """(p, ds, d_capped) of a visit, [R, Q, S'] each, 0 where nothing is seen.
+
+        ds and d_capped are the gradients of the logits before and after the soft cap.
+        """
         capped = logits(self.settings, queries.q, keys.k, scale, self.dtype)
         s = capped if self.biases is None else capped + self.biases.at(visit).astype(self.dtype)
         p = exp(s - queries.level)

@@ -36,7 +36,7 @@ class Online(NamedTuple):
 
     def result(self) -> tuple[Array, Array]:
         """Output and logsumexp; 0 and -inf where nothing was seen."""
-        seen = self.l != 0  # elsewhere acc may hold anything: it read blocks outside its list
+        seen = self.l != 0  # elsewhere acc may be anything: an empty list still reads some block
         l = jnp.where(seen, self.l, 1)
         out = jnp.where(seen[..., None], self.acc / l[..., None], 0)
         return out, jnp.where(seen, self.m + jnp.log(l), -jnp.inf)

@@ -1,4 +1,4 @@
-"""Products and logits of blocks, in the precision that each device is fast and right in."""
+"""Products and logits of blocks, in a precision that is fast and accurate on each device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sum_last(x: Array) -> Array:
 
 
 def scaled(x: Array, scale: float, dtype: Any) -> tuple[Array, float]:
-    """(x, scale), or (scale · x, 1) where x is kept in `dtype` and nothing is lost by it."""
+    """(scale · x, 1) if x has the accumulator's `dtype`, so that no bits are lost; else both."""
     return (x * scale, 1.0) if x.dtype == dtype else (x, scale)
 
 

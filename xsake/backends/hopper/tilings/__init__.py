@@ -1,8 +1,8 @@
-"""Which tiling the Hopper kernels take: records of a JSON file for each card, which were measured.
+"""Measured tilings of the Hopper kernels: a JSON file per card, a record for each class of calls.
 
 `xsake bench --autotune` times every candidate on a few calls of each class and writes the file: for
 each class the fields that differ from the defaults, the speeds they were chosen for, and the
-machine, versions and commit. A card without a file of its own takes the H200's.
+machine, versions and commit. A card without a file of its own uses the H200's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from xsake.block_mask import BlockMask
 
 FOLDER = Path(__file__).parent
 H200 = FOLDER / "h200.json"
-LONG = 8192  # queries from which a call is long
-SPARSE = 0.15  # of all blocks: lists with a smaller capacity are sparse
+LONG = 8192  # a call with at least this many queries is in class "long"
+SPARSE = 0.15  # lists whose capacity is below this fraction of all blocks are "sparse"
 
 
 def call_class(sizes: Sizes, mask: BlockMask) -> str:
     """What is known of a call when it is compiled: "128 short sparse".
 
-    The kernel's head size; the length; and the lists: "one" for all heads, or lists for each head
-    whose capacity is below 15% of all blocks ("sparse") or above ("mixed").
+    The kernel's head size; the length; and the lists. "one": all heads of all batch rows share a
+    list. Otherwise "sparse" if the capacity of a list is below 15% of all blocks, else "mixed".
     """
     size = limits.padded_head_size(max(sizes.H, sizes.Hv))
     length = "short" if sizes.T < LONG else "long"
@@ -48,7 +48,7 @@ def measured_forward(sizes: Sizes, mask: BlockMask) -> ForwardTiling:
 
 
 def measured_backward(sizes: Sizes, mask: BlockMask) -> BackwardTiling:
-    """The same of the backward."""
+    """Likewise for the backward."""
     return BackwardTiling(**_fields("backward", sizes, mask))
 
 
