@@ -199,7 +199,7 @@ def test_a_plan_runs_one_kernel_for_the_batch_and_agrees_with_plain_jax(
 ):
     q, k = random_array(2, 190, 4, 64), random_array(2, 190, 2, 64, seed=1)
     plan = plan_for(4, 3)
-    got = np.asarray(plan.scored(0, q, k))
+    got = np.asarray(plan._scores(0, q, k, None))
     assert interpreted_kernel[-1] == ((2, 3, 4, 64), (2, 190, 2, 64), True)
     monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
     want = jax.vmap(lambda q, k: block_scores.mean_query(q, k, 64))(
