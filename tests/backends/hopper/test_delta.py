@@ -123,7 +123,10 @@ def test_every_head_size_lowers_for_cuda(size, zeros):
 
 @pytest.mark.parametrize(
     ("length", "rows", "reason"),
-    [(100, 128, "100 tokens are not a multiple of 8"), (136, 128, "rows must be a multiple of 64 and at least T = 136, got 128")],
+    [
+        (100, 128, "100 tokens are not a multiple of 8"),
+        (136, 128, "rows must be a multiple of 64 and at least T = 136, got 128"),
+    ],
 )
 @needs_newer_jax
 def test_unsupported_lengths_are_refused(length, rows, reason):
