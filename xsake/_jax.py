@@ -24,9 +24,16 @@ def compute_capability() -> tuple[int, ...]:
     return tuple(int(part) for part in str(said).split(".") if part.isdigit())
 
 
+H200_MULTIPROCESSORS = 132
+
+
 def multiprocessors() -> int:
-    """Of the first GPU; an H200's where there is none, for lowering and the interpreter."""
-    return getattr(jax.devices()[0], "core_count", None) or 132 if platform() == "gpu" else 132
+    """The number of multiprocessors of the first GPU.
+
+    It is the H200's where JAX does not report one: without a GPU, when kernels are only lowered or
+    interpreted.
+    """
+    return getattr(jax.devices()[0], "core_count", None) or H200_MULTIPROCESSORS
 
 
 def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
