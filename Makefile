@@ -36,9 +36,11 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## install into .venv/VERSION what constraints.txt pins; EXTRAS=cuda adds extras
 
+# --no-compile: Python compiles what is imported when it is imported; pip would compile everything,
+# which takes as long as all the rest of the set-up.
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	@echo "Installing into $(VENV): xsake[cli,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
 	    --constraint constraints.txt --editable '.[cli,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
 	@touch $@
 

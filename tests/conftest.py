@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import zlib
@@ -40,7 +41,10 @@ def pytest_configure(config):
     """Sets XLA's flags before a backend reads them; processes that tests start inherit them.
 
     On a GPU the optimiser stays on, because the tests there check the kernels that users run.
+    Tracing allocates much and frees it by counting references; Python's default threshold would
+    look for cycles every 700 objects.
     """
+    gc.set_threshold(50_000, 20, 20)
     if not config.getoption("--optimizer") and not Path("/dev/nvidiactl").exists():
         given = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = " ".join([given, *WITHOUT_OPTIMIZER]).strip()

@@ -80,9 +80,9 @@ def shifted_by_table(b, n, q, k, table):
     return k <= q + table[b, n]
 
 
-def zoo(B, N, T, S) -> dict[str, tuple]:
+def zoo(B, N, T, S, seed=0) -> dict[str, tuple]:
     """One spec for each kind of rule, with arrays for these sizes."""
-    rng = np.random.default_rng([B, N, T, S])
+    rng = np.random.default_rng([B, N, T, S] if seed == 0 else [B, N, T, S, seed])
     q_ids = rng.integers(-1, 3, (B, T)).astype(np.int32)
     kv_ids = rng.integers(-1, 3, (B, S)).astype(np.int32)
     sorted_ids = np.sort(rng.integers(0, 3, (1, T)), -1).astype(np.int32)

@@ -47,6 +47,10 @@ def run(backend, q, k, v, d_out, d_lse, **call):
     return (out, lse, *pull_back((d_out, d_lse)))
 
 
+def fast(fn):
+    return jax.jit(fn, compiler_options=FAST_COMPILATION)
+
+
 def assert_same_bits(one, two):
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), one, two, strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), name
@@ -153,7 +157,7 @@ def test_no_gradient_reaches_the_future(backend):
 
 
 @every_backend
-@pytest.mark.parametrize("sinks", [None, "one", "three"])
+@pytest.mark.parametrize("sinks", [None, pytest.param("one", marks=pytest.mark.slow), "three"])
 def test_a_query_without_keys_has_output_0_and_logsumexp_minus_infinity(backend, sinks):
     """Rows 16 to 31 visit no block at all, row 40 sees none of the keys of the blocks it visits."""
     q, k, v, d_out, d_lse = random_arrays(1, 48, 48, 2, 1, 8)
@@ -176,12 +180,13 @@ def test_a_query_without_keys_has_output_0_and_logsumexp_minus_infinity(backend,
     assert (lse == -np.inf).all()
     assert not any(x.any() for x in grads)
     if sinks is not None:
-        d_sinks = jax.grad(
-            lambda s: xsake.dot_product_attention(
+
+        def total(s):
+            return xsake.dot_product_attention(
                 q, k, v, mask=bare, sinks=s, implementation=backend
             ).sum()
-        )(call["sinks"])
-        assert not d_sinks.any()
+
+        assert not fast(jax.grad(total))(call["sinks"]).any()
 
 
 # ---------------------------------------------------------------- lengths, documents, heads
@@ -237,10 +242,6 @@ def test_per_head_masks_equal_single_head_calls(backend):
 
 
 # ---------------------------------------------------------------- JAX transformations
-
-
-def fast(fn):
-    return jax.jit(fn, compiler_options=FAST_COMPILATION)
 
 
 def masked_attention(backend, block=16, rule=None):
@@ -305,9 +306,9 @@ def test_vmap(backend):
 
 @every_backend
 def test_scan_and_checkpoint(backend):
-    """Four layers with a mask each: scanned, rematerialised and unrolled, with gradients."""
+    """Two layers with a mask each: scanned, rematerialised and unrolled, with gradients."""
     q, k, v, *_ = random_arrays(1, 40, 40, 2, 2, 8)
-    bits = random_bits(4, 2, 3, 3).at[:, :, :, 0].set(True)
+    bits = random_bits(2, 2, 3, 3).at[:, :, :, 0].set(True)
     attend = masked_attention(backend)
 
     def layer(x, bits):

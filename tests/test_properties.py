@@ -1,7 +1,8 @@
 """Random calls against the oracle: forward, logsumexp and every gradient, on every CPU backend.
 
-14 signatures x 10 contents (30 with --slow) + 8 random signatures, each on both backends. Each
-signature compiles once, whatever its contents: hence few signatures and many contents.
+14 signatures x 10 contents, each on both backends. Each signature compiles once, whatever its
+contents: hence few signatures and many contents. With --slow 30 contents, and 8 random signatures;
+`make fuzz` draws more of those.
 """
 
 from __future__ import annotations
@@ -173,6 +174,7 @@ def test_results_match_the_oracle_for_any_array_values(name, request):
     every_number_is_near()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_results_match_the_oracle_for_random_signatures(seed):
     rng = np.random.default_rng(seed)

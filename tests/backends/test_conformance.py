@@ -30,11 +30,13 @@ GRADIENT_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 DIFFERENTIABLE = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "sinks": "dsinks"}
 
-# Every backend with its defaults, and `xla` with GPU-sized steps: many query rows and several kv
-# blocks per step (so that lists end inside a step), and dq in a pass of its own.
-LARGE_STEPS = "xla, large steps"
+# Every backend with its defaults, and `xla` in two more ways. Large steps are those of a GPU: many
+# query rows and several kv blocks per step (so that lists end inside a step), and dq in a pass of
+# its own. Three loops are those of large calls; the calls here are small and have one.
+LARGE_STEPS, THREE_LOOPS = "xla, large steps", "xla, three loops"
 WAYS = {name: (name, None) for name in BACKENDS}
 WAYS[LARGE_STEPS] = "xla", Options(xla=XlaSteps(rows=2048, keys=256, dq_by_rows=True))
+WAYS[THREE_LOOPS] = "xla", Options(xla=XlaSteps(rows=512, keys=1, side_by_side=4))
 
 # The step size changes how tokens, row blocks and bias are batched. It does not change how rules,
 # sinks and dtypes are handled, so large steps run only the cases that affect batching: lengths,
@@ -76,8 +78,27 @@ LARGE_STEPS_ON_A_CPU = {
     "bias per query",
     "bfloat16 head blocks",
 }
-# These run with XLA's optimiser in `make test` too: one case for each kind of loop and of input.
-OPTIMIZED = {
+# The formulas of `reference` know nothing of blocks: what differs is the dtype, the sizes, bias,
+# sinks, the soft cap and where the mask comes from.
+REFERENCE_ON_A_CPU = {
+    "one token",
+    "more keys than queries",
+    "grouped heads",
+    "values half as wide",
+    "kv-head blocks",
+    "bigbird",
+    "documents, T ≠ S",
+    "lengths",
+    "permuted positions",
+    "token mask",
+    "bias per query",
+    "soft cap and bias",
+    "several sinks, documents",
+    "float16",
+    "bfloat16 head blocks",
+}
+# Three loops are compiled with XLA's optimiser: one case for each kind of input.
+IN_THREE_LOOPS = {
     "causal",
     "more keys than queries",
     "head blocks",
@@ -87,21 +108,23 @@ OPTIMIZED = {
 }
 assert {case.name for case in CONFORMANCE} >= IN_LARGE_STEPS
 assert IN_LARGE_STEPS >= LARGE_STEPS_ON_A_CPU
-assert {case.name for case in CONFORMANCE} >= OPTIMIZED
+assert {case.name for case in CONFORMANCE} >= REFERENCE_ON_A_CPU | IN_THREE_LOOPS
 
 
 def marks_of(case: Case, way: str) -> list[pytest.MarkDecorator]:
-    if way == LARGE_STEPS:
-        here = case.name in LARGE_STEPS_ON_A_CPU or _jax.platform() == "gpu"
-        return [] if here else [pytest.mark.slow]
-    return [pytest.mark.optimized] if case.name in OPTIMIZED else []
+    if way == THREE_LOOPS:
+        return [pytest.mark.optimized]
+    here = {LARGE_STEPS: LARGE_STEPS_ON_A_CPU, "reference": REFERENCE_ON_A_CPU}.get(way)
+    if here is None or case.name in here or _jax.platform() == "gpu":
+        return []
+    return [pytest.mark.slow]
 
 
 PAIRS = [
     pytest.param(case, way, id=f"{case.name}-{way}", marks=marks_of(case, way))
     for case in CONFORMANCE
     for way in WAYS
-    if way != LARGE_STEPS or case.name in IN_LARGE_STEPS
+    if case.name in {LARGE_STEPS: IN_LARGE_STEPS, THREE_LOOPS: IN_THREE_LOOPS}.get(way, {case.name})
 ]
 
 
@@ -199,7 +222,9 @@ def run(case: Case, backend: str, options: Options | None = None):
         )
 
     # Only GPUs use large steps, so there is no need to compile them with a CPU's optimiser.
-    @functools.partial(jax.jit, compiler_options=None if options is None else FAST_COMPILATION)
+    large = options is WAYS[LARGE_STEPS][1]
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILATION if large else None)
     def both(arrays, d_out, d_lse):
         results, pull_back = jax.vjp(attend, *arrays)
         return results, pull_back((d_out, d_lse))

@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from xsake.model import Config, Rope, Transformer, parameter_shapes
 
@@ -37,6 +38,13 @@ FAMILIES = {
     "mistral": dataclasses.replace(LLAMA, window=9, rope=Rope()),
     "mixed windows": dataclasses.replace(LLAMA, window=9, window_layers=(1,), rope=Rope()),
 }
+
+# The two that differ most from each other, and from the rest, in what their layers do; the rest of
+# the families run in `make test-slow` where a claim does not depend on the family.
+SOME_FAMILIES = [
+    name if name in {"gpt2", "mixed windows"} else pytest.param(name, marks=pytest.mark.slow)
+    for name in FAMILIES
+]
 
 
 def weights(config, seed=0):

@@ -19,7 +19,7 @@ from xsake.backends import Call, Sizes
 from xsake.backends.options import XlaSteps
 from xsake.backends.xla import cpu_jax_0_10 as xla_chains
 from xsake.backends.xla import output
-from xsake.backends.xla.chunks import device_steps, width, work_order
+from xsake.backends.xla.chunks import FEW_PAIRS, blocks_per_step, device_steps, work_order
 from xsake.bench.cases import Case
 
 # Several chunks, and lists that end inside a step; dq by scatter-add or in its own pass.
@@ -51,14 +51,19 @@ def few_rows_make_a_chain(monkeypatch):
     monkeypatch.setattr(xla_chains, "MIN_ROW_BLOCKS", 1)
 
 
-@pytest.mark.parametrize("way", ["dq added", "chains"])
+OWN = Case("own bias", bias=(0, 0, 0, 0), **EVERYTHING_AT_ONCE)
+SHARED = Case("shared bias", bias=(1, 0, 0, 1), dtype="bfloat16", **EVERYTHING_AT_ONCE)
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "way"),
     [
-        Case("own bias", bias=(0, 0, 0, 0), **EVERYTHING_AT_ONCE),
-        Case("shared bias", bias=(1, 0, 0, 1), dtype="bfloat16", **EVERYTHING_AT_ONCE),
+        (OWN, "chains"),
+        (SHARED, "dq added"),
+        pytest.param(OWN, "dq added", marks=pytest.mark.slow),
+        pytest.param(SHARED, "chains", marks=pytest.mark.slow),
     ],
-    ids=lambda case: case.name,
+    ids=lambda x: getattr(x, "name", x),
 )
 def test_everything_at_once_agrees_with_the_oracle(case, way):
     """Odd lengths, uneven heads, grouped heads, bias, sinks and a soft cap, with all gradients.
@@ -208,15 +213,18 @@ def test_steps_of_a_device():
     """CPUs add in order anyway; deterministic gradients have a cost on GPUs only."""
     mask = BlockMask.from_rule(masks.everything(), (256, 1280), block=128)
 
-    def steps(platform, deterministic):
-        return device_steps(platform, deterministic, mask.block)
+    def steps(platform, deterministic, pairs=FEW_PAIRS + 1):
+        return device_steps(platform, deterministic, mask.block, pairs)
 
     assert not steps("cpu", deterministic=True).dq_by_rows
     assert steps("gpu", deterministic=True).dq_by_rows
     assert not steps("gpu", deterministic=False).dq_by_rows
-    assert width(steps("cpu", deterministic=False), mask) == 1
-    assert width(steps("gpu", deterministic=False), mask) == 8
-    assert width(steps("gpu", deterministic=False), mask.transpose()) == 2
+    assert blocks_per_step(steps("cpu", deterministic=False), mask) == 1
+    assert blocks_per_step(steps("gpu", deterministic=False), mask) == 8
+    assert blocks_per_step(steps("gpu", deterministic=False), mask.transpose()) == 2
+    for platform in ("cpu", "gpu"):
+        assert not steps(platform, deterministic=False).one_loop
+        assert steps(platform, deterministic=False, pairs=FEW_PAIRS).one_loop
 
 
 @pytest.mark.parametrize(
@@ -230,7 +238,7 @@ def test_steps_of_a_device():
 )
 def test_jax_before_0_11_uses_chains_on_a_cpu(monkeypatch, platform, version, block, in_chains):
     monkeypatch.setattr(_jax, "version", lambda: version)
-    assert (device_steps(platform, False, block).chains > 8) == in_chains
+    assert (device_steps(platform, False, block, FEW_PAIRS + 1).chains > 8) == in_chains
 
 
 @pytest.fixture
@@ -240,8 +248,15 @@ def chains_only(monkeypatch):
 
 
 @pytest.mark.usefixtures("chains_only")
-@pytest.mark.parametrize("rule", [None, masks.sliding_window(40, 20)], ids=str)
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("heads", "rule"),
+    [
+        (1, None),
+        (4, masks.sliding_window(40, 20)),
+        pytest.param(2, masks.sliding_window(40, 20), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_chains_make_every_visit_once(heads, rule):
     """Heads that differ, empty rows and columns."""
     arrays = random_arrays(2, 90, 77, 4, 2, 8)
@@ -254,12 +269,12 @@ def test_chains_make_every_visit_once(heads, rule):
 
 
 @pytest.mark.usefixtures("chains_only")
-@pytest.mark.parametrize("rule", [None, masks.sliding_window(40, 20)], ids=str)
-def test_one_long_row_is_never_in_two_chains(rule):
+def test_one_long_row_is_never_in_two_chains():
     """The row block has more visits than total ÷ chains."""
     arrays = random_arrays(2, 90, 80, 4, 2, 8)
     bits = np.zeros((2, 4, 6, 5), bool)
     bits[1, 3, 2] = bits[0, 0, 0, 0] = True
+    rule = masks.sliding_window(40, 20)  # so that both kinds of visits exist
     mask = BlockMask.from_dense(jnp.asarray(bits), rule, shape=(90, 80), block=16)
     got = run("xla", *arrays, mask=mask, options=CHAINS)
     assert_near(got, run("reference", *arrays, mask=mask))

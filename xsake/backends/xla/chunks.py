@@ -27,23 +27,32 @@ from xsake.backends.options import XlaSteps
 from xsake.block_mask import BlockMask
 from xsake.masks.rule import Leaf, Tokens
 
+# Calls whose lists hold at most so many token pairs use one loop. The loop for full blocks would
+# save them a fraction of a millisecond a call; compiling it takes half a second.
+FEW_PAIRS = 1 << 20
 
-def device_steps(platform: str, deterministic: bool, block: tuple[int, int]) -> XlaSteps:
+
+def device_steps(
+    platform: str, deterministic: bool, block: tuple[int, int], pairs: int
+) -> XlaSteps:
     """Default sizes of a step: a CPU's fits in cache; a GPU's amortizes about a dozen launches.
+
+    `pairs` is the number of token pairs in the blocks that the lists of all heads can hold.
 
     The float32 logits of a GPU's step, rows x keys, are about the size of its L2 cache. On a CPU
     only products use several threads: with independent chunks in one loop body, one chunk reads or
     takes exponentials while another multiplies. Before JAX 0.11 batched products use one thread;
     separate products of independent block pairs use all threads, if the blocks are large enough.
     """
+    one_loop = pairs <= FEW_PAIRS
     if platform == "cpu":
         # measured: 9 chains are slower than 12, and 16 are no faster
         in_chains = _jax.version() < (0, 11) and min(block) >= 128
-        return XlaSteps(512, 1, side_by_side=4, chains=12 if in_chains else 0)
-    return XlaSteps(16384, 1024, dq_by_rows=deterministic)
+        return XlaSteps(512, 1, side_by_side=4, chains=12 if in_chains else 0, one_loop=one_loop)
+    return XlaSteps(16384, 1024, dq_by_rows=deterministic, one_loop=one_loop)
 
 
-def width(steps: XlaSteps, mask: BlockMask) -> int:
+def blocks_per_step(steps: XlaSteps, mask: BlockMask) -> int:
     """Blocks that a row visits in one step."""
     return min(max(1, steps.keys // mask.block[1]), mask.grid.counts[1])
 
@@ -182,14 +191,21 @@ class Chunk:
         return mask.kv_index.reshape(-1)[self.first[:, None] + rank]
 
     def loop(
-        self, mask: BlockMask, width: int, by_columns: bool, step: Callable[..., Any], state: Any
+        self,
+        mask: BlockMask,
+        steps: XlaSteps,
+        by_columns: bool,
+        step: Callable[..., Any],
+        state: Any,
     ) -> Any:
         """Runs state = step(visit, state) to the end of the longest list, `width` blocks at once.
 
         The first step visits the last blocks of every list, which need the rule. It runs before the
-        loops: lists of up to `width` blocks need no loop, and the state needs no initial value.
-        While all blocks are full in every list, a visit has neither `live` nor `needs_rule`.
+        loops: lists of up to `width` blocks need no loop. While all blocks are full in every list,
+        a visit has neither `live` nor `needs_rule`. With `one_loop` there is only one loop, for all
+        visits.
         """
+        width = blocks_per_step(steps, mask)
         ranks = jnp.arange(width, dtype=jnp.int32)[None]
         left = self.count - width  # blocks of each list that the first step leaves
 
@@ -206,6 +222,12 @@ class Chunk:
             rank = t * width + ranks
             return step(visit(rank, rank < left[:, None]), state)
 
+        def any_block(t: Array, state: Any) -> Any:
+            rank = t * width + ranks
+            return step(visit(rank, rank < self.count[:, None]), state)
+
+        if steps.one_loop:
+            return lax.fori_loop(0, -(-self.count.max() // width), any_block, state)
         last = left[:, None] + ranks
         state = step(visit(last, last >= 0), state)
         whole = jnp.maximum(jnp.minimum(self.full, left).min(), 0) // width
@@ -237,7 +259,8 @@ def work_order(mask: BlockMask, sizes: Sizes, rows: int, side_by_side: int = 1) 
     b, i, n = _coordinates(row, blocks, sizes)
     at = list_index(mask, sizes, b, n) * blocks + i
     count, full = mask.kv_count.reshape(-1)[at], mask.full_count.reshape(-1)[at]
-    order = jnp.lexsort((full, count))[::-1].astype(jnp.int32)
+    # the order within a chunk does not matter, and sorting takes long to compile
+    order = row if chunks == 1 else jnp.lexsort((full, count))[::-1].astype(jnp.int32)
     padded = jnp.pad(order, (0, chunks * per_chunk - total), constant_values=-1)
     by_list = padded.reshape(-1, lists, per_chunk)
     return [Chunk.of(mask, sizes, by_list[:, i]) for i in range(lists)]

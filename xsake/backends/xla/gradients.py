@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from xsake.backends import Sizes, accumulator
 from xsake.backends.xla.bias import BiasBlocks
-from xsake.backends.xla.chunks import Chunk, Visit, add, put, take, width, work_order, zeros
+from xsake.backends.xla.chunks import Chunk, Visit, add, put, take, work_order, zeros
 from xsake.backends.xla.cpu_exp import exp
 from xsake.backends.xla.products import Settings, logits, operand, product, scaled, sum_last
 from xsake.block_mask import BlockMask
@@ -119,13 +119,18 @@ class Sums(NamedTuple):
 
     dq: Array | None  # None: it has a pass of its own
     dbias: Array | None
-    dk: Array | None  # of one chunk; None before its first step
+    dk: Array | None  # of one chunk; None before a first step outside the loop
     dv: Array | None
 
 
 def _plus(total: Array | None, more: Array) -> Array:
-    """total + more; the first step has no total yet."""
+    """total + more; a first step outside the loop has no total yet."""
     return more if total is None else total + more
+
+
+def _no_sum(settings: Settings, shape: tuple[int, ...], dtype: Any) -> Array | None:
+    """A sum before the first visit."""
+    return jnp.zeros(shape, dtype) if settings.steps.one_loop else None
 
 
 def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | None]:
@@ -145,8 +150,8 @@ def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | No
         def step(visit: Visit, sums: Sums) -> Sums:
             return _add_visit(given, visit, keys, scale, sums)
 
-        steps = width(settings.steps, columns)
-        sums = chunk.loop(columns, steps, True, step, Sums(dq, dbias, None, None))
+        dk, dv = (_no_sum(settings, (len(chunk.b), bk, size), dtype) for size in (H, Hv))
+        sums = chunk.loop(columns, settings.steps, True, step, Sums(dq, dbias, dk, dv))
         some = (chunk.count > 0)[:, None, None]
         dk_done = put(dk_done, chunk, jnp.where(some, sums.dk * settings.scale, 0))
         return (
@@ -201,7 +206,8 @@ def _dq_by_rows(given: Given) -> Array:
             _, ds, _ = given.p_and_ds(visit, queries, keys, scale)
             return _plus(dq, product("rqk,rkh->rqh", ds.astype(q_rows.dtype), keys.k, dtype))
 
-        dq = chunk.loop(mask, width(settings.steps, mask), False, step, None)
+        before = _no_sum(settings, (len(chunk.b), bq, sizes.H), dtype)
+        dq = chunk.loop(mask, settings.steps, False, step, before)
         some = (chunk.count > 0)[:, None, None]
         return put(done, chunk, jnp.where(some, dq * settings.scale, 0)), None
 

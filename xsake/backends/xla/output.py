@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from xsake.backends import Sizes, accumulator
 from xsake.backends.xla.bias import BiasBlocks
-from xsake.backends.xla.chunks import Chunk, Visit, put, take, width, work_order, zeros
+from xsake.backends.xla.chunks import Chunk, Visit, put, take, work_order, zeros
 from xsake.backends.xla.cpu_exp import exp
 from xsake.backends.xla.products import Settings, logits, operand, product, scaled, sum_last
 from xsake.block_mask import BlockMask
@@ -33,6 +33,12 @@ class Online(NamedTuple):
     m: Array  # running maximum of the logits, [R, block_q]
     l: Array  # running sum of exp(s - m)
     acc: Array  # unnormalised output, [R, block_q, Hv]
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...], Hv: int, dtype: Any) -> Online:
+        """The state before the first visit, for queries of this shape."""
+        zero = jnp.zeros(shape, dtype)
+        return cls(jnp.full(shape, -jnp.inf, dtype), zero, jnp.zeros((*shape, Hv), dtype))
 
     def result(self) -> tuple[Array, Array]:
         """Output and logsumexp; 0 and -inf where nothing was seen."""
@@ -81,7 +87,8 @@ def visit_chunks(inputs: Inputs) -> tuple[Array, Array]:
             s = logits(settings, q_rows, k_rows, scale, dtype)
             return update(state, masked(s, visit, mask, biases), v_rows)[0]
 
-        out, lse = chunk.loop(mask, width(steps, mask), False, step, None).result()
+        before = Online.nothing((len(chunk.b), bq), Hv, dtype) if steps.one_loop else None
+        out, lse = chunk.loop(mask, steps, False, step, before).result()
         return out, lse[..., None]
 
     def put_rows(done: tuple[Array, ...], chunks: list[Chunk]) -> tuple[tuple[Array, ...], None]:
