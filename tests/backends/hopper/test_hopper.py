@@ -74,19 +74,24 @@ def test_every_rule_lowers_for_cuda(names):
     assert kernels_lowered(mask_of(rule), 128) == FORWARD + FUSED
 
 
+def slow(*values):
+    """Lowering a call and its gradients takes 3 to 9 s: one case of each kind in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("block", "sizes"),
     [
-        ((128, 128), (40, 40)),
+        slow((128, 128), (40, 40)),
         ((128, 128), (64, 128)),
-        ((128, 128), (128, 64)),
-        ((128, 128), (192, 256)),
-        ((64, 128), (64, 64)),
+        slow((128, 128), (128, 64)),
+        slow((128, 128), (192, 256)),
+        slow((64, 128), (64, 64)),
         ((64, 128), (128, 128)),
-        ((128, 64), (64, 128)),
+        slow((128, 64), (64, 128)),
         ((128, 64), (256, 256)),
-        ((64, 64), (128, 128)),
-        ((64, 64), (256, 64)),
+        slow((64, 64), (128, 128)),
+        slow((64, 64), (256, 64)),
     ],
     ids=str,
 )
@@ -98,7 +103,7 @@ def test_every_head_and_block_size_lowers_for_cuda(sizes, block):
     assert kernels == FORWARD + FUSED + again
 
 
-@pytest.mark.parametrize("block", [(128, 128), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("block", [(64, 128), slow((128, 128)), slow((128, 64))], ids=str)
 @needs_newer_jax
 def test_deterministic_gradients_come_from_two_kernels(block):
     """dk and dv from one, dq from the other: nothing is added in an order that may change."""
@@ -118,9 +123,9 @@ def test_lengths_that_are_multiples_of_8_have_a_kernel_for_delta():
     ("block", "size", "tiling"),
     [
         ((128, 128), 128, {}),
-        ((128, 128), 64, {"schedule": "fixed"}),
-        ((64, 128), 128, {"persistent": False}),
-        ((128, 64), 128, {}),
+        slow((128, 128), 64, {"schedule": "fixed"}),
+        slow((64, 128), 128, {"persistent": False}),
+        slow((128, 64), 128, {}),
         ((64, 64), 64, {}),
     ],
     ids=str,
@@ -170,8 +175,9 @@ def own_lists(heads, length, block=(128, 128), share=0.4):
     return BlockMask.from_dense(blocks, masks.causal(), shape=(length, length), block=block)
 
 
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("cast", ["pass", "kernel"])
+@pytest.mark.parametrize(
+    ("cast", "size"), [("pass", 128), slow("pass", 64), slow("kernel", 64), slow("kernel", 128)]
+)
 @needs_newer_jax
 def test_heads_with_their_own_lists_have_one_launch_before_the_products(size, cast):
     """Transposed lists, their work table and delta, where every head is sorted by itself."""
