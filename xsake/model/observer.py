@@ -29,6 +29,7 @@ class Observer:
     def __init__(self, model: Transformer) -> None:
         self.graph, self.weights = nnx.split(model)
         self.layers, self.heads = model.config.layers, model.config.heads
+        self.vocab_size = model.config.vocab_size
         self.implementation = model.implementation
         parameters = model.parameters()
         self.hash = hash_of(jax.device_get(parameters[name]) for name in sorted(parameters))
@@ -48,6 +49,7 @@ class Observer:
             layers=self.layers,
             heads=self.heads,
             model_hash=self.hash,
+            vocab_size=self.vocab_size,
             **how,
         )
 

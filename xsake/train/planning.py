@@ -43,6 +43,7 @@ def new_plan(config: Config, parameters: Any, stream: Stream, step: int) -> Plan
         block=hads.block,
         band=hads.band,
         curves=(hads.selector,) if hads.policy in ("kl", "output") else (),
+        vocab_size=config.model.vocab_size,
         seed=config.seed,
     )
     return make(profile, density, hads.policy, hads.selector)
