@@ -328,13 +328,26 @@ class Plan(InputMask):
             plan.check_model(model_hash)
         return plan
 
+    def check(self, layers: int, heads: int) -> None:
+        """Refuses a model of another number of layers or query heads."""
+        if (layers, heads) != self.counts.shape[:2]:
+            raise ValueError(
+                f"the plan is for a model of {self.counts.shape[0]} layers with "
+                f"{self.counts.shape[1]} heads, this one has {layers} with {heads}; "
+                "calibrate this one with `xsake calibrate`"
+            )
+
     def check_model(self, model_hash: str) -> None:
         """Refuses a model other than the one the plan was made for."""
         if self.terms.model_hash and self.terms.model_hash != model_hash:
             raise ValueError(
                 f"the plan is for model {self.terms.model_hash}, this is {model_hash}; "
-                "calibrate this one with `xsake calibrate`"
+                "calibrate this one with `xsake calibrate`, or use plan.for_any_model()"
             )
+
+    def for_any_model(self) -> Plan:
+        """This plan without its model's hash, for other weights of the same shape."""
+        return dataclasses.replace(self, terms=dataclasses.replace(self.terms, model_hash=""))
 
 
 def make(
