@@ -1,7 +1,7 @@
 """Files are read with checks and written whole.
 
-    path ─ read_object ─ dict ─ check_fields(cls, …) ─ cls(**dict)   one sentence if it does not fit
-    replaced(path): write PATH.part, then rename it to PATH          never half a file
+path ─ read_object ─ dict ─ check_fields(cls, …) ─ cls(**dict)   one sentence if it does not fit
+replaced(path): write PATH.part, then rename it to PATH          never half a file
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_fields(cls: Any, values: Mapping[str, Any], where: str) -> None:
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        has_default = not field.default is field.default_factory  # else both are MISSING
+        has_default = field.default is not field.default_factory  # else both are MISSING
         if field.name not in values and not has_default:
             raise ValueError(f"{where} lacks {field.name!r}")
     for name, value in values.items():

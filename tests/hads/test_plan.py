@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -286,9 +285,12 @@ def test_a_plan_with_wrong_or_permuted_arrays_is_refused(tmp_path):
     plan = make(profile_of(), 0.5)
     counts = np.asarray(plan.counts)
     for arrays, message in (
-        ({"counts": counts.astype(np.float32)}, r"counts must be int32 \[layers, heads, row blocks"),
+        (
+            {"counts": counts.astype(np.float32)},
+            r"counts must be int32 \[layers, heads, row blocks",
+        ),
         ({"counts": counts[0]}, r"got int32 \[4, 8\]"),
-        ({"counts": counts + 1}, "more than there are"),
+        ({"counts": counts + 1}, "or more than it has"),
         ({"counts": None, "other": counts}, r"it has the arrays \['other'\], not \['counts'\]"),
     ):
         plan.save(path)

@@ -396,7 +396,7 @@ def test_a_plan_of_another_model_is_refused():
             with pytest.raises(ValueError, match=f"of {layers} layers with {heads} heads, this"):
                 call(plan(layers, heads))
     other = plan(2, 4, "0123")
-    with pytest.raises(ValueError, match="the plan is for model 0123, this is .*for_any_model"):
+    with pytest.raises(ValueError, match=r"the plan is for model 0123, this is .*for_any_model"):
         stream(scanned, [[1]], mask=other)
     stream(scanned, [[1]], mask=other.for_any_model())
     stream(scanned, [[1]], mask=plan(2, 4, scanned.hash()))

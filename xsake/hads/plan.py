@@ -425,7 +425,9 @@ def _check_arrays(arrays: dict[str, np.ndarray], terms: Terms) -> None:
     n = counts.shape[-1]
     low, high = row_blocks.floors(n, terms.band), row_blocks.ceilings(n)
     if ((counts < low) | (counts > high)).any():
-        raise ValueError("a row block has fewer blocks than are always kept, or more than there are")
+        raise ValueError(
+            "a row block has fewer blocks than are always kept, or more than there are"
+        )
     scores = arrays.get("scores", np.zeros((*counts.shape, n), np.float32))
     if scores.shape != (*counts.shape, n) or scores.dtype != np.float32:
         raise ValueError(

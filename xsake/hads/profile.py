@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,7 +229,7 @@ def calibrate(
     return _finished(state, facts)
 
 
-def _check_documents(documents: list[np.ndarray], vocab_size: int | None) -> None:
+def _check_documents(documents: Sequence[AnyArray], vocab_size: int | None) -> None:
     if not documents or any(x.shape != documents[0].shape or x.ndim != 1 for x in documents):
         raise ValueError(
             "calibration needs documents of one length, got lengths "

@@ -74,7 +74,8 @@ class GenerateOptions:
         function (layer, q, k) -> BlockMask. Prompts longer than `chunk` need a Rule or an InputMask
         that accepts `first`; `InputMask.of(function, chunked=True)` wraps a function as one.
         A Plan must be of this model: of its layers and heads and, if the model is stacked and in
-        float32 as for calibration, of its weights. InputMasks are adapted by `mask.at` to the padded length of the prompts: whole blocks, or in
+        float32 as for calibration, of its weights.
+        InputMasks are adapted by `mask.at` to the padded length of the prompts: whole blocks, or in
         chunked prefill a power of two, at most the capacity of the cache.
       budget: how much of the cache each head reads per token; default all. Integers are blocks,
         fractions a share of the blocks so far, rounded up. Shape [], [heads] or [layers, heads].
@@ -132,9 +133,7 @@ class GenerateOptions:
         )
 
 
-def generate(
-    model: Transformer, prompts: Prompts, **options: Any
-) -> list[Completion]:
+def generate(model: Transformer, prompts: Prompts, **options: Any) -> list[Completion]:
     """All of `stream` at once: a Completion for every prompt.
 
     >>> from flax import nnx
@@ -153,9 +152,7 @@ def generate(
     return rows
 
 
-def stream(
-    model: Transformer, prompts: Prompts, **options: Any
-) -> Iterator[list[Completion]]:
+def stream(model: Transformer, prompts: Prompts, **options: Any) -> Iterator[list[Completion]]:
     """Yields the new tokens of every prompt: first one each, then up to `burst` at a time.
 
     For long generations use `model.unstacked()`, which decodes faster.
@@ -451,9 +448,7 @@ def _is_token(config: Config, token: Any) -> bool:
     return is_whole and bool(0 <= token < config.vocab_size)
 
 
-_hashes: weakref.WeakKeyDictionary[Transformer, tuple[list[Any], str]] = (
-    weakref.WeakKeyDictionary()
-)
+_hashes: weakref.WeakKeyDictionary[Transformer, tuple[list[Any], str]] = weakref.WeakKeyDictionary()
 
 
 def _check_weights(model: Transformer, plan: Plan) -> None:
