@@ -236,7 +236,7 @@ def rewritten(path, header=(), **arrays):
     """Changes header fields and arrays of a saved plan, without its checksum; None removes one."""
     with safe_open(path, framework="numpy") as file:
         known = json.loads(file.metadata()["xsake"])
-        found = {name: file.get_tensor(name) for name in file.keys()} | arrays
+        found = {name: file.get_tensor(name) for name in list(file.keys())} | arrays
     known = known | {"checksum": None} | dict(header) if isinstance(header, dict) else header
     text = known if isinstance(known, str) else json.dumps(drop_none(known))
     save_file(drop_none(found), path, {"xsake": text})
