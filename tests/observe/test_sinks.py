@@ -15,6 +15,7 @@ from xsake.observe.events import (
     PlanSwapped,
     Resumed,
     RunStarted,
+    Sampled,
     Stopped,
     TrainStep,
     parse,
@@ -189,13 +190,15 @@ def test_wandb_writes_offline_and_nowhere_else(tmp_path):
 
 def test_the_terminal_prints_one_line_per_step(capsys):
     sink = sinks.Terminal(steps=3)
-    for event in [Resumed(step=1, commit="", device="", note="look out"), *EVENTS[2:]]:
+    sampled = Sampled(step=2, prompt="It\nwas", text="so.\n\nThen")
+    for event in [Resumed(step=1, commit="", device="", note="look out"), sampled, *EVENTS[2:]]:
         sink.write(event)
     sink.close()
     printed = capsys.readouterr().out
     assert "resumed at step 1. look out" in printed
     assert "step 3/3  loss 2.500  128 tokens/s  MFU 25.0%  density 0.43" in printed
     assert "step 2: perplexity 9.00 on valid" in printed
+    assert "step 2: “It was” continues: so. Then" in printed
 
 
 def test_runs_are_listed_with_their_hashes_and_results(tmp_path):

@@ -218,7 +218,8 @@ class Terminal:
         elif isinstance(event, Evaluated) and event.perplexity is not None:
             self._print(f"step {event.step}: perplexity {event.perplexity:.2f} on {event.file}")
         elif isinstance(event, Sampled):
-            self._print(f"step {event.step}: {event.prompt} … {event.text.strip()}")
+            prompt, text = (" ".join(x.split()) for x in (event.prompt, event.text))
+            self._print(f"step {event.step}: “{prompt}” continues: {text}")
         elif isinstance(event, PlanSwapped):
             self._print(f"step {event.step}: new plan of density {event.density_ratio:.3f}")
         elif isinstance(event, Resumed):
