@@ -334,13 +334,12 @@ def test_two_evaluation_files_of_one_name_are_refused(whole, text, tmp_path):
         loop.train(changed(whole, evaluation__files=files))
 
 
-def test_a_vocabulary_larger_than_the_tokenizers_is_said(whole, text):
-    """More than it is padded by: whole.model has 320 entries for some 300."""
-    stream, size = Stream([text], 48), text.header.vocab_size
-    large = changed(whole, model=dataclasses.replace(whole.model, vocab_size=size + 513))
-    said = f"model.vocab_size is {size + 513}, the tokenizer's {size}: the other rows"
-    assert inputs.vocabulary_note(large, stream).startswith(said)
-    assert inputs.vocabulary_note(whole, stream) == ""
+def test_a_vocabulary_larger_than_the_tokenizers_is_said(undisturbed, whole, text):
+    size = text.header.vocab_size
+    said = sinks.read(undisturbed / "events.jsonl")[0].note
+    assert said.startswith(f"model.vocab_size is 320, the tokenizer's {size}: the other rows of")
+    equal = changed(whole, model=dataclasses.replace(whole.model, vocab_size=size))
+    assert inputs.vocabulary_note(equal, Stream([text], 48)) == ""
 
 
 # --------------------------------------------------------------------------------------- warm start

@@ -107,6 +107,12 @@ class Checkpoints:
                 return dataclasses.replace(restored, note="; ".join(notes))
             except Exception as error:
                 why = self._damage(step, error)
+                if why is None and type(error) is Exception:  # Orbax's wrapper
+                    cause = str(list(_causes(error))[-1]).split("\n")[0]
+                    raise OSError(
+                        f"checkpoint {step} of {self.folder.parent} cannot be read, and nothing "
+                        f"was moved: {cause}"
+                    ) from error
                 if why is None:
                     raise
                 aside = self._set_aside(step)

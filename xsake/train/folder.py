@@ -1,8 +1,8 @@
 """A run's folder: locked by one process, with one config.json, and never begun anew in silence.
 
 runs/NAME ─ lock ─┬─ run.restart: everything in it is moved to replaced/1, replaced/2 …
-├─ config.json of other settings: refused, but for more schedule.steps
-└─ new: removed again if the run is refused before its first step
+                  ├─ config.json of other settings: refused, but for more schedule.steps
+                  └─ new: removed again if the run is refused before its first step
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def check_history(folder: Path) -> None:
     if aside := _damaged(folder):
         why = f"its checkpoints are damaged ({', '.join(aside)} in damaged/)"
     elif saved > 1 or went_on:
-        why = "its checkpoints are gone"
+        why = "its checkpoints are gone" if saved else "it saved no checkpoint"
     else:
         return
     raise ValueError(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from xsake.data.stream import Stream
 from xsake.data.tokens import TokenDataset
-from xsake.model import huggingface
 from xsake.train.config import Config
 
 
@@ -39,9 +38,9 @@ def held_out(config: Config) -> dict[str, Stream]:
 
 
 def vocabulary_note(config: Config, stream: Stream) -> str:
-    """What is said of a vocabulary that is larger than the text's, unless it is only padded."""
+    """What is said of a vocabulary that is larger than the text's."""
     size = max(file.header.vocab_size for file in stream.files)
-    if config.model.vocab_size - size <= huggingface.PADDING:
+    if config.model.vocab_size <= size:
         return ""
     return (
         f"model.vocab_size is {config.model.vocab_size:,}, the tokenizer's {size:,}: the other "

@@ -1,7 +1,8 @@
 """Warm start: the initial weights are those of a checkpoint, `--init PATH`.
 
-init ─ examine ─ its config must be `model`        (context, bos and eos may differ)
-└ gather ── parameters, float32               its tokenizer must be that of the text
+init ─┬─ examine ─ its config must be `model`; context, bos and eos may differ
+      ├─ its tokenizer must be that of the text
+      └─ gather ─ parameters, float32
 """
 
 from __future__ import annotations
