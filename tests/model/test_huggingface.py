@@ -428,7 +428,7 @@ def test_a_save_clears_what_an_interrupted_save_of_another_model_left(tmp_path, 
     for name, x in loaded.model.parameters().items():
         np.testing.assert_array_equal(again.model.parameters()[name], x)
     assert (left / "notes.txt").read_text() == "mine"
-    assert not (left / "part").exists()
+    assert not (left / huggingface.PART).exists()
 
 
 def test_an_interrupted_save_leaves_nothing_and_a_replaced_one_is_the_new(tmp_path, monkeypatch):

@@ -282,6 +282,17 @@ def test_a_refused_setting_does_not_keep_the_name(whole):
     assert loop.train(changed(whole, run__seconds=1e-9)).reason == "seconds"
 
 
+def test_a_refused_restart_leaves_the_run_as_it_was(stopped):
+    events = (stopped.run_folder / "events.jsonl").read_text()
+    before = sorted(x.name for x in stopped.run_folder.iterdir())
+    with pytest.raises(ValueError, match="devices"):
+        loop.train(changed(stopped, run__restart=True, run__devices=77, seed=3))
+    assert (stopped.run_folder / "events.jsonl").read_text() == events
+    assert Config.read(stopped.run_folder / "config.json") == stopped
+    found = sorted(x.name for x in stopped.run_folder.iterdir() if x.name != "replaced")
+    assert found == before
+
+
 def test_a_run_can_be_made_longer_but_not_shorter(stopped):
     """A checkpoint says how long its schedule was, so a kill right after the change is no harm."""
     longer = stopped.with_steps(32)

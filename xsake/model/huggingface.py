@@ -36,6 +36,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX = "model.safetensors.index.json"
 # What `save` writes and `load` reads, config.json apart: an earlier save's are cleared.
 WRITTEN = ("model*.safetensors", INDEX, "generation_config.json", "tokenizer*.json")
+PART = ".xsake-part"  # where a save is written before it is moved
 PADDING = 512  # a vocabulary may have so many ids without a token before `load` warns of it
 
 
@@ -250,9 +251,9 @@ def save(
 ) -> None:
     """Writes a folder that `load` and transformers read: config.json, safetensors, tokenizer.
 
-    Parameters are written as they are, bit for bit. Everything is written to PATH/part first and
-    then moved; what an earlier or interrupted save left is cleared, and config.json is moved last,
-    so that a folder whose writing was interrupted is no checkpoint.
+    Parameters are written as they are, bit for bit. Everything is written to a folder inside first
+    and then moved; what an earlier or interrupted save left is cleared, and config.json is moved
+    last, so that a folder whose writing was interrupted is no checkpoint.
 
     Args:
       path: the folder.
@@ -268,7 +269,7 @@ def save(
     names = weights.GPT2 if values["model_type"] == "gpt2" else weights.LLAMA
     parameters = model.parameters()
     values["dtype"] = values["torch_dtype"] = parameters["embed.tokens"].dtype.name
-    part = folder / "part"
+    part = folder / PART
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:

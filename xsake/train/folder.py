@@ -31,17 +31,19 @@ def locked(config: Config) -> Iterator[int]:
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder):
+        aside = _set_aside(folder) if config.run.restart else None
         try:
-            if config.run.restart:
-                _set_aside(folder)
             before = _checked_steps(config)
             run = dataclasses.replace(config.run, restart=False)
             dataclasses.replace(config, run=run).write(folder / "config.json")
             yield before
         except Exception:
-            # a refused setting must not keep the name
-            if is_new and not _has_begun(folder):
-                shutil.rmtree(folder)
+            # a refused setting must not keep the name, nor replace the run that has it
+            if not _has_begun(folder):
+                if is_new:
+                    shutil.rmtree(folder)
+                elif aside is not None:
+                    _bring_back(folder, aside)
             raise
 
 
@@ -115,13 +117,26 @@ def check_history(folder: Path) -> None:
     )
 
 
-def _set_aside(folder: Path) -> None:
-    """Moves what a folder holds to the next free replaced/NUMBER."""
+def _set_aside(folder: Path) -> Path | None:
+    """Moves what a folder holds to the next free replaced/NUMBER, and returns that."""
     old = [x for x in folder.iterdir() if x.name not in KEPT]
     if not old:
-        return
+        return None
     taken = [int(x.name) for x in (folder / "replaced").glob("*") if x.name.isdigit()]
     aside = folder / "replaced" / str(max(taken, default=0) + 1)
     aside.mkdir(parents=True)
     for path in old:
         path.rename(aside / path.name)
+    return aside
+
+
+def _bring_back(folder: Path, aside: Path) -> None:
+    """Undoes `_set_aside`; what was written since is removed."""
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in KEPT:
+            shutil.rmtree(path)
+        elif path.name not in KEPT:
+            path.unlink()
+    for path in aside.iterdir():
+        path.rename(folder / path.name)
+    aside.rmdir()
