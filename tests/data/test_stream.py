@@ -138,6 +138,41 @@ def test_damaged_token_files_raise_with_the_reason(tmp_path):
         TokenDataset.open(file.folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([1, 2], "it must hold a JSON object, got list"),
+        ({"tokens": "x"}, "it: 'tokens' must be a whole number, got 'x'"),
+        ({"sources": 3}, "it: 'sources' must be a list of text, got 3"),
+        ({"colour": 3}, "it has 'colour', which this version does not know"),
+        ({"documents": 0}, r"says \d+ tokens in 0 documents"),
+    ],
+)
+def test_a_header_of_the_wrong_shape_is_refused(tmp_path, change, message):
+    path = bare_file(tmp_path / "a", [[1, 2, 3]], end=2).folder / "header.json"
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps(known | change if isinstance(change, dict) else change))
+    with pytest.raises(ValueError, match=message):
+        TokenDataset.open(tmp_path / "a")
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
+    """When the dataset is verified, and else when a batch is read."""
+    path = bare_file(tmp_path / "a", [[1, 2, 3, 99]], end=2).folder / "header.json"
+    path.write_text(path.read_text().replace('"vocab_size": 100', '"vocab_size": 50'))
+    with pytest.raises(ValueError, match="has token id 99, but its vocabulary is 50; tokenize ag"):
+        TokenDataset.open(tmp_path / "a", verify=True)
+    with pytest.raises(ValueError, match="has token id 99, but its vocabulary is 50"):
+        Stream([TokenDataset.open(tmp_path / "a")], 4).batch(0, 1)
+
+
+def test_offsets_that_do_not_rise_are_refused(tmp_path):
+    folder = bare_file(tmp_path / "a", [[1, 2, 3], [4, 5]], end=2).folder
+    np.array([4, 0], np.uint64).tofile(folder / "starts.bin")
+    with pytest.raises(ValueError, match=r"starts.bin does not rise from 0 to below 7"):
+        TokenDataset.open(folder)
+
+
 def test_an_interrupted_tokenize_leaves_no_token_file(tmp_path):
     def texts():
         yield from documents()

@@ -1,9 +1,12 @@
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from tests.hads.draws import attention
 from tests.hads.test_budget import draw_mass
@@ -227,6 +230,105 @@ def test_a_plan_for_another_model_is_refused(tmp_path):
         Plan.load(tmp_path / "plan", model_hash="another")
     with pytest.raises(ValueError, match="cannot be read as a plan"):
         Plan.load(tmp_path / "none")
+
+
+def rewritten(path, header=(), **arrays):
+    """Changes header fields and arrays of a saved plan, without its checksum; None removes one."""
+    with safe_open(path, framework="numpy") as file:
+        known = json.loads(file.metadata()["xsake"])
+        found = {name: file.get_tensor(name) for name in list(file.keys())} | arrays
+    known = known | {"checksum": None} | dict(header) if isinstance(header, dict) else header
+    text = known if isinstance(known, str) else json.dumps(drop_none(known))
+    save_file(drop_none(found), path, {"xsake": text})
+
+
+def drop_none(values):
+    return {name: x for name, x in values.items() if x is not None}
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("[1, 2]", "the header of .* must hold a JSON object, got list"),
+        ("{", "the header of .* is not JSON"),
+        (DEEP, "the header of .* is nested too deeply"),
+        ({"schema": None}, "has schema None, this version reads 1"),
+        ({"block": 0}, "block must be a whole number of at least 1, got 0; make the plan again"),
+        ({"block": -16}, "block must be a whole number of at least 1, got -16"),
+        ({"block": "x"}, "'block' must be a whole number, got 'x'"),
+        ({"block": True}, "'block' must be a whole number, got True"),
+        ({"block": None}, "the header of .* lacks 'block'"),
+        ({"band": -1}, "band must be a whole number of at least 0, got -1"),
+        ({"notes": 3}, "'notes' must be a list of text, got 3"),
+        ({"density": float("nan")}, "density must be above 0 and at most 1, got nan"),
+        ({"validation": DEEP}, "its validation is nested too deeply"),
+        ({"validation": "[]"}, "its validation must hold a JSON object"),
+        ({"selector": "nope"}, "selector 'nope' is not one of"),
+        ({"colour": 1}, "has 'colour', which this version does not know"),
+        ({"realised_density": None}, "says density None but its counts have"),
+        ({"realised_density": "x"}, "says density x but its counts have"),
+    ],
+)
+def test_a_plan_with_a_wrong_header_is_refused_in_one_sentence(tmp_path, header, message):
+    path = tmp_path / "plan"
+    make(profile_of(), 0.5).save(path)
+    rewritten(path, header)
+    with pytest.raises(ValueError, match=message):
+        Plan.load(path)
+
+
+def test_a_plan_with_wrong_or_permuted_arrays_is_refused(tmp_path):
+    path = tmp_path / "plan"
+    plan = make(profile_of(), 0.5)
+    counts = np.asarray(plan.counts)
+    for arrays, message in (
+        (
+            {"counts": counts.astype(np.float32)},
+            r"counts must be int32 \[layers, heads, row blocks",
+        ),
+        ({"counts": counts[0]}, r"got int32 \[4, 8\]"),
+        ({"counts": counts + 1}, "or more than it has"),
+        ({"counts": None, "other": counts}, r"it has the arrays \['other'\], not \['counts'\]"),
+    ):
+        plan.save(path)
+        rewritten(path, {}, **arrays)
+        with pytest.raises(ValueError, match=message):
+            Plan.load(path)
+    plan.save(path)
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    save_file({"counts": np.ascontiguousarray(counts[:, ::-1])}, path, metadata)
+    with pytest.raises(ValueError, match="is damaged: its checksum is not that of its contents"):
+        Plan.load(path)
+    plan.save(path)
+    rewritten(path, {"checksum": None})  # as files were before there was a checksum
+    np.testing.assert_array_equal(Plan.load(path).counts, counts)
+
+
+@pytest.mark.parametrize("density", [float("nan"), float("inf"), 0.0, "x", True, None])
+def test_a_density_that_is_no_share_is_refused(density):
+    """The tests check types before `make` does, so what is no float goes to its check itself."""
+    message = "density must be above 0 and at most 1, got"
+    with pytest.raises(ValueError, match=message):
+        row_blocks.check_density(density)
+    if isinstance(density, float):
+        with pytest.raises(ValueError, match=message):
+            make(profile_of(), density)
+        with pytest.raises(ValueError, match=message):
+            make(profile_of(), 0.5).decode_budget(density)
+
+
+def test_plans_have_the_permissions_of_the_umask(tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    make(profile_of(), 0.5).save(tmp_path / "plan")
+    profile_of().save(tmp_path / "profile")
+    modes = [(tmp_path / name).stat().st_mode for name in ("plan", "profile")]
+    assert modes == [plain.stat().st_mode] * 2
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["plain", "plan", "profile"]
 
 
 def test_wrong_requests_say_what_to_do():

@@ -8,7 +8,7 @@ import pytest
 
 from tests.hads.draws import attention, blocks_of, dense, tokens_of
 from xsake import block_scores, selection
-from xsake.hads import Profile, budget, calibrate, measure, row_blocks
+from xsake.hads import Profile, budget, calibrate, files, measure, profile, row_blocks
 from xsake.hads.profile import hash_of
 from xsake.hads.statistics import block_mass, retained_mass
 
@@ -213,6 +213,57 @@ def test_files_that_are_no_profile_are_refused(tmp_path):
         profile.cost("kl", "pooled")
     with pytest.raises(ValueError, match=r"documents of one length, got lengths \[3, 4\]"):
         calibrate(observe, 1.0, [np.zeros(3, int), np.zeros(4, int)], layers=2, heads=4)
+
+
+def test_calibration_refuses_another_number_of_layers_or_heads(monkeypatch):
+    """Fewer would be dropped, more stay empty; the model of `observe` has 2 layers of 4 heads."""
+    blank = jax.tree.map(lambda x: x[0], profile._empty(1, 4, 5, ()))
+    monkeypatch.setattr(profile, "measure", lambda *attention, **how: blank)  # compiles at once
+    for layers, beyond in ((1, 1), (3, 0)):
+        with pytest.raises(ValueError, match=f"observed in 2 layers, {beyond} of them beyond"):
+            calibrate(observe, 1.0, documents(1), layers=layers, heads=4, block=BLOCK, curves=())
+    with pytest.raises(ValueError, match="heads = 1, but the model has 4 query heads"):
+        calibrate(observe, 1.0, documents(1), layers=2, heads=1, block=BLOCK, curves=())
+
+
+@pytest.mark.parametrize(
+    ("document", "how", "message"),
+    [
+        (np.array([3, 9]), {"vocab_size": 9}, "document 0 has token id 9, .* ids are from 0 to 8"),
+        (np.array([3, -1]), {}, "document 0 has token id -1, .* tokenize the text with"),
+        (np.array([], int), {}, r"document 0 must be token ids, got int64 \[0\]"),
+        (np.array([1]), {"block": 0}, "block must be a whole number of at least 1, got 0"),
+        (np.array([1]), {"block": -16}, "block must be a whole number of at least 1, got -16"),
+        (np.array([1]), {"layers": 0}, "layers must be a whole number of at least 1, got 0"),
+        (np.array([1]), {"curves": ("nope",)}, "curves has 'nope', which is not one of"),
+    ],
+)
+def test_calibration_refuses_wrong_input_before_it_runs(document, how, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(observe, 1.0, [document], **{"layers": 2, "heads": 4, **how})
+
+
+def test_a_profile_with_wrong_facts_or_arrays_is_refused(tmp_path):
+    """Saved again by `files.save`, so that the checksum is right."""
+    path = tmp_path / "profile"
+    calibrated(documents(1)).save(path)
+    header, arrays = files.read(path, "profile", 1)
+    mass = arrays["statistics/mass"]
+    for header_change, change, message in (
+        ({"block": 0}, {}, "block must be a whole number of at least 1, got 0"),
+        ({"length": "x"}, {}, "'length' must be a whole number, got 'x'"),
+        ({"block": 32}, {}, r"is float32 \[2, 4, 5, 5\], not float \[2, 4, 3, 3\]"),
+        ({}, {"statistics/mass": mass[0]}, r"no array 'statistics/mass' \[layers"),
+        ({}, {"statistics": mass}, "'statistics' is float32 .* which a profile does not have"),
+        ({}, {"mass_halves": mass}, "array 'mass_halves' is float32"),
+    ):
+        files.save(path, "profile", 1, header | header_change, arrays | change)
+        with pytest.raises(ValueError, match=message):
+            Profile.load(path)
+    del arrays["statistics/norm"]
+    files.save(path, "profile", 1, header, arrays)
+    with pytest.raises(ValueError, match="it has no array 'statistics/norm'; make the profile"):
+        Profile.load(path)
 
 
 def test_retained_mass_is_that_of_the_best_blocks():

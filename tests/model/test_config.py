@@ -36,6 +36,9 @@ def test_a_config_survives_json(name):
     assert hash(read) == hash(PRESETS[name])
 
 
+YARN = {"scaling": "yarn", "factor": 2.0, "original_context": 64}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -46,6 +49,15 @@ def test_a_config_survives_json(name):
         ({"rope": {"scaling": "yarn", "factor": 2.0}}, "'yarn' needs original_context"),
         ({"rope": {"base": 0.5}}, "rope base must be above 1, got 0.5"),
         ({"rope": {"scaling": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
+        ({"rope": {"base": math.nan}}, "rope base must be above 1, got nan"),
+        ({"rope": {"base": math.inf}}, "rope base must be above 1, got inf"),
+        ({"rope": {"scaling": "linear", "factor": math.nan}}, "factor must be at least 1, got nan"),
+        ({"rope": YARN | {"beta_fast": 0.0}}, "0 < beta_slow < beta_fast, got 1.0 and 0.0"),
+        ({"rope": YARN | {"beta_slow": math.nan}}, "0 < beta_slow < beta_fast, got nan and 32.0"),
+        ({"rope": YARN | {"attention_factor": math.nan}}, "attention_factor must be above 0, got"),
+        ({"rope": [1]}, r"Config: 'rope' must be an object, got \[1\]"),
+        ({"eos": 3}, "Config: 'eos' must be a list, got 3"),
+        ({"layers": 2**31}, "layers must be at most 2147483647, got 2147483648"),
         ({"activation": "swish"}, "activation 'swish' is not one of"),
         ({"norm": "batch"}, "norm 'batch' is not one of"),
         ({"positions": "alibi"}, "positions 'alibi' is not one of"),

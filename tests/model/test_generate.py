@@ -20,6 +20,8 @@ from xsake.block_mask.input_mask import InputMask
 from xsake.cli import checkpoints
 from xsake.data.tokenizer import Tokenizer
 from xsake.decode import CacheReader
+from xsake.hads import Plan
+from xsake.hads.plan import Terms
 from xsake.model import KVCache, Sampling, generate, huggingface, stream
 from xsake.model.attend import by_cache
 from xsake.model.sampling import sample
@@ -321,6 +323,18 @@ def test_another_seed_length_or_stop_does_not_compile_again():
         ({"budget": 1}, "a budget of 1 blocks is below 2: the first and the current block"),
         ({"budget": 1.5}, "a budget of fractions must be above 0 and at most 1, got 1.5"),
         ({"budget": [0.5] * 3}, r"heads = 4 or 2, got shape \[3\]"),
+        ({"prompts": "hello"}, r"lists of token ids, got str; write \[tokenizer.encode\(text\)\]"),
+        ({"prompts": 3}, "prompts must be a list of lists of token ids, got int"),
+        ({"prompts": [1, 2, 3]}, r"but prompt 0 is 1; write \[prompt\] for one"),
+        ({"prompts": np.arange(3)}, r"but prompt 0 is .*0.*; write \[prompt\] for one"),
+        ({"prompts": [[1], "hello"]}, "but prompt 1 is 'hello'; encode the text"),
+        ({"prompts": [[1, 2.5]]}, r"prompt 0 has a token outside 0 … 96"),
+        ({"stop": 2}, r"stop must be a list of token ids, got 2; write stop=\[id\]"),
+        ({"stop": 2**40}, "stop must be a list of token ids, got 1099511627776"),
+        ({"stop": [2**40]}, "stop must be token ids from 0 to 96, got 1099511627776"),
+        ({"stop": [1.5]}, "stop must be token ids from 0 to 96, got 1.5"),
+        ({"sampling": {}}, "sampling must be a Sampling or None, got {}; write Sampling"),
+        ({"max_tokens": True}, "max_tokens must be a whole number, got True"),
     ],
 )
 def test_what_cannot_be_generated_is_refused_before_anything_runs(call, message):
@@ -343,6 +357,49 @@ def test_what_cannot_be_generated_is_refused_before_anything_runs(call, message)
 def test_bad_sampling_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "message"),
+    [
+        (Sampling, "top_k", 2.5, "top_k must be a whole number, got 2.5; None keeps all tokens"),
+        (Sampling, "seed", 0.5, "seed must be a whole number, got 0.5"),
+        (Sampling, "temperature", "hot", "temperature must be 0 or more, got 'hot'"),
+        (Sampling, "top_p", "x", "top_p must be above 0 and at most 1, got 'x'"),
+        (module.GenerateOptions, "refresh", 2.5, "refresh must be a whole number, got 2.5"),
+    ],
+)
+def test_options_of_another_type_are_refused(kind, name, value, message):
+    """Past the types that tests check when a dataclass is made."""
+    made = kind()
+    object.__setattr__(made, name, value)
+    with pytest.raises(ValueError, match=message):
+        made.__post_init__()
+
+
+def test_a_plan_of_another_model_is_refused():
+    """By layers and heads in a scanned model and in `generate`, by weights in `generate`."""
+
+    def plan(layers, heads, model_hash=""):
+        counts = np.broadcast_to(np.arange(1, 5, dtype=np.int32), (layers, heads, 4))
+        return Plan(counts, None, Terms(1.0, "uniform", "mean_query", 16, 64, 0, None, model_hash))
+
+    scanned, tokens = model(), np.zeros((1, 64), np.int32)
+    for layers, heads in ((3, 4), (1, 4), (2, 8)):
+        for call in (
+            lambda mask: jax.eval_shape(lambda: scanned(tokens, mask=mask)),
+            lambda mask: stream(scanned, [[1]], mask=mask),
+            lambda mask: module.prefill(
+                scanned, KVCache.empty(SHORT, 1, 128), [[1] * 65], mask=mask, chunk=64
+            ),
+        ):
+            with pytest.raises(ValueError, match=f"of {layers} layers with {heads} heads, this"):
+                call(plan(layers, heads))
+    other = plan(2, 4, "0123")
+    with pytest.raises(ValueError, match=r"the plan is for model 0123, this is .*for_any_model"):
+        stream(scanned, [[1]], mask=other)
+    stream(scanned, [[1]], mask=other.for_any_model())
+    stream(scanned, [[1]], mask=plan(2, 4, scanned.hash()))
 
 
 def test_a_prompt_that_the_cache_cannot_hold_is_refused():

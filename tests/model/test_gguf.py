@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,11 @@ def test_every_truncation_raises_a_one_line_error(tmp_path, monkeypatch):
         (dict(keys={"llama.rope.dimension_count": 4}), r"rope.dimension_count = 4 must be the he"),
         (dict(keys={"llama.rope.scaling.type": "longrope"}), r"rope scaling 'longrope' is not one"),
         (dict(keys={"split.count": 2}), r"tiny.gguf is one part of a split GGUF; merge the parts"),
+        (dict(keys={"split.count": "two"}), r"split.count must be a whole number, got 'two'"),
+        (dict(keys={"llama.block_count": 2**31}), r"block_count = 2147483648, but the file holds"),
+        (dict(keys={"llama.block_count": "two"}), r"block_count must be a whole number of at lea"),
+        (dict(keys={"llama.attention.head_count": 0}), r"head_count must be a whole number of at"),
+        (dict(keys={"llama.rope.freq_base": math.nan}), r"tiny.gguf: rope base must be above 1"),
     ],
 )
 def test_an_invalid_file_raises_a_one_line_error(options, message, tmp_path, monkeypatch):
@@ -181,6 +187,32 @@ def test_an_invalid_file_raises_a_one_line_error(options, message, tmp_path, mon
         load(path)
     assert "\n" not in str(caught.value)
     assert "tiny.gguf" in str(caught.value)
+
+
+def value(kind: gguf.GGUFValueType, raw: bytes) -> bytes:
+    return np.uint32(kind).tobytes() + raw
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (value(9, np.uint32(4).tobytes() + np.uint64(2**60).tobytes()), r"an array of 1152921504"),
+        (value(9, np.uint32(8).tobytes() + np.uint64(2**20).tobytes()), r"an array of 1048576"),
+        (value(9, (np.uint32(9).tobytes() + np.uint64(1).tobytes()) * 9_000), r"cannot be read"),
+        (
+            value(9, np.uint32(4).tobytes() + np.uint64(0).tobytes()),
+            r"architecture \[\] is not one",
+        ),
+    ],
+)
+def test_a_small_file_that_promises_much_is_refused_at_once(field, message, tmp_path):
+    """The length of an array is compared with the file, and its nesting is limited."""
+    key = b"general.architecture"
+    header = b"GGUF" + np.uint32(3).tobytes() + np.array([0, 1, len(key)], np.uint64).tobytes()
+    (tmp_path / "tiny.gguf").write_bytes(header + key + field)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(tmp_path / "tiny.gguf")
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unsupported_quantisation_is_named(tmp_path):
@@ -204,6 +236,13 @@ def test_an_unsupported_quantisation_is_named(tmp_path):
     [
         (None, r"tiny.gguf has no tokenizer; name a tokenizer.json with tokenizer="),
         (TOKENIZER | {"model": "llama"}, r"tokenizer.ggml.model 'llama' is not 'gpt2' \(byte-lev"),
+        (TOKENIZER | {"merges": ["a"]}, r"merges must be two tokens and a space .*, got 'a'"),
+        (
+            TOKENIZER | {"merges": ["a b c"]},
+            r"merges must be two tokens and a space .*, got 'a b c",
+        ),
+        (TOKENIZER | {"merges": ["a b"]}, r"tokenizer.ggml.merges do not fit its tokens"),
+        (TOKENIZER | {"bos": 299}, r"tokenizer.ggml.bos_token_id 299 must be from 0 to 256"),
         (TOKENIZER | {"pre": "tekken"}, r"tokenizer.ggml.pre 'tekken' is not one of \['gpt-2', 'l"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pickle
 import shutil
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.model import checkpoints, independent
 from tests.model.checkpoints import FIXTURES, KINDS
+from xsake.data.tokenizer import read_tokenizer
 from xsake.model import PRESETS, Transformer, hf_config, huggingface, weights
 
 # What float32 may cost over two layers; logits have a deviation of 1.5.
@@ -261,6 +263,10 @@ def half_a_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama",')
 
 
+def deep_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
 def rope(**values: Any) -> Any:
     return configure(rope_parameters=dict(rope_theta=1e4) | values)
 
@@ -319,6 +325,31 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
             ValueError,
             r"'lm_head.weight' differs from 'model.embed_tokens.weight', although .* ties them",
         ),
+        (
+            configure(num_hidden_layers=10**9),
+            ValueError,
+            r"num_hidden_layers = 1000000000, but the files hold 21 tensors only",
+        ),
+        (
+            configure(
+                model_type="qwen2",
+                architectures=None,
+                use_sliding_window=True,
+                max_window_layers=0,
+                num_hidden_layers=10**9,
+            ),
+            ValueError,
+            r"num_hidden_layers = 1000000000, but the files hold 21 tensors only",
+        ),
+        (configure(num_attention_heads=0, head_dim=0), ValueError, r"config.json: .* by zero"),
+        (rope(rope_theta=0), ValueError, r"config.json: rope base must be above 1, got 0"),
+        (rope(rope_theta=math.nan), ValueError, r"config.json: rope base must be above 1, got nan"),
+        (
+            rope(rope_type="yarn", factor=2.0, beta_fast=0),
+            ValueError,
+            r"config.json: rope needs 0 < beta_slow < beta_fast, got 1.0 and 0.0",
+        ),
+        (deep_config, ValueError, r"config.json is nested too deeply to be read"),
         (truncate, ValueError, r"model.safetensors is truncated or not safetensors"),
         (truncate_header, ValueError, r"model.safetensors is truncated or not safetensors"),
         (no_weights, FileNotFoundError, r"has neither model.safetensors nor model.safetensors.ind"),
@@ -350,6 +381,11 @@ def test_an_undamaged_copy_is_loaded(tmp_path):
         ({"x": "gone.safetensors"}, r"index.json names the shard 'gone.safetensors', which is not"),
         ({"x": "../y.safetensors"}, r"names '../y.safetensors', which is not a file of this fold"),
         ({}, r"index.json has no weight_map"),
+        ({"x": 3}, r"names 3, which is not a file of this folder"),
+        (
+            {"lm_head.weight": "model-00001-of-00003.safetensors"},
+            r"index.json places the tensor 'lm_head.weight' in 'model-00001.*', which lacks it",
+        ),
     ],
 )
 def test_an_index_must_name_files_that_are_there(names, message, tmp_path):
@@ -359,6 +395,60 @@ def test_an_index_must_name_files_that_are_there(names, message, tmp_path):
     index.write_text(json.dumps({"weight_map": placed | names}))
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         load(folder)
+
+
+def test_an_index_and_its_files_must_agree(tmp_path):
+    """A tensor that the index leaves out, or a single file beside it, is of another save."""
+    folder = shutil.copytree(FIXTURES / "llama", tmp_path / "checkpoint")
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    placed = values["weight_map"]
+    index.write_text(
+        json.dumps({"weight_map": {k: v for k, v in placed.items() if "norm" not in k}})
+    )
+    with pytest.raises(ValueError, match=r"holds the tensor '.*norm.*', but .* does not name it"):
+        load(folder)
+    index.write_text(json.dumps(values))
+    shutil.copy(FIXTURES / "mistral" / "model.safetensors", folder)
+    with pytest.raises(ValueError, match=r"holds both model.safetensors and .*remove the one that"):
+        load(folder)
+
+
+@pytest.mark.parametrize("shard_bytes", [1_000_000, 20_000])
+def test_a_save_clears_what_an_interrupted_save_of_another_model_left(tmp_path, shard_bytes):
+    """Its weights, its index and its eos would be this model's otherwise; other files stay."""
+    left, loaded = tmp_path / "model", load(FIXTURES / "llama")
+    for kind in ("llama", "mistral"):
+        shutil.copytree(FIXTURES / kind, left, dirs_exist_ok=True)
+    (left / "config.json").unlink()
+    (left / "notes.txt").write_text("mine")
+    huggingface.save(left, loaded.model, shard_bytes=shard_bytes)
+    again = load(left)
+    assert again.config == loaded.config
+    for name, x in loaded.model.parameters().items():
+        np.testing.assert_array_equal(again.model.parameters()[name], x)
+    assert (left / "notes.txt").read_text() == "mine"
+    assert not (left / huggingface.PART).exists()
+
+
+def test_an_interrupted_save_leaves_nothing_and_a_replaced_one_is_the_new(tmp_path, monkeypatch):
+    llama, mistral = (load(FIXTURES / kind) for kind in ("llama", "mistral"))
+
+    def fail(*_):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "_move_up", fail)
+        with pytest.raises(OSError, match="no space"):
+            huggingface.save(tmp_path / "model", llama.model)
+    assert list((tmp_path / "model").iterdir()) == []
+    huggingface.save(tmp_path / "model", llama.model)
+    huggingface.save(tmp_path / "model", mistral.model, replace=True)
+    assert load(tmp_path / "model").config == mistral.config
+    plain = tmp_path / "plain"
+    plain.touch()
+    weights_file = tmp_path / "model" / "model.safetensors"
+    assert weights_file.stat().st_mode == plain.stat().st_mode  # by the umask
 
 
 class Bomb:
@@ -385,9 +475,23 @@ def test_a_missing_or_foreign_tokenizer_is_refused(tmp_path):
         huggingface.load(FIXTURES / "llama")
     with pytest.raises(ValueError, match="has 300 entries, more than the model's vocab_size = 96"):
         huggingface.load(FIXTURES / "llama", tokenizer=FIXTURES / "gpt2" / "tokenizer.json")
+    blank = json.loads((FIXTURES / "gpt2" / "tokenizer.json").read_text())
+    blank["model"] |= {"vocab": {}, "merges": []}
+    (tmp_path / "blank.json").write_text(json.dumps(blank | {"added_tokens": []}))
+    with pytest.raises(ValueError, match="has no entries; for the model's vocab_size = 96"):
+        huggingface.load(FIXTURES / "llama", tokenizer=tmp_path / "blank.json")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer"):
         huggingface.load(FIXTURES / "llama", tokenizer=tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_that_lacks_many_of_the_ids_is_said():
+    """More than a vocabulary is padded by, which stays silent."""
+    words = read_tokenizer(FIXTURES / "gpt2" / "tokenizer.json")
+    padded, large = (dataclasses.replace(PRESETS["tiny"], vocab_size=n) for n in (512, 900))
+    huggingface._check_vocabulary(words, padded, "x")
+    with pytest.warns(UserWarning, match="has 300 entries, .* is 900: the ids from 300 on have no"):
+        huggingface._check_vocabulary(words, large, "x")
 
 
 def test_a_path_must_be_a_folder_or_a_gguf(tmp_path):

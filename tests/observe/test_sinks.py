@@ -15,6 +15,7 @@ from xsake.observe.events import (
     PlanSwapped,
     Resumed,
     RunStarted,
+    Sampled,
     Stopped,
     TrainStep,
     parse,
@@ -189,13 +190,15 @@ def test_wandb_writes_offline_and_nowhere_else(tmp_path):
 
 def test_the_terminal_prints_one_line_per_step(capsys):
     sink = sinks.Terminal(steps=3)
-    for event in [Resumed(step=1, commit="", device="", note="look out"), *EVENTS[2:]]:
+    sampled = Sampled(step=2, prompt="It\nwas", text="so.\n\nThen")
+    for event in [Resumed(step=1, commit="", device="", note="look out"), sampled, *EVENTS[2:]]:
         sink.write(event)
     sink.close()
     printed = capsys.readouterr().out
     assert "resumed at step 1. look out" in printed
     assert "step 3/3  loss 2.500  128 tokens/s  MFU 25.0%  density 0.43" in printed
     assert "step 2: perplexity 9.00 on valid" in printed
+    assert "step 2: “It was” continues: so. Then" in printed
 
 
 def test_runs_are_listed_with_their_hashes_and_results(tmp_path):
@@ -207,19 +210,55 @@ def test_runs_are_listed_with_their_hashes_and_results(tmp_path):
     (tmp_path / "c" / "config.json").write_text("{}")
     (tmp_path / "no run").mkdir()
     a, b, c = registry.runs(tmp_path)
-    assert (a.state, b.state, c.state) == ("finished", "running", "not started")
+    assert (a.state, b.state, c.state) == ("finished", "dead", "not started")
+    with registry.lock(tmp_path / "b") as has_lock:  # as the process that trains does
+        assert has_lock
+        assert registry.summary(tmp_path / "b").state == "running"
+    assert registry.summary(tmp_path / "b").state == "dead"
     assert (a.config_hash, a.data_hash, a.commit, a.plan) == ("c0ffee", "da7a", "abc", "b1a5")
     assert (a.step, a.steps, a.checkpoints, a.perplexity) == (3, 20, (3,), {"valid": 9.0})
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         list(registry.runs(tmp_path / "none"))
 
 
-def test_a_damaged_run_is_listed_as_damaged(tmp_path):
+WRONG = {
+    "no JSON": "nonsense",
+    "a list": "[]",
+    "a number": "3",
+    "deep": "[" * 100_000,
+    "no step": '{"event": "Stopped", "reason": "finished"}',
+    "text as step": '{"event": "Stopped", "step": "x", "reason": "finished"}',
+    "a list as event": '{"event": [], "step": 1}',
+}
+
+
+@pytest.mark.parametrize("line", [*WRONG.values(), trained(2).to_json().replace("2.5", '"x"')])
+def test_a_run_with_an_event_of_the_wrong_shape_is_listed_as_damaged(tmp_path, line):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text("{}")
-    (tmp_path / "a" / "events.jsonl").write_text("nonsense\n")
+    (tmp_path / "a" / "events.jsonl").write_text(f"{STARTED.to_json()}\n{line}\n")
     (a,) = registry.runs(tmp_path)
-    assert "damaged" in a.state
+    assert "events.jsonl, line 2 is damaged" in a.state
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_line_of_the_wrong_shape_stops_a_run_in_one_sentence(tmp_path, name):
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{WRONG[name]}\n{trained(1).to_json()}\n")
+    if name == "a list as event":  # written by a later version, perhaps: it is kept
+        sinks.EventFile(path, 3).close()
+        return
+    with pytest.raises(ValueError, match=r"line 1 is damaged: .*; remove it to resume"):
+        sinks.EventFile(path, 3)
+
+
+def test_blank_lines_are_ignored(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(f"\n{event.to_json()}\n  \n" for event in EVENTS))
+    assert sinks.read(path) == EVENTS
+    last = trained(4)
+    written(path, [last], step=3)
+    assert sinks.read(path) == [*EVENTS, last]
 
 
 def test_every_kind_of_event_is_known_by_its_name():

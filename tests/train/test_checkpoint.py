@@ -11,7 +11,7 @@ import pytest
 from tests.train.corpus import changed, config
 from xsake.hads import Plan
 from xsake.hads.plan import Terms
-from xsake.train import step
+from xsake.train import checkpoint, step
 from xsake.train.checkpoint import Checkpoints
 
 
@@ -95,7 +95,24 @@ def lose_plan(folder):
     shutil.rmtree(folder / "plan")
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, lose_facts, lose_plan])
+def lose_manifest(folder):
+    for path in (folder / "state").rglob("manifest.ocdbt"):
+        path.write_bytes(b"x")
+
+
+def wrong_facts(folder):
+    for path in (folder / "facts").iterdir():
+        path.write_text("[1]")
+
+
+def wrong_terms(folder):
+    for path in (folder / "facts").iterdir():
+        path.write_text(path.read_text().replace('"block": 16', '"block": 0'))
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, lose_facts, lose_plan, lose_manifest, wrong_facts, wrong_terms]
+)
 def test_a_damaged_newest_checkpoint_is_moved_and_the_previous_one_restored(whole, saved, damage):
     folder, like, states = saved
     damage(folder / "6")
@@ -113,8 +130,67 @@ def test_restore_raises_if_all_checkpoints_are_damaged(whole, saved):
     folder, like, _ = saved
     truncate(folder / "3")
     truncate(folder / "6")
-    with pytest.raises(ValueError, match=r"no checkpoint of .* can be read"):
+    with pytest.raises(ValueError, match=r"no checkpoint of .* can be read .*run.restart begins"):
         Checkpoints(whole, "data").restore(like)
+
+
+def wrapped(text):
+    """As Orbax raises what TensorStore says."""
+    error = Exception("Encountered error while reading array index")
+    error.__cause__ = ValueError(text)
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "Permission denied"),
+        MemoryError(),
+        RuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+        wrapped("PERMISSION_DENIED: Error reading"),
+        wrapped("RESOURCE_EXHAUSTED: too many open files"),
+    ],
+    ids=repr,
+)
+def test_an_error_that_is_no_damage_is_raised_and_moves_nothing(whole, saved, monkeypatch, error):
+    folder, like, states = saved
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_item", fail)
+        wanted = OSError if type(error) is Exception else type(error)
+        with pytest.raises(wanted) as caught:
+            Checkpoints(whole, "data").restore(like)
+    assert caught.value is error or str(error.__cause__) in str(caught.value)
+    assert not (folder.parent / "damaged").exists()
+    assert_same(Checkpoints(whole, "data").restore(like).state, states[6])
+
+
+def test_a_checkpoint_that_cannot_be_opened_is_not_damaged(whole, saved, monkeypatch):
+    """TensorStore may take a file that it cannot open for one that is not there."""
+    folder, like, _ = saved
+    truncate(folder / "6")
+
+    def fail(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint, "_check_readable", fail)
+    with pytest.raises(PermissionError):
+        Checkpoints(whole, "data").restore(like)
+    assert not (folder.parent / "damaged").exists()
+
+
+def test_a_longer_schedule_goes_on_from_a_checkpoint_and_a_shorter_one_does_not(whole, saved):
+    _, like, states = saved
+    found = Checkpoints(whole.with_steps(32), "data").restore(like)
+    assert_same(found.state, states[6])
+    assert found.steps == 16
+    with pytest.raises(
+        ValueError, match=r"checkpoint 6 of .* has schedule.steps 16, this run with"
+    ):
+        Checkpoints(whole.with_steps(8), "data").restore(like)
 
 
 def test_a_checkpoint_of_other_data_or_another_config_raises(whole, saved):

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from tests.observe.test_sinks import STARTED, trained
 from tests.train.corpus import documents
 from xsake import cli
 from xsake.model import huggingface
+from xsake.observe.events import Stopped
 from xsake.train.command import train_from
 from xsake.train.config import PRESETS, Config
 
@@ -57,9 +59,29 @@ def test_from_text_to_a_model_that_can_be_loaded(xsake, tmp_path):
     said = xsake("runs")
     assert "finished" in said
     assert "6/6" in said
-    assert config.hash[:8] in said
+    assert config.hash[:8] in xsake("runs --hashes")
     said = xsake(f"train --data.train text {SMALL} --seed 3", code=1)
     assert "started with other settings (seed: 0 → 3)" in said
+
+
+def test_the_list_of_runs_fits_80_columns(xsake, monkeypatch, tmp_path):
+    """With long names and values, and every run's state is whole."""
+    monkeypatch.setattr(cli.console, "width", 80)
+    for name, state in (("a" * 30, Stopped(step=123456, reason="finished")), ("b", None)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+        events = [STARTED, trained(123_456), *([state] if state else [])]
+        log = tmp_path / "runs" / name / "events.jsonl"
+        log.write_text("".join(x.to_json() + "\n" for x in events))
+        for number in (100_000, 123_456):
+            (tmp_path / "runs" / name / "checkpoints" / str(number)).mkdir(parents=True)
+    for line in ("runs", "runs --hashes"):
+        said = xsake(line)
+        assert max(map(len, said.splitlines())) <= 80
+    said = xsake("runs")
+    assert "finished" in said
+    assert "dead" in said
+    assert "123456/20" in said
 
 
 def test_user_errors_are_one_sentence(xsake, tmp_path):
@@ -70,6 +92,17 @@ def test_user_errors_are_one_sentence(xsake, tmp_path):
     assert "name a tokenizer.json" in xsake("tokenize a.txt -o b", code=1)
     (tmp_path / "c.json").write_text('{"hads": {"densty": 1}}')
     assert "did you mean 'density'" in xsake("train --config c.json", code=1)
+    for content, message in (
+        ("[1]", "c.json must hold a JSON object, got list"),
+        ('{"seed": "x"}', "c.json: seed must be a whole number, got 'x'"),
+        ('{"data": 3}', "c.json: data must be an object, got 3"),
+        ('{"data": {"length": true}}', "c.json: data.length must be a whole number, got True"),
+        ('{"hads": {"density": "x"}}', "c.json: hads.density must be a number or null, got 'x'"),
+        ('{"model": []}', "c.json: model must be an object, got []"),
+        ("[" * 100_000, "c.json is nested too deeply to be read"),
+    ):
+        (tmp_path / "c.json").write_text(content)
+        assert message in xsake("train --config c.json", code=1)
 
 
 def test_a_preset_sets_the_defaults_of_the_flags(xsake):

@@ -6,38 +6,45 @@ import dataclasses
 import json
 import math
 import os
+import re
+import shutil
 import signal
+import types
 
 import jax
 import numpy as np
 import pytest
 
+from tests.model.checkpoints import FIXTURES, read, write_gguf
 from tests.train.corpus import changed, config, documents, token_file
+from xsake.data import tokens
 from xsake.data.stream import Stream
 from xsake.hads import Plan
-from xsake.model import huggingface
-from xsake.observe import sinks
+from xsake.model import Completion, GenerateOptions, huggingface
+from xsake.observe import registry, sinks
 from xsake.observe.events import (
     CheckpointSaved,
     Evaluated,
     PlanSwapped,
     Resumed,
     RunStarted,
+    Sampled,
     Stopped,
     TrainStep,
 )
-from xsake.train import loop, planning, step
-from xsake.train.config import Hads
+from xsake.train import inputs, loop, optimizer, planning, samples, step, warm_start
+from xsake.train.checkpoint import Checkpoints
+from xsake.train.config import Config, Hads
 
 PROGRAMS: list[int] = []  # how many programs a whole run compiled for its update
 TIMES = ("time_unix_seconds", "step_seconds", "tokens_per_second", "calibration_seconds")
 
 
 def logged(folder):
-    """All events without times, and without resumptions, stops and checkpoints."""
+    """All events without times, and without resumptions, stops, checkpoints and samples."""
     found = []
     for event in sinks.read(folder / "events.jsonl"):
-        if not isinstance(event, Resumed | Stopped | CheckpointSaved):
+        if not isinstance(event, Resumed | Stopped | CheckpointSaved | Sampled):
             values = {k: v for k, v in dataclasses.asdict(event).items() if k not in TIMES}
             found.append((type(event).__name__, values))
     return found
@@ -48,11 +55,22 @@ def text(tmp_path_factory):
     return token_file(tmp_path_factory.mktemp("text"))
 
 
+def continued(model, prompts, **options):
+    """`generate` without its programs: checks the call and repeats the prompt's last token."""
+    given = GenerateOptions(**options)
+    given.check(model.config, prompts)
+    return [Completion([prompt[-1]] * given.max_tokens, "length") for prompt in prompts]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(text, tmp_path_factory):
+    """16 steps, with a sample of text every 8, which `continued` stands in for."""
     whole = config(tmp_path_factory.mktemp("runs"), text, checkpoint__export=True)
+    sampled = changed(whole, observe__sample_every=8, observe__sample_tokens=5)
     before = step.compiled_update._cache_size()
-    assert loop.train(whole).reason == "finished"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "generate", continued)
+        assert loop.train(sampled).reason == "finished"
     PROGRAMS.append(step.compiled_update._cache_size() - before)
     return whole.run_folder
 
@@ -97,6 +115,15 @@ def test_plans_are_swapped_without_recompiling(undisturbed):
     """Three plans, each with hashes and notes of its own: one dense program and one sparse."""
     assert len(list((undisturbed / "plans").iterdir())) == 3
     assert max(PROGRAMS) <= 2
+
+
+def test_samples_of_text_are_logged(undisturbed, text):
+    found = [x for x in sinks.read(undisturbed / "events.jsonl") if isinstance(x, Sampled)]
+    assert [x.step for x in found] == [8, 16]
+    tokenizer = huggingface.load(undisturbed / "model").tokenizer
+    prompt = text.tokens[:16].tolist()
+    assert found[0].prompt == tokenizer.decode(prompt)
+    assert found[0].text == tokenizer.decode([prompt[-1]] * 5)
 
 
 def test_sigterm_loses_nothing(whole, undisturbed):
@@ -204,6 +231,171 @@ def test_other_settings_in_an_existing_run_raise_and_are_named(whole):
         loop.train(changed(whole, optimizer__beta1=0.8))
     values = json.loads((whole.run_folder / "config.json").read_text())
     assert values["optimizer"]["beta1"] == 0.9
+
+
+@pytest.fixture
+def stopped(whole):
+    """A run that stopped before its first step: it has a checkpoint and compiled nothing."""
+    brief = changed(whole, run__seconds=1e-9)
+    loop.train(brief)
+    return brief
+
+
+def lose(folder):
+    shutil.rmtree(folder / "checkpoints")
+
+
+def damage(folder):
+    for path in (folder / "checkpoints" / "0" / "facts").iterdir():
+        path.write_text("")
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"), [(damage, "are damaged (0 in damaged/)"), (lose, "are gone")]
+)
+def test_a_run_without_its_checkpoints_begins_anew_only_when_told(stopped, harm, why):
+    folder = stopped.run_folder
+    events = (folder / "events.jsonl").read_text()
+    harm(folder)
+    if harm is damage:
+        with pytest.raises(ValueError, match=r"no checkpoint of .* can be read"):
+            loop.train(stopped)
+    for _ in range(2):  # the same command again and again
+        with pytest.raises(ValueError, match=rf"its checkpoints {re.escape(why)}; .*run.restart"):
+            loop.train(stopped)
+    assert (folder / "events.jsonl").read_text() == events
+    loop.train(changed(stopped, run__restart=True, seed=3))  # and then with any settings
+    assert (folder / "replaced" / "1" / "events.jsonl").read_text() == events
+    assert isinstance(sinks.read(folder / "events.jsonl")[0], RunStarted)
+    assert not (folder / "damaged").exists()
+    assert not Config.read(folder / "config.json").run.restart
+    loop.train(changed(stopped, seed=3))  # resumes the new one
+    assert any(isinstance(x, Resumed) for x in sinks.read(folder / "events.jsonl"))
+
+
+def test_a_refused_setting_does_not_keep_the_name(whole):
+    with pytest.raises(ValueError, match="devices"):
+        loop.train(changed(whole, run__devices=77, run__seconds=1e-9))
+    assert not whole.run_folder.exists()
+    whole.run_folder.mkdir(parents=True)  # as a process leaves it that is killed at the start
+    changed(whole, seed=9).write(whole.run_folder / "config.json")
+    assert loop.train(changed(whole, run__seconds=1e-9)).reason == "seconds"
+
+
+def test_a_refused_restart_leaves_the_run_as_it_was(stopped):
+    events = (stopped.run_folder / "events.jsonl").read_text()
+    before = sorted(x.name for x in stopped.run_folder.iterdir())
+    with pytest.raises(ValueError, match="devices"):
+        loop.train(changed(stopped, run__restart=True, run__devices=77, seed=3))
+    assert (stopped.run_folder / "events.jsonl").read_text() == events
+    assert Config.read(stopped.run_folder / "config.json") == stopped
+    found = sorted(x.name for x in stopped.run_folder.iterdir() if x.name != "replaced")
+    assert found == before
+
+
+def test_a_run_can_be_made_longer_but_not_shorter(stopped):
+    """A checkpoint says how long its schedule was, so a kill right after the change is no harm."""
+    longer = stopped.with_steps(32)
+    for _ in range(2):
+        loop.train(longer)
+        note = sinks.read(stopped.run_folder / "events.jsonl")[-2]
+        assert (type(note), note.steps) == (Resumed, 32)
+        assert "schedule.steps: 16 → 32; the learning rate follows the longer" in note.note
+    assert registry.summary(stopped.run_folder).steps == 32
+    with pytest.raises(ValueError, match=r"other settings \(schedule.steps: 32 → 16\)"):
+        loop.train(stopped)
+    with pytest.raises(ValueError, match=r"schedule.steps: 32 → 64; seed: 0 → 1"):
+        loop.train(changed(longer.with_steps(64), seed=1))
+
+
+def test_the_learning_rate_of_a_longer_schedule_is_said():
+    """At the old end it was final_ratio of the peak; half of the longer schedule is left."""
+    whole = changed(
+        Config(), optimizer__learning_rate=1e-3, schedule__warmup_steps=0, schedule__steps=100
+    )
+    said = optimizer.longer_note(whole, 50, 50)
+    assert "it was 1.00e-04 and is 5.36e-04, at the end 1.00e-04" in said
+
+
+def test_a_longer_run_replaces_the_exported_model(undisturbed, text, tmp_path):
+    """Only if it made a step."""
+    whole = config(tmp_path, text)
+    shutil.copytree(undisturbed / "model", whole.run_folder / "model")
+    old = huggingface.load(whole.run_folder / "model").model.hash()
+    parameters = step.initial(whole).parameters
+    session = types.SimpleNamespace(
+        config=whole,
+        state=types.SimpleNamespace(average={}, parameters=parameters),
+        stream=Stream([text], 48),
+        step=16,
+        first_step=16,
+    )
+    loop._Session._export(session)
+    assert huggingface.load(whole.run_folder / "model").model.hash() == old
+    session.step = 17
+    loop._Session._export(session)
+    found = huggingface.load(whole.run_folder / "model").model.parameters()
+    jax.tree.map(np.testing.assert_array_equal, found, parameters)
+
+
+def test_two_evaluation_files_of_one_name_are_refused(whole, text, tmp_path):
+    shutil.copytree(text.folder, tmp_path / "other" / text.folder.name)
+    files = (str(text.folder), str(tmp_path / "other" / text.folder.name))
+    with pytest.raises(ValueError, match="two datasets of the name 'text', by which results are"):
+        loop.train(changed(whole, evaluation__files=files))
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_is_said(undisturbed, whole, text):
+    size = text.header.vocab_size
+    said = sinks.read(undisturbed / "events.jsonl")[0].note
+    assert said.startswith(f"model.vocab_size is 320, the tokenizer's {size}: the other rows of")
+    equal = changed(whole, model=dataclasses.replace(whole.model, vocab_size=size))
+    assert inputs.vocabulary_note(equal, Stream([text], 48)) == ""
+
+
+# --------------------------------------------------------------------------------------- warm start
+
+
+@pytest.fixture
+def initial(undisturbed, whole):
+    """A config that starts from the exported model of another run."""
+    warm = warm_start.configured(changed(whole, run__seconds=1e-9), str(undisturbed))
+    return changed(warm, run__name="warm")
+
+
+def test_a_warm_start_has_the_weights_of_the_checkpoint(initial, undisturbed):
+    loop.train(initial)
+    loaded = huggingface.load(undisturbed / "model").model
+    started = sinks.read(initial.run_folder / "events.jsonl")[0]
+    assert (started.init, started.init_hash) == (str(undisturbed), loaded.hash())
+    shapes = jax.eval_shape(lambda: step.initial(initial))
+    hash_of_data = started.data_hash
+    found = Checkpoints(initial, hash_of_data).restore(shapes).state.parameters
+    jax.tree.map(np.testing.assert_array_equal, found, loaded.parameters())
+    with pytest.raises(ValueError, match=r"other settings \(init: .* → None\)"):
+        loop.train(changed(initial, init=None))
+
+
+def test_a_warm_start_from_gguf(text, tmp_path, whole):
+    """The weights of the folder that the file was made from, without a tokenizer to compare."""
+    path = write_gguf(tmp_path / "x.gguf", *read(FIXTURES / "llama"))
+    warm = warm_start.configured(whole, str(path))
+    assert warm.data.length == min(whole.data.length, warm.model.context)
+    found, _ = warm_start.load(warm, text)
+    expected = huggingface.load(FIXTURES / "llama", tokenizer=False).model.parameters()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_warm_start_that_does_not_fit_is_refused(initial, text, tmp_path):
+    wide = dataclasses.replace(initial.model, mlp_width=32)
+    with pytest.raises(ValueError, match=r"another model than .* \(model.mlp_width: 16 → 32\)"):
+        warm_start.load(changed(initial, model=wide), text)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint nowhere"):
+        warm_start.configured(initial, "nowhere")
+    words = tokens.train_tokenizer(["another text of other words"] * 9, 300)
+    other = tokens.tokenize(["some text"], words, tmp_path / "other")
+    with pytest.raises(ValueError, match="was tokenized with another tokenizer than that of"):
+        warm_start.load(initial, other)
 
 
 def test_a_folder_in_use_raises(whole):

@@ -61,6 +61,12 @@ class InputMask(abc.ABC):
         """This mask for texts of `length` tokens; called outside jit. The default returns self."""
         return self
 
+    def check(self, layers: int, heads: int) -> None:  # noqa: B027  (a hook)
+        """Raises if the mask is not for a model of so many layers and query heads; by default none.
+
+        The model calls it outside its scan over layers, where an index out of range is clamped.
+        """
+
     @staticmethod
     def of(function: MaskFunction, *, chunked: bool = False) -> InputMask:
         """Wraps a function as an InputMask.

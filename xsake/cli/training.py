@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import tyro
+from rich import box
 from rich.table import Table
 
 from xsake.cli.terminal import Out, console
@@ -64,29 +65,43 @@ def train() -> None:
     """Trains a model, or resumes the run of this name; see docs/training.md."""
 
 
-def runs(folder: tyro.conf.Positional[Path] = Path("runs")) -> None:
-    """Lists the runs of a folder: configuration, progress and results.
+def runs(folder: tyro.conf.Positional[Path] = Path("runs"), *, hashes: bool = False) -> None:
+    """Lists the runs of a folder: progress and results.
+
+    A run is running, dead (killed or crashed: run its command again to resume), not started, or has
+    stopped for the reason given.
 
     Args:
       folder: the folder that contains the run folders.
+      hashes: list where each run comes from instead: hashes of config, data and plan, commit.
     """
     from xsake.observe import registry
 
-    names = "run state step loss density perplexity checkpoints plan config data commit device"
-    table = Table(*names.split())
-    for run in registry.runs(folder):
+    found = list(registry.runs(folder))
+    if hashes:
+        table = _table("run", "config", "data", "plan", "commit", "device")
+        for run in found:
+            known = (run.config_hash, run.data_hash, run.plan, run.commit)
+            table.add_row(run.name, *(x[:8] for x in known), run.device)
+        console.print(table)
+        return
+    table = _table("run", "state", "step", "loss", "density", "perplexity", "saved at")
+    for run in found:
         table.add_row(
             run.name,
             run.state,
             f"{run.step}/{run.steps}",
             "" if run.loss_nats is None else f"{run.loss_nats:.3f}",
             f"{run.density_ratio:.2f}",
-            ", ".join(f"{file} {x:.2f}" for file, x in run.perplexity.items()),
-            ", ".join(map(str, run.checkpoints)),
-            run.plan[:8],
-            run.config_hash[:8],
-            run.data_hash[:8],
-            run.commit[:8],
-            run.device,
+            "\n".join(f"{file} {x:.2f}" for file, x in run.perplexity.items()),
+            "\n".join(map(str, run.checkpoints)),
         )
     console.print(table)
+
+
+def _table(*names: str) -> Table:
+    """A table without vertical lines, which fits a terminal of 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold", no_wrap=name in ("step", "loss", "density"))
+    return table

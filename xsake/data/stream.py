@@ -155,6 +155,7 @@ class Stream:
             file = self.files[number]
             offset = begin - (self._ends[number] - len(file))
             part = file.tokens[offset : offset + count]
+            file.check_ids(part)
             parts.append(part)
             begin, count = begin + len(part), count - len(part)
         return np.concatenate(parts).astype(np.int32)

@@ -12,6 +12,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from xsake import _files
+
 # Pre-tokenization of Llama 3 and Qwen; they differ in the number of digits per piece.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
@@ -132,27 +134,52 @@ def build_tokenizer(metadata: Mapping[str, Any], path: str) -> Tokenizer:
             f"{path}: tokenizer.ggml.pre {pre!r} is not one of {list(PRE_TOKENIZERS)}; "
             "name a tokenizer.json with tokenizer="
         )
-    tokens: list[str] = value("tokens", [])
-    merges = [tuple(pair.split(" ")) for pair in value("merges", [])]
-    inner = tokenizers.Tokenizer(
-        models.BPE(
-            {token: i for i, token in enumerate(tokens)},
-            merges,
-            # Llama 3 uses a token directly if the whole word is in its vocabulary
-            ignore_merges=pre == "llama-bpe",
-        )
-    )
+    tokens, merges = _vocabulary(value("tokens", []), value("merges", []), path)
+    # Llama 3 uses a token directly if the whole word is in its vocabulary
+    ignore_merges = pre == "llama-bpe"
+    numbered = {token: i for i, token in enumerate(tokens)}
+    try:
+        inner = tokenizers.Tokenizer(models.BPE(numbered, merges, ignore_merges=ignore_merges))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{path}: tokenizer.ggml.merges do not fit its tokens: {error}") from error
     if pre == "qwen2":
         inner.normalizer = normalizers.NFC()
     inner.pre_tokenizer = PRE_TOKENIZERS[pre]()
     inner.decoder = decoders.ByteLevel()
-    for token, sort in zip(tokens, value("token_type", []), strict=False):
+    sorts = value("token_type", [])
+    if not _files.fits(sorts, list[int]):
+        raise ValueError(f"{path}: tokenizer.ggml.token_type must be a list of whole numbers")
+    for token, sort in zip(tokens, sorts, strict=False):
         if sort in (CONTROL, USER_DEFINED):
             inner.add_tokens([AddedToken(token, special=sort == CONTROL, normalized=False)])
     bos = value("bos_token_id")
+    ends = (value("eos_token_id"), value("eot_token_id"))
+    for key, number in zip(("bos", "eos", "eot"), (bos, *ends), strict=True):
+        if number is not None and not (_files.fits(number, int) and 0 <= number < len(tokens)):
+            raise ValueError(
+                f"{path}: tokenizer.ggml.{key}_token_id {number!r:.40} must be from 0 to "
+                f"{len(tokens) - 1}"
+            )
     if bos is not None and value("add_bos_token", pre == "llama-bpe"):
         inner.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]}:0 $A:0", special_tokens=[(tokens[bos], bos)]
         )
-    ends = (value("eos_token_id"), value("eot_token_id"))
     return Tokenizer(inner, bos, tuple(dict.fromkeys(i for i in ends if i is not None)))
+
+
+def _vocabulary(tokens: Any, merges: Any, path: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """The tokens and the pairs that are merged; raises if they are not such lists."""
+    if not _files.fits(tokens, list[str]) or not tokens:
+        raise ValueError(f"{path}: tokenizer.ggml.tokens must be a list of text, and not empty")
+    if not _files.fits(merges, list[str]):
+        raise ValueError(f"{path}: tokenizer.ggml.merges must be a list of text")
+    pairs = []
+    for merge in merges:
+        left, space, right = merge.partition(" ")
+        if not (left and space and right) or " " in right:
+            raise ValueError(
+                f"{path}: tokenizer.ggml.merges must be two tokens and a space between them, "
+                f"got {merge!r:.40}"
+            )
+        pairs.append((left, right))
+    return tokens, pairs

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from xsake import _files
 from xsake.data.tokenizer import Tokenizer
 
 SCHEMA = 1
@@ -69,7 +70,24 @@ class TokenDataset:
                 f"{folder} has hash {found}, its header says {header.hash}: it is damaged; "
                 "copy it or tokenize again"
             )
+        starts = file.starts
+        if starts[0] or (np.diff(starts.astype(np.int64)) < 0).any() or starts[-1] >= header.tokens:
+            raise ValueError(
+                f"{folder / 'starts.bin'} does not rise from 0 to below {header.tokens}: "
+                "it is damaged; copy it or tokenize again"
+            )
+        if verify:
+            for begin in range(0, header.tokens, 1 << 22):
+                file.check_ids(file.tokens[begin : begin + (1 << 22)])
         return file
+
+    def check_ids(self, ids: np.ndarray) -> None:
+        """Raises if one of these tokens is not in the vocabulary."""
+        if ids.size and (largest := int(ids.max())) >= self.header.vocab_size:
+            raise ValueError(
+                f"{self.folder} has token id {largest}, but its vocabulary is "
+                f"{self.header.vocab_size}; tokenize again"
+            )
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
@@ -114,7 +132,9 @@ def tokenize(
     if out.exists():
         raise FileExistsError(f"{out} exists already; name another folder or remove it")
     end = end if end is not None else next(iter(tokenizer.eos), None)
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+    # the ids of some tokenizers have gaps
+    size = max(len(tokenizer), 1 + max(tokenizer.inner.get_vocab().values(), default=0))
+    dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -126,7 +146,7 @@ def tokenize(
     tokenizer.inner.save(str(part / "tokenizer.json"), pretty=False)
     header = Header(
         dtype=dtype.name,
-        vocab_size=len(tokenizer),
+        vocab_size=size,
         tokens=count,
         documents=documents,
         end=end,
@@ -223,16 +243,20 @@ def _read_header(folder: Path) -> Header:
             "`xsake tokenize` writes one"
         )
     try:
-        values = json.loads(path.read_text())
+        values = _files.parse_object(path.read_text(encoding="utf-8"), "it")
         if values.get("schema") != SCHEMA:
             raise ValueError(f"schema {values.get('schema')} where this version reads {SCHEMA}")
+        _files.check_fields(Header, values, "it")
         header = Header(**values | {"sources": tuple(values["sources"])})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not the header of a tokenized dataset: {error}") from error
     if header.dtype not in ("uint16", "uint32"):
         raise ValueError(f"{path}: dtype {header.dtype!r} is not uint16 or uint32")
-    if header.tokens < 1 or header.documents < 1:
-        raise ValueError(f"{path} says {header.tokens} tokens in {header.documents} documents")
+    if header.tokens < 1 or header.documents < 1 or header.vocab_size < 1:
+        raise ValueError(
+            f"{path} says {header.tokens} tokens in {header.documents} documents, vocabulary "
+            f"{header.vocab_size}"
+        )
     return header
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import numbers
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
 
-from xsake import block_scores, masks, selection
+from xsake import _files, block_scores, masks, selection
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, document_rule
-from xsake.hads import budget, row_blocks
+from xsake.hads import budget, files, row_blocks
 from xsake.hads.documents import shared_blocks
-from xsake.hads.profile import Profile, read
+from xsake.hads.profile import Profile
 from xsake.hads.statistics import SELECTORS
 from xsake.masks.rule import Leaf
 
@@ -57,6 +58,11 @@ class Terms:
     data_hash: str = ""
     notes: tuple[str, ...] = ()
     validation: str = "{}"  # JSON: metrics on held-out text
+
+    def __post_init__(self) -> None:
+        row_blocks.check_density(self.density)
+        row_blocks.check_sizes(block=self.block, length=self.length, band=self.band)
+        _check_names(self.policy, self.selector, self.top_p)
 
 
 @jax.tree_util.register_dataclass
@@ -227,6 +233,7 @@ class Plan(InputMask):
 
         It is proportional to the counts of the plan's last row block, clipped at 1.
         """
+        row_blocks.check_density(density)
         wanted = np.asarray(self.counts)[..., -1].astype(np.float64)
         small, large = 0.0, 1 / wanted.min()
         for _ in range(100):
@@ -295,25 +302,25 @@ class Plan(InputMask):
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file whose header is JSON: terms, schema, realised density."""
-        from safetensors.numpy import save_file
-
-        header = {"kind": "plan", "schema": SCHEMA, **dataclasses.asdict(self.terms)}
-        header["realised_density"] = self.density
+        header = {**dataclasses.asdict(self.terms), "realised_density": self.density}
         arrays = {"counts": self.counts, "scores": self.scores}
-        kept = {name: np.ascontiguousarray(x) for name, x in arrays.items() if x is not None}
-        save_file(kept, path, {"xsake": json.dumps(header)})
+        kept = {name: x for name, x in arrays.items() if x is not None}
+        files.save(path, "plan", SCHEMA, header, kept)
 
     @staticmethod
     def load(path: str | Path, model_hash: str | None = None) -> Plan:
         """Reads what `save` wrote; with `model_hash`, refuses a plan made for another model."""
-        header, arrays = read(path, "plan", SCHEMA)
-        realised = header.pop("realised_density")
-        plan = Plan(
-            arrays["counts"],
-            arrays.get("scores"),
-            Terms(**header | {"notes": tuple(header["notes"])}),
-        )
-        if abs(plan.density - realised) > 1e-9:
+        header, arrays = files.read(path, "plan", SCHEMA)
+        realised = header.pop("realised_density", None)
+        _files.check_fields(Terms, header, f"the header of {path}")
+        try:
+            _files.parse_object(header["validation"], "its validation")
+            terms = Terms(**header | {"notes": tuple(header["notes"])})
+            _check_arrays(arrays, terms)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}; make the plan again") from error
+        plan = Plan(arrays["counts"], arrays.get("scores"), terms)
+        if not _files.fits(realised, float) or not abs(plan.density - realised) <= 1e-9:
             raise ValueError(
                 f"{path} says density {realised} but its counts have {plan.density}: it is damaged"
             )
@@ -321,13 +328,26 @@ class Plan(InputMask):
             plan.check_model(model_hash)
         return plan
 
+    def check(self, layers: int, heads: int) -> None:
+        """Refuses a model of another number of layers or query heads."""
+        if (layers, heads) != self.counts.shape[:2]:
+            raise ValueError(
+                f"the plan is for a model of {self.counts.shape[0]} layers with "
+                f"{self.counts.shape[1]} heads, this one has {layers} with {heads}; "
+                "calibrate this one with `xsake calibrate`"
+            )
+
     def check_model(self, model_hash: str) -> None:
         """Refuses a model other than the one the plan was made for."""
         if self.terms.model_hash and self.terms.model_hash != model_hash:
             raise ValueError(
                 f"the plan is for model {self.terms.model_hash}, this is {model_hash}; "
-                "calibrate this one with `xsake calibrate`"
+                "calibrate this one with `xsake calibrate`, or use plan.for_any_model()"
             )
+
+    def for_any_model(self) -> Plan:
+        """This plan without its model's hash, for other weights of the same shape."""
+        return dataclasses.replace(self, terms=dataclasses.replace(self.terms, model_hash=""))
 
 
 def make(
@@ -351,12 +371,8 @@ def make(
       length: of the texts that the plan is for; default the profile's. `plan.at` adapts the length
         too, but only this argument allows a density that is infeasible at the profile's length.
     """
-    if policy not in budget.POLICIES:
-        raise ValueError(f"policy {policy!r} is not one of {list(budget.POLICIES)}")
-    if selector not in SELECTORS:
-        raise ValueError(f"selector {selector!r} is not one of {list(SELECTORS)}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    _check_names(policy, selector, top_p)
+    row_blocks.check_density(density)
     (layers, heads, n), facts = profile.size, profile.facts
     asked = density
     if length is not None:
@@ -384,6 +400,39 @@ def make(
     )
     made = Plan(found.counts, scores, terms)
     return made if length is None else made.at(length)
+
+
+def _check_names(policy: str, selector: str, top_p: float | None) -> None:
+    if policy not in budget.POLICIES:
+        raise ValueError(f"policy {policy!r} is not one of {list(budget.POLICIES)}")
+    if selector not in SELECTORS:
+        raise ValueError(f"selector {selector!r} is not one of {list(SELECTORS)}")
+    if top_p is not None and not (isinstance(top_p, numbers.Real) and 0 < top_p <= 1):
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r}")
+
+
+def _check_arrays(arrays: dict[str, np.ndarray], terms: Terms) -> None:
+    """Raises unless counts and scores have the shapes and ranges of a plan with these terms."""
+    wanted = {"counts", "scores"} if terms.selector == "static" else {"counts"}
+    if arrays.keys() != wanted:
+        raise ValueError(f"it has the arrays {sorted(arrays)}, not {sorted(wanted)}")
+    counts = arrays["counts"]
+    if counts.dtype != np.int32 or counts.ndim != 3 or 0 in counts.shape:
+        raise ValueError(
+            "counts must be int32 [layers, heads, row blocks], "
+            f"got {counts.dtype} {list(counts.shape)}"
+        )
+    n = counts.shape[-1]
+    low, high = row_blocks.floors(n, terms.band), row_blocks.ceilings(n)
+    if ((counts < low) | (counts > high)).any():
+        raise ValueError(
+            "a row block has fewer blocks than are always kept, or more than there are"
+        )
+    scores = arrays.get("scores", np.zeros((*counts.shape, n), np.float32))
+    if scores.shape != (*counts.shape, n) or scores.dtype != np.float32:
+        raise ValueError(
+            f"scores must be float32 {[*counts.shape, n]}, got {scores.dtype} {list(scores.shape)}"
+        )
 
 
 @functools.lru_cache(maxsize=32)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,16 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, PyTree
 
-from xsake.hads import budget, row_blocks
-from xsake.hads.statistics import CURVES, DENSITIES, AnyArray, Statistics, measure
+from xsake import _files
+from xsake.hads import budget, files, row_blocks
+from xsake.hads.statistics import (
+    CURVES,
+    DENSITIES,
+    POLICIES_WITH_COST,
+    AnyArray,
+    Statistics,
+    measure,
+)
 
 SCHEMA = 1
 
@@ -41,6 +48,11 @@ class Facts:
     model_hash: str
     data_hash: str
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        row_blocks.check_sizes(
+            length=self.length, block=self.block, band=self.band, documents=self.documents
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -99,48 +111,62 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file with the facts in its header."""
-        from safetensors.numpy import save_file
-
-        header = {"kind": "profile", "schema": SCHEMA, **dataclasses.asdict(self.facts)}
         arrays = {
-            jax.tree_util.keystr(path_in_tree, simple=True, separator="/"): np.ascontiguousarray(x)
+            jax.tree_util.keystr(path_in_tree, simple=True, separator="/"): x
             for path_in_tree, x in jax.tree_util.tree_leaves_with_path(self)
         }
-        save_file(arrays, path, {"xsake": json.dumps(header)})
+        files.save(path, "profile", SCHEMA, dataclasses.asdict(self.facts), arrays)
 
     @staticmethod
     def load(path: str | Path) -> Profile:
         """Reads what `save` wrote."""
-        header, arrays = read(path, "profile", SCHEMA)
-        tree: dict[str, Any] = {}
+        header, arrays = files.read(path, "profile", SCHEMA)
+        _files.check_fields(Facts, header, f"the header of {path}")
+        try:
+            facts = Facts(**header)
+            _check_arrays(arrays, row_blocks.count_blocks(facts.length, facts.block))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}; make the profile again") from error
+        tree: dict[str, Any] = {"errors": {}}
         for name, x in arrays.items():
             *folders, leaf = name.split("/")
             node = tree
             for folder in folders:
                 node = node.setdefault(folder, {})
             node[leaf] = x
-        facts = Facts(**header)
-        statistics = Statistics(**tree["statistics"])
-        return Profile(statistics, tree["errors"], tree["mass_halves"], facts)
+        return Profile(Statistics(**tree["statistics"]), tree["errors"], tree["mass_halves"], facts)
 
 
-def read(path: str | Path, kind: str, schema: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Reads and validates (header, arrays) of a saved profile or plan."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            header = json.loads((file.metadata() or {}).get("xsake", "{}"))
-            arrays = {name: file.get_tensor(name) for name in list(file.keys())}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a {kind}: {error}") from error
-    if header.pop("kind", None) != kind:
-        raise ValueError(f"{path} is not a {kind}; `xsake calibrate` and `xsake plan` write them")
-    if (found := header.pop("schema")) != schema:
-        raise ValueError(
-            f"{path} has schema {found}, this version reads {schema}; make the {kind} again"
-        )
-    return header, arrays
+def _check_arrays(arrays: Mapping[str, np.ndarray], n: int) -> None:
+    """Raises unless these are the arrays of a profile with n row blocks, by name and shape."""
+    mass = arrays.get("statistics/mass")
+    if mass is None or mass.ndim != 4 or 0 in mass.shape:
+        raise ValueError("it has no array 'statistics/mass' [layers, heads, n, n]")
+    layers, heads = mass.shape[:2]
+    square, each = (layers, heads, n, n), (layers, heads)
+    retained = (*each, len(DENSITIES))
+    wanted = {
+        "statistics/mass": square,
+        "statistics/sensitivity": square,
+        "statistics/entropy": each,
+        "statistics/block_entropy": each,
+        "statistics/retained": retained,
+        "statistics/norm": (layers,),
+        "mass_halves": (2, *square),
+    }
+    spread = {"mass": square, "entropy": each, "block_entropy": each, "retained": retained}
+    optional = {f"errors/{name}": shape for name, shape in spread.items()}
+    optional |= {f"statistics/cost/{x}/{y}": square for x in POLICIES_WITH_COST for y in CURVES}
+    for name in wanted:
+        if name not in arrays:
+            raise ValueError(f"it has no array {name!r}")
+    for name, x in arrays.items():
+        shape = (wanted | optional).get(name)
+        if x.shape != shape or x.dtype.kind != "f":
+            raise ValueError(
+                f"its array {name!r} is {x.dtype} {list(x.shape)}"
+                + (f", not float {list(shape)}" if shape else ", which a profile does not have")
+            )
 
 
 # ---------------------------------------------------------------------------------------- calibrate
@@ -161,6 +187,7 @@ def calibrate(
     band: int = 0,
     curves: tuple[str, ...] = CURVES,
     model_hash: str = "",
+    vocab_size: int | None = None,
     seed: int | None = None,
     report: Callable[[int], None] | None = None,
 ) -> Profile:
@@ -170,33 +197,62 @@ def calibrate(
       observe: calls a fold with every layer's q, k, v and output projection, see `Observe`.
       weights: the first argument of `observe`; an argument of the compiled code, not a constant.
       documents: token ids, all of one length.
-      layers: of the model.
+      layers: of the model; another number than it has raises after the first document.
       heads: query heads.
       block: tokens per block.
       band: forced blocks before the diagonal.
       curves: selectors to measure cost curves for.
       model_hash: of the model, stored in the profile.
+      vocab_size: of the model; token ids from there on raise.
       seed: the one that the documents were sampled with; only recorded.
       report: called with the number of documents done.
     """
     documents = [np.asarray(document) for document in documents]
-    if not documents or any(x.shape != documents[0].shape or x.ndim != 1 for x in documents):
-        raise ValueError(
-            "calibration needs documents of one length, got lengths "
-            f"{sorted({len(x) for x in documents})}"
-        )
+    row_blocks.check_sizes(layers=layers, heads=heads, block=block, band=band)
+    _check_documents(documents, vocab_size)
+    if unknown := [name for name in curves if name not in CURVES]:
+        raise ValueError(f"curves has {unknown[0]!r}, which is not one of {list(CURVES)}")
     length = len(documents[0])
     n = row_blocks.count_blocks(length, block)
     how = {"observe": observe, "block": block, "band": band, "curves": curves}
     state = Running.start(layers, heads, n, curves)
     for number, document in enumerate(documents):
         before = (state.mean.mass, state.mean.sensitivity)
-        state = _accumulate(state, _one_document(weights, document, before, **how))
+        found, visits = _one_document(weights, document, before, **how)
+        if not number:
+            _check_visits(np.asarray(visits))
+        state = _accumulate(state, found)
         if report is not None:
             jax.block_until_ready(state.documents)
             report(number + 1)
     facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed)
     return _finished(state, facts)
+
+
+def _check_documents(documents: Sequence[AnyArray], vocab_size: int | None) -> None:
+    if not documents or any(x.shape != documents[0].shape or x.ndim != 1 for x in documents):
+        raise ValueError(
+            "calibration needs documents of one length, got lengths "
+            f"{sorted({x.size for x in documents})}"
+        )
+    for number, x in enumerate(documents):
+        if not x.size or x.dtype.kind not in "iu":
+            raise ValueError(f"document {number} must be token ids, got {x.dtype} {list(x.shape)}")
+        if x.min() < 0 or (vocab_size is not None and x.max() >= vocab_size):
+            most = "0 up" if vocab_size is None else f"0 to {vocab_size - 1}"
+            raise ValueError(
+                f"document {number} has token id {x.min() if x.min() < 0 else x.max()}, but the "
+                f"model's ids are from {most}; tokenize the text with the model's own tokenizer"
+            )
+
+
+def _check_visits(visits: np.ndarray) -> None:
+    """visits[layer] is how often a layer was observed; the last entry counts those beyond."""
+    if (visits != [1] * (len(visits) - 1) + [0]).any():
+        raise ValueError(
+            f"layers = {len(visits) - 1}, but the model was observed in {visits.sum()} layers, "
+            f"{visits[-1]} of them beyond; pass the model's own number of layers"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("observe", "block", "band", "curves"))
@@ -209,10 +265,14 @@ def _one_document(
     block: int,
     band: int,
     curves: tuple[str, ...],
-) -> Statistics:
-    """Statistics of one document, every array with a leading axis of layers."""
+) -> tuple[Statistics, Int[Array, " layers+1"]]:
+    """(statistics of one document by layer, how often each layer was observed)."""
+    layers, heads, n, _ = before[0].shape
 
-    def fold(layer: int | Array, seen: Any, carry: Statistics) -> Statistics:
+    def fold(layer: int | Array, seen: Any, carry: Any) -> Any:
+        if seen.q.shape[2] != heads:
+            raise ValueError(f"heads = {heads}, but the model has {seen.q.shape[2]} query heads")
+        known, visits = carry
         statistics = measure(
             seen.q[0],
             seen.k[0],
@@ -223,10 +283,11 @@ def _one_document(
             curves=curves,
             before=jax.tree.map(lambda x: x[layer], before),
         )
-        return jax.tree.map(lambda every, x: every.at[layer].set(x), carry, statistics)
+        known = jax.tree.map(lambda every, x: every.at[layer].set(x), known, statistics)
+        return known, visits.at[jnp.minimum(layer, layers)].add(1)
 
-    layers, heads, n, _ = before[0].shape
-    return observe(weights, tokens[None], fold, _empty(layers, heads, n, curves))
+    start = (_empty(layers, heads, n, curves), jnp.zeros(layers + 1, jnp.int32))
+    return observe(weights, tokens[None], fold, start)
 
 
 class Running(NamedTuple):

@@ -7,6 +7,9 @@ ceilings(n)[i], all that causality allows.
 
 from __future__ import annotations
 
+import numbers
+from typing import Any
+
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -67,13 +70,28 @@ def density_at(density: float, n: int, other: int, band: int = 0) -> float:
     return others + max(free, 0.0) * (1 - others)
 
 
+def check_density(density: Any) -> None:
+    """Raises unless `density` is a number above 0 and at most 1."""
+    is_number = isinstance(density, numbers.Real) and not isinstance(density, bool)
+    if not is_number or not 0 < density <= 1:
+        raise ValueError(f"density must be above 0 and at most 1, got {density!r}")
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raises unless each is a whole number of at least 1, or 0 for `band`."""
+    for name, size in sizes.items():
+        least = 0 if name == "band" else 1
+        is_whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+        if not is_whole or size < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
+
+
 def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
     """How many blocks `heads` heads of n row blocks keep in all; raises if the forced are more."""
+    check_density(density)
     most = heads * n * (n + 1) // 2
     least = heads * int(floors(n, band).sum())
     requested = round(density * most)
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be above 0 and at most 1, got {density}")
     if requested < least:
         smallest = np.ceil(1000 * least / most) / 1000
         raise ValueError(

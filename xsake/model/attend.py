@@ -93,6 +93,7 @@ def _block_masks(
 
         return given
     by_input = as_input_mask(mask)
+    by_input.check(config.layers, config.heads)
 
     def computed(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
         found = by_input.mask(layer, q, k, segment_ids=segment_ids)
@@ -120,6 +121,8 @@ def by_chunk(
       implementation: of `dot_product_attention`.
     """
     B, T = positions.shape
+    if isinstance(mask, InputMask):
+        mask.check(config.layers, config.heads)
 
     def block_mask(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
         rule = visible(config, windowed)

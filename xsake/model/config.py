@@ -11,11 +11,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from xsake import _files
 from xsake.model.rope import Rope
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rope")
+LARGEST = 2**31 - 1  # of a size: positions and ids are int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Config:
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name} {value!r} is not one of {list(choices)}")
+        _files.check_fields(Config, vars(self), "Config")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}")
         if self.positions == "rope" and self.head_size % 2:
@@ -93,6 +96,11 @@ class Config:
         """
         values = dict(values)
         _check_keys(cls, values)
+        for name in ("window_layers", "eos"):
+            if not isinstance(values.get(name), list | tuple | None):
+                raise ValueError(f"Config: {name!r} must be a list, got {values[name]!r:.40}")
+        if not isinstance(values.get("rope", Rope()), Mapping | Rope):
+            raise ValueError(f"Config: 'rope' must be an object, got {values['rope']!r:.40}")
         if isinstance(values.get("rope"), Mapping):
             _check_keys(Rope, values["rope"])
             values["rope"] = Rope(**values["rope"])
@@ -105,6 +113,8 @@ class Config:
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if value > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
 
 
 def _check_window_layers(config: Config) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,12 +26,13 @@ from jax import Array, lax
 from xsake.block_mask import BLOCK
 from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
 from xsake.decode import REFRESH, CacheReader, Chosen
+from xsake.hads import Plan
 from xsake.masks.rule import Rule
 from xsake.model import kv_cache
 from xsake.model.attend import by_cache, by_chunk, by_mask
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
-from xsake.model.sampling import Sampling, sample
+from xsake.model.sampling import Sampling, check_whole, sample
 from xsake.model.transformer import Transformer
 
 __all__ = ["Completion", "GenerateOptions", "Sampling", "generate", "stream"]
@@ -40,8 +43,12 @@ SPAN = 256  # the shortest part of the cache that a step is compiled for; double
 
 if TYPE_CHECKING:
     PromptMask = Rule | InputMask | MaskFunction | None
+    Prompts = Sequence[Sequence[int]]
+    StopTokens = Sequence[int] | None
+    Draw = Sampling | None
 else:
     PromptMask = Any  # at run time `as_input_mask` raises for other types
+    Prompts = StopTokens = Draw = Any  # `GenerateOptions` raises
 
 
 class Completion(NamedTuple):
@@ -66,6 +73,8 @@ class GenerateOptions:
       mask: restricts attention while prompts are read: a Rule, an InputMask such as a Plan, or a
         function (layer, q, k) -> BlockMask. Prompts longer than `chunk` need a Rule or an InputMask
         that accepts `first`; `InputMask.of(function, chunked=True)` wraps a function as one.
+        A Plan must be of this model: of its layers and heads and, if the model is stacked and in
+        float32 as for calibration, of its weights.
         InputMasks are adapted by `mask.at` to the padded length of the prompts: whole blocks, or in
         chunked prefill a power of two, at most the capacity of the cache.
       budget: how much of the cache each head reads per token; default all. Integers are blocks,
@@ -80,8 +89,8 @@ class GenerateOptions:
     """
 
     max_tokens: int = 64
-    sampling: Sampling | None = None
-    stop: Sequence[int] | None = None
+    sampling: Draw = None
+    stop: StopTokens = None
     mask: PromptMask = None
     budget: Any = None
     refresh: int = REFRESH
@@ -90,13 +99,20 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "chunk", "burst", "refresh"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_whole(name, getattr(self, name), 1)
+        if not isinstance(self.sampling, Sampling | None):
+            raise ValueError(
+                f"sampling must be a Sampling or None, got {self.sampling!r}; "
+                "write Sampling(temperature=0.8)"
+            )
         object.__setattr__(self, "mask", _prompt_mask(self.mask))
 
-    def check(self, config: Config, prompts: Sequence[Sequence[int]]) -> None:
+    def check(self, config: Config, prompts: Prompts) -> None:
         """Raises if a model of this config cannot read these prompts with these options."""
         _check_prompts(config, prompts, self.max_tokens)
+        _check_stop(config, self.stop)
+        if isinstance(self.mask, InputMask):
+            self.mask.check(config.layers, config.heads)
         in_chunks = max(map(len, prompts)) > self.chunk
         if in_chunks and isinstance(self.mask, InputMask) and not self.mask.chunked:
             raise ValueError(
@@ -117,9 +133,7 @@ class GenerateOptions:
         )
 
 
-def generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], **options: Any
-) -> list[Completion]:
+def generate(model: Transformer, prompts: Prompts, **options: Any) -> list[Completion]:
     """All of `stream` at once: a Completion for every prompt.
 
     >>> from flax import nnx
@@ -128,8 +142,9 @@ def generate(
     >>> [len(row.tokens) for row in generate(model, [[1, 2, 3], [4]], max_tokens=3, stop=())]
     [3, 3]
     """
+    pieces = stream(model, prompts, **options)
     rows = [Completion([], None) for _ in prompts]
-    for news in stream(model, prompts, **options):
+    for news in pieces:
         rows = [
             Completion(row.tokens + new.tokens, row.reason or new.reason)
             for row, new in zip(rows, news, strict=True)
@@ -137,9 +152,7 @@ def generate(
     return rows
 
 
-def stream(
-    model: Transformer, prompts: Sequence[Sequence[int]], **options: Any
-) -> Iterator[list[Completion]]:
+def stream(model: Transformer, prompts: Prompts, **options: Any) -> Iterator[list[Completion]]:
     """Yields the new tokens of every prompt: first one each, then up to `burst` at a time.
 
     For long generations use `model.unstacked()`, which decodes faster.
@@ -151,12 +164,14 @@ def stream(
     """
     given = GenerateOptions(**options)
     given.check(model.config, prompts)
+    if isinstance(given.mask, Plan) and given.mask.terms.model_hash:
+        _check_weights(model, given.mask)
     return _stream(model, prompts, given, given.reader(model.config))
 
 
 def _stream(
     model: Transformer,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     options: GenerateOptions,
     reader: CacheReader,
 ) -> Iterator[list[Completion]]:
@@ -212,7 +227,7 @@ def _completions(
 def prefill(
     model: Transformer,
     cache: KVCache,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     mask: PromptMask = None,
     chunk: int = CHUNK,
@@ -383,12 +398,20 @@ def decode_step(
 
 
 def _check_prompts(config: Config, prompts: Any, max_tokens: int) -> None:
+    wanted = "prompts must be a list of lists of token ids"
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        raise ValueError(
+            f"{wanted}, got {type(prompts).__name__}; write [tokenizer.encode(text)] for a text"
+        )
     if not len(prompts):
-        raise ValueError("prompts must be a list of lists of token ids, got none")
+        raise ValueError(f"{wanted}, got none")
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or np.ndim(prompt) == 0:
+            remedy = "encode the text" if isinstance(prompt, str) else "write [prompt] for one"
+            raise ValueError(f"{wanted}, but prompt {i} is {prompt!r:.40}; {remedy}")
         if not len(prompt):
             raise ValueError(f"prompt {i} is empty; a model needs one token to continue from")
-        if not all(0 <= token < config.vocab_size for token in prompt):
+        if not all(_is_token(config, token) for token in prompt):
             raise ValueError(
                 f"prompt {i} has a token outside 0 … {config.vocab_size - 1}; "
                 "was it made by this model's tokenizer?"
@@ -404,6 +427,44 @@ def _check_prompts(config: Config, prompts: Any, max_tokens: int) -> None:
                 f"exceeds the model's context of {config.context}; shorten it, or ask for at "
                 f"most {config.context - len(prompt)}"
             )
+
+
+def _check_stop(config: Config, stop: Any) -> None:
+    if stop is None:
+        return
+    if isinstance(stop, str) or not hasattr(stop, "__len__") or np.ndim(stop) != 1:
+        raise ValueError(f"stop must be a list of token ids, got {stop!r:.40}; write stop=[id]")
+    for token in stop:
+        if not _is_token(config, token):
+            raise ValueError(
+                f"stop must be token ids from 0 to {config.vocab_size - 1}, got {token!r:.40}"
+            )
+
+
+def _is_token(config: Config, token: Any) -> bool:
+    is_whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
+    if isinstance(token, Array):
+        is_whole = jnp.issubdtype(token.dtype, jnp.integer)
+    return is_whole and bool(0 <= token < config.vocab_size)
+
+
+_hashes: weakref.WeakKeyDictionary[Transformer, tuple[list[Any], str]] = weakref.WeakKeyDictionary()
+
+
+def _check_weights(model: Transformer, plan: Plan) -> None:
+    """Refuses a plan of other weights, if these can be compared with those of a calibration.
+
+    The hash is that of stacked float32 parameters. It is computed once for a model, and again when
+    one of its arrays was replaced.
+    """
+    arrays = list(model.parameters().values())
+    if not model.is_stacked or any(x.dtype != jnp.float32 for x in arrays):
+        return
+    known, found = _hashes.get(model, ([], ""))
+    if len(known) != len(arrays) or any(x() is not y for x, y in zip(known, arrays, strict=True)):
+        found = model.hash()
+        _hashes[model] = [weakref.ref(x) for x in arrays], found
+    plan.check_model(found)
 
 
 def _span(needed: int, cache: KVCache) -> int:

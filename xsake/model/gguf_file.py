@@ -20,6 +20,9 @@ from xsake.model.rope import Rope
 TYPES = tuple("F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K".split())
 
 
+ARRAY = int(gguf.GGUFValueType.ARRAY)
+
+
 class Reader(gguf.GGUFReader):
     """GGUFReader over a plain view of the mapped file.
 
@@ -36,6 +39,19 @@ class Reader(gguf.GGUFReader):
     def data(self, mapped: np.ndarray) -> None:
         self._bytes = np.asarray(mapped)
 
+    def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+        """The same, after an array's length was compared with the bytes that are left for it."""
+        if raw_type == ARRAY:
+            kind = gguf.GGUFValueType(self._get(orig_offs, np.uint32)[0])
+            count = int(self._get(orig_offs + 4, np.uint64)[0])
+            left = len(self.data) - orig_offs - 12
+            scalar = self.gguf_scalar_to_np.get(kind)
+            # a string has a length of 8 bytes at least, an array its type and length
+            least = 8 if scalar is None else np.dtype(scalar).itemsize
+            if count * least > left:
+                raise ValueError(f"an array of {count} values is longer than the file")
+        return super()._get_field_parts(orig_offs, raw_type)
+
 
 class File:
     """An opened GGUF: `metadata` by key, `source` of tensors, `config`."""
@@ -47,18 +63,21 @@ class File:
             self.metadata: dict[str, Any] = {
                 key: field.contents() for key, field in reader.fields.items()
             }
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} cannot be read as GGUF: it is truncated, damaged or of another format "
                 f"({error})"
             ) from error
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = self.metadata.get("general.architecture")
-        if self.architecture not in weights.GGUF:
+        if not isinstance(self.architecture, str) or self.architecture not in weights.GGUF:
             raise ValueError(
-                f"{path}: architecture {self.architecture!r} is not one of {list(weights.GGUF)}"
+                f"{path}: architecture {self.architecture!r:.60} is not one of {list(weights.GGUF)}"
             )
-        if self.metadata.get("split.count", 1) > 1:
+        parts = self.metadata.get("split.count", 1)
+        if not isinstance(parts, int):
+            raise ValueError(f"{path}: split.count must be a whole number, got {parts!r:.60}")
+        if parts > 1:
             raise ValueError(f"{path} is one part of a split GGUF; merge the parts first")
         self.names = weights.GGUF[self.architecture]
         self.source = weights.Source(
@@ -75,7 +94,7 @@ class File:
             self.config = self._config()
         except KeyError as missing:
             raise ValueError(f"{path} lacks the key {missing.args[0]!r}") from None
-        except (TypeError, ValueError) as error:
+        except (ArithmeticError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def read(self, name: str) -> np.ndarray:
@@ -85,19 +104,21 @@ class File:
 
     def _config(self) -> Config:
         has, shapes = self._tensors.keys(), self.source.shapes
-        heads, width = self._need("attention.head_count"), self._need("embedding_length")
+        heads, width = self._count("attention.head_count"), self._count("embedding_length")
+        if (layers := self._count("block_count")) > len(has):
+            raise ValueError(f"block_count = {layers}, but the file holds {len(has)} tensors only")
         head_size = self._get("attention.key_length", width // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             if (value := self._get(key, head_size)) != head_size:
                 raise ValueError(f"{key} = {value} must be the head size, {head_size}")
         if experts := self._get("expert_count", 0):
             raise ValueError(f"expert_count = {experts}: mixtures of experts are not supported")
-        if "token_embd.weight" not in has:
-            raise ValueError("the tensor 'token_embd.weight' is missing")
+        if len(shapes.get("token_embd.weight", ())) != 2:
+            raise ValueError("the tensor 'token_embd.weight' is missing or has not two axes")
         common: dict[str, Any] = dict(
             vocab_size=shapes["token_embd.weight"][0],
             context=self._need("context_length"),
-            layers=self._need("block_count"),
+            layers=layers,
             width=width,
             heads=heads,
             kv_heads=self._get("attention.head_count_kv", heads),
@@ -135,6 +156,12 @@ class File:
 
     def _need(self, key: str) -> Any:
         return self.metadata[f"{self.architecture}.{key}"]
+
+    def _count(self, key: str) -> int:
+        value = self._need(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key} must be a whole number of at least 1, got {value!r:.40}")
+        return value
 
     def _rope(self, head_size: int) -> Rope:
         base = self._get("rope.freq_base", 10_000.0)

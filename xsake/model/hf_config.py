@@ -64,20 +64,27 @@ SCALING_FIXED = {
 }
 
 
-def read(values: Values, generation: Values, path: str) -> Config:
-    """The Config of config.json's and generation_config.json's values; `path` is for messages."""
+def read(values: Values, generation: Values, path: str, most_layers: int | None = None) -> Config:
+    """The Config of config.json's and generation_config.json's values; `path` is for messages.
+
+    `most_layers` is the number of tensors that the checkpoint has: a layer has at least one.
+    """
     kind = values.get("model_type")
     if kind not in list(KINDS):
         raise ValueError(f"{path}: model_type {kind!r} is not one of {list(KINDS)}")
     if (named := values.get("architectures")) not in (None, [], [KINDS[kind]]):
         raise ValueError(f"{path}: architectures {named} is not {[KINDS[kind]]}")
     _check_fixed(values, FIXED, path)
+    key = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    layers = values.get(key)
+    if most_layers is not None and isinstance(layers, int) and layers > most_layers:
+        raise ValueError(f"{path}: {key} = {layers}, but the files hold {most_layers} tensors only")
     try:
         shape = _gpt2(values) if kind == "gpt2" else _llama(values, kind)
         return Config(**shape, **_ends(values, generation))
     except KeyError as missing:
         raise ValueError(f"{path} lacks {missing.args[0]!r}") from None
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -170,7 +177,8 @@ def _window(values: Values, kind: str) -> tuple[int | None, tuple[int, ...] | No
 def _rope(values: Values) -> Rope:
     """Old files have rope_theta and rope_scaling, new ones both in rope_parameters."""
     given = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    base = given.pop("rope_theta", None) or values.get("rope_theta", 10_000.0)
+    base = given.pop("rope_theta", None)
+    base = values.get("rope_theta", 10_000.0) if base is None else base
     kinds = {given.pop("rope_type", None), given.pop("type", None)} - {None}
     if len(kinds) > 1:
         raise ValueError(f"rope_type and type of rope scaling differ: {sorted(kinds)}")

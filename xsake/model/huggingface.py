@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from xsake import _files
 from xsake.data.tokenizer import Tokenizer, build_tokenizer, read_tokenizer
 from xsake.model import hf_config, weights
 from xsake.model.config import Config
@@ -30,6 +33,11 @@ from xsake.model.transformer import Transformer
 
 TYPES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that are supported
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+INDEX = "model.safetensors.index.json"
+# What `save` writes and `load` reads, config.json apart: an earlier save's are cleared.
+WRITTEN = ("model*.safetensors", INDEX, "generation_config.json", "tokenizer*.json")
+PART = ".xsake-part"  # where a save is written before it is moved
+PADDING = 512  # a vocabulary may have so many ids without a token before `load` warns of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +102,26 @@ def load(
         words = read_tokenizer(tokenizer, config.bos, config.eos)
     elif tokenizer:
         words = opened.tokenizer()
-    if words is not None and len(words) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {path} has {len(words)} entries, more than the model's "
-            f"vocab_size = {config.vocab_size}"
-        )
+    if words is not None:
+        _check_vocabulary(words, config, path)
     parameters = weights.gather(config, opened.entries, opened.source, param_dtype)
     return Loaded(Transformer.of(config, parameters, dtype=dtype, **options), config, words)
+
+
+def _check_vocabulary(words: Tokenizer, config: Config, path: str | os.PathLike[str]) -> None:
+    count = len(words)
+    if not count or count > config.vocab_size:
+        more = "no entries" if not count else f"{count} entries, more than"
+        raise ValueError(
+            f"the tokenizer of {path} has {more}{'; for' if not count else ''} the model's "
+            f"vocab_size = {config.vocab_size}; name its own tokenizer.json with tokenizer="
+        )
+    if config.vocab_size - count > PADDING:
+        warnings.warn(
+            f"the tokenizer of {path} has {count} entries, the model's vocab_size is "
+            f"{config.vocab_size}: the ids from {count} on have no text",
+            stacklevel=3,
+        )
 
 
 def examine(path: str | os.PathLike[str]) -> Checkpoint:
@@ -110,9 +131,10 @@ def examine(path: str | os.PathLike[str]) -> Checkpoint:
         raise FileNotFoundError(f"there is no checkpoint {path}; name a folder or a .gguf file")
     metadata = None
     if path.is_dir():
-        config = read_config(path)
-        names = weights.GPT2 if config.positions == "learned" else weights.LLAMA
+        values = _config_values(path)
+        names = weights.GPT2 if values.get("model_type") == "gpt2" else weights.LLAMA
         source = folder_source(path, names)
+        config = _config(path, values, len(source.shapes))
     elif path.suffix == ".gguf":
         from xsake.model import gguf_file  # only GGUF files need the gguf package
 
@@ -126,32 +148,30 @@ def examine(path: str | os.PathLike[str]) -> Checkpoint:
 # ------------------------------------------------------------------------------------------- folder
 
 
-def read_config(folder: Path) -> Config:
-    """The Config of a folder's config.json and, where there is one, generation_config.json."""
+def _config_values(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json, so it is no checkpoint")
+    return _files.read_object(folder / "config.json")
+
+
+def _config(folder: Path, values: dict[str, Any], tensors: int) -> Config:
+    """The Config of config.json and, where there is one, generation_config.json."""
     generation = folder / "generation_config.json"
     return hf_config.read(
-        _json(folder / "config.json"),
-        _json(generation) if generation.is_file() else {},
+        values,
+        _files.read_object(generation) if generation.is_file() else {},
         str(folder / "config.json"),
+        tensors,
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
-    return values
 
 
 def folder_source(folder: Path, names: weights.Names) -> weights.Source:
     """The tensors of a folder's safetensors; only headers are read here."""
-    files = {file.name: _open(file) for file in _shards(folder)}
+    shards, placed = _shards(folder)
+    files = {file.name: _open(file) for file in shards}
     keys = {key: name for name, file in files.items() for key in list(file.keys())}
+    if placed is not None:
+        _check_index(folder / INDEX, placed, files)
     # some GPT-2 checkpoints lack the prefix `transformer.`
     bare = names is weights.GPT2 and not any(key.startswith("transformer.") for key in keys)
     prefix = "transformer." if bare else ""
@@ -169,28 +189,46 @@ def folder_source(folder: Path, names: weights.Names) -> weights.Source:
     )
 
 
-def _shards(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that its index names, each of which must be there."""
-    if (single := folder / "model.safetensors").is_file():
-        return [single]
-    index = folder / "model.safetensors.index.json"
+def _shards(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """(the files of weights, the index's weight_map); model.safetensors alone has no index."""
+    single, index = folder / "model.safetensors", folder / INDEX
     if not index.is_file():
+        if single.is_file():
+            return [single], None
         if pickles := sorted(file.name for kind in PICKLES for file in folder.glob(kind)):
             raise ValueError(
                 f"{folder} holds pickled weights only ({pickles[0]}), which can run code and are "
                 "never opened; convert them to safetensors"
             )
-        raise FileNotFoundError(f"{folder} has neither model.safetensors nor {index.name}")
-    placed = _json(index).get("weight_map")
+        raise FileNotFoundError(f"{folder} has neither model.safetensors nor {INDEX}")
+    placed = _files.read_object(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ValueError(f"{index} has no weight_map")
-    shards = sorted(set(placed.values()))
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise ValueError(f"{index} names {shard!r}, which is not a file of this folder")
+    for shard in placed.values():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"{index} names {shard!r:.60}, which is not a file of this folder")
         if not (folder / shard).is_file():
             raise FileNotFoundError(f"{index} names the shard {shard!r}, which is not there")
-    return [folder / shard for shard in shards]
+    shards = [folder / shard for shard in sorted(set(placed.values()))]
+    if single.is_file() and single not in shards:
+        raise ValueError(
+            f"{folder} holds both model.safetensors and {INDEX}, which names other files; "
+            "remove the one that is not of this model"
+        )
+    return shards, placed
+
+
+def _check_index(index: Path, placed: dict[str, str], files: dict[str, Any]) -> None:
+    """Every tensor is in the file that the index names for it, and in no other."""
+    held = {name: set(file.keys()) for name, file in files.items()}
+    for key, shard in placed.items():
+        if key not in held[shard]:
+            raise ValueError(f"{index} places the tensor {key!r} in {shard!r}, which lacks it")
+    for shard, keys in held.items():
+        for key in sorted(keys):
+            if placed.get(key) != shard:
+                where = f"places it in {placed[key]!r}" if key in placed else "does not name it"
+                raise ValueError(f"{shard!r} holds the tensor {key!r}, but {index} {where}")
 
 
 def _open(file: Path) -> Any:
@@ -209,38 +247,67 @@ def save(
     tokenizer: Tokenizer | None = None,
     *,
     shard_bytes: int = 5_000_000_000,
+    replace: bool = False,
 ) -> None:
     """Writes a folder that `load` and transformers read: config.json, safetensors, tokenizer.
 
-    Parameters are written as they are, bit for bit. config.json comes last, so that a folder
-    whose writing was interrupted is no checkpoint.
+    Parameters are written as they are, bit for bit. Everything is written to a folder inside first
+    and then moved; what an earlier or interrupted save left is cleared, and config.json is moved
+    last, so that a folder whose writing was interrupted is no checkpoint.
+
+    Args:
+      path: the folder.
+      model: the model.
+      tokenizer: saved beside the weights.
+      shard_bytes: the largest size of a file of weights.
+      replace: replace the checkpoint in the folder; by default that raises.
     """
     folder = Path(path)
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() and not replace:
         raise FileExistsError(f"{folder} already holds a checkpoint; name another folder")
     values = hf_config.write(model.config)
     names = weights.GPT2 if values["model_type"] == "gpt2" else weights.LLAMA
     parameters = model.parameters()
     values["dtype"] = values["torch_dtype"] = parameters["embed.tokens"].dtype.name
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(folder, list(weights.scatter(model.config, names, parameters)), shard_bytes)
-    if tokenizer is not None:
-        tokenizer.save(folder)
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    part = folder / PART
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        _write_weights(part, list(weights.scatter(model.config, names, parameters)), shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save(part)
+        (part / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+        _move_up(part)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _move_up(part: Path) -> None:
+    """Moves a written checkpoint into the folder above, in place of the one that is there."""
+    folder = part.parent
+    (folder / "config.json").unlink(missing_ok=True)  # no checkpoint from here to the last move
+    for old in sorted(file for kind in WRITTEN for file in folder.glob(kind)):
+        old.unlink(missing_ok=True)
+    for new in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
+        new.replace(folder / new.name)
 
 
 def _write_weights(folder: Path, tensors: list[tuple[str, np.ndarray]], shard_bytes: int) -> None:
+    def write(shard: dict[str, np.ndarray], name: str) -> None:
+        with _files.replaced(folder / name) as part:
+            save_file(shard, part, {"format": "pt"})
+
     shards = list(_split_into_shards(tensors, shard_bytes))
     if len(shards) == 1:
-        return save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
+        return write(shards[0], "model.safetensors")
     placed: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / name, {"format": "pt"})
+        write(shard, name)
         placed |= dict.fromkeys(shard, name)
     total = sum(x.nbytes for _, x in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": placed}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return None
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 from jax import Array
 
 from xsake.block_mask import BlockMask
 from xsake.hads import Profile, calibrate, corrected_attention
-from xsake.hads.profile import hash_of
 from xsake.model import Transformer
 from xsake.model.attend import by_mask
 from xsake.model.transformer import document_positions
@@ -29,9 +27,9 @@ class Observer:
     def __init__(self, model: Transformer) -> None:
         self.graph, self.weights = nnx.split(model)
         self.layers, self.heads = model.config.layers, model.config.heads
+        self.vocab_size = model.config.vocab_size
         self.implementation = model.implementation
-        parameters = model.parameters()
-        self.hash = hash_of(jax.device_get(parameters[name]) for name in sorted(parameters))
+        self.hash = model.hash()
 
     def observe(
         self, weights: Any, tokens: Any, fold: Callable[[Any, Any, Any], Any], carry: Any
@@ -48,6 +46,7 @@ class Observer:
             layers=self.layers,
             heads=self.heads,
             model_hash=self.hash,
+            vocab_size=self.vocab_size,
             **how,
         )
 

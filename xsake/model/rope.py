@@ -17,6 +17,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from xsake import _files
+
 SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
@@ -47,22 +49,26 @@ class Rope:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
+        _files.check_fields(Rope, vars(self), "rope")
         if self.scaling not in SCALINGS:
             raise ValueError(f"rope scaling {self.scaling!r} is not one of {list(SCALINGS)}")
-        if self.base <= 1:
+        if not 1 < self.base < math.inf:
             raise ValueError(f"rope base must be above 1, got {self.base}")
-        if self.factor < 1:
+        if not 1 <= self.factor < math.inf:
             raise ValueError(f"rope factor must be at least 1, got {self.factor}")
         if self.scaling in ("llama3", "yarn") and self.original_context < 1:
             raise ValueError(
                 f"rope scaling {self.scaling!r} needs original_context, "
                 "the context length of the original training"
             )
-        if self.scaling == "llama3" and not 0 < self.low_frequency < self.high_frequency:
-            raise ValueError(
-                "rope needs 0 < low_frequency < high_frequency, "
-                f"got {self.low_frequency} and {self.high_frequency}"
-            )
+        low, high = self.low_frequency, self.high_frequency
+        if self.scaling == "llama3" and not 0 < low < high < math.inf:
+            raise ValueError(f"rope needs 0 < low_frequency < high_frequency, got {low} and {high}")
+        slow, fast = self.beta_slow, self.beta_fast
+        if self.scaling == "yarn" and not 0 < slow < fast < math.inf:
+            raise ValueError(f"rope needs 0 < beta_slow < beta_fast, got {slow} and {fast}")
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise ValueError(f"rope attention_factor must be above 0, got {self.attention_factor}")
 
 
 def frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax
@@ -32,14 +33,28 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}; None keeps all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        temperature, top_p = self.temperature, self.top_p
+        if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature must be 0 or more, got {temperature!r}")
+        if self.top_k is not None:
+            check_whole("top_k", self.top_k, 1, "; None keeps all tokens")
+        if not (_is_number(top_p) and 0 < top_p <= 1):
+            raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r}")
+        check_whole("seed", self.seed)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be from 0 to 2³² - 1, got {self.seed}")
+
+
+def check_whole(name: str, value: Any, least: int | None = None, remedy: str = "") -> None:
+    """Raises unless `value` is a whole number, and at least `least` if that is given."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number, got {value!r:.40}{remedy}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}{remedy}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def sample(logits: Array, sampling: Sampling, seed: Any, position: Array) -> Array:

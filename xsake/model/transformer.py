@@ -239,6 +239,13 @@ class Transformer(nnx.Module):
         """Every parameter by its dotted name, as at the top of this module."""
         return {name: leaf[...] for name, leaf in _leaves(nnx.state(self, nnx.Param)).items()}
 
+    def hash(self) -> str:
+        """A hash of all parameters, which profiles and plans record; reads every one of them."""
+        from xsake.hads.profile import hash_of
+
+        parameters = self.parameters()
+        return hash_of(jax.device_get(parameters[name]) for name in sorted(parameters))
+
     @classmethod
     def of(cls, config: Config, parameters: Mapping[str, Any], **options: Any) -> Transformer:
         """A model of existing arrays, without a cast or a copy; names and shapes are checked."""

@@ -13,6 +13,8 @@ import math
 import time
 from typing import Any, ClassVar
 
+from xsake import _files
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
@@ -45,15 +47,22 @@ class RunStarted(Event):
     steps: int
     tokens_per_step: int
     devices: int = 1  # number of devices that share a batch
+    init: str = ""  # the checkpoint that the weights are from, and its hash
+    init_hash: str = ""
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """A run resumes from a checkpoint; `note` names damaged checkpoints that were skipped."""
+    """A run resumes from a checkpoint.
+
+    `note` names damaged checkpoints that were skipped, and says what a longer schedule changes.
+    """
 
     commit: str
     device: str
     note: str = ""
+    steps: int | None = None  # of the schedule, if it is longer than before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +108,14 @@ class PlanSwapped(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampled(Event):
+    """Text that the model continues a prompt with."""
+
+    prompt: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint is being written; an incomplete one is ignored on resume."""
 
@@ -118,12 +135,15 @@ def parse(line: str) -> Event:
     >>> parse(Stopped(step=3, reason="finished").to_json()).reason
     'finished'
     """
-    values: dict[str, Any] = json.loads(line)
-    kind = Event.kinds.get(values.pop("event", ""))
+    values = _files.parse_object(line, "the event")
+    name = values.pop("event", None)
+    kind = Event.kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"no such event: {line[:60]!r}")
     known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in values.items() if name in known})
+    found = {name: value for name, value in values.items() if name in known}
+    _files.check_fields(kind, found, kind.__name__)
+    return kind(**found)
 
 
 def _finite(value: Any) -> Any:

@@ -8,7 +8,10 @@ data and plan, and the commit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +28,7 @@ class Summary:
     data_hash: str = ""
     commit: str = ""
     device: str = ""
-    state: str = "not started"  # or "running", or the reason of the last stop
+    state: str = "not started"  # or "running", "dead", or the reason of the last stop
     step: int = 0
     steps: int = 0
     loss_nats: float | None = None
@@ -45,14 +48,42 @@ def runs(folder: str | Path) -> Iterator[Summary]:
         yield summary(config.parent)
 
 
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[bool]:
+    """Locks a run's folder for this process until the end; yields False if another has it."""
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def is_live(folder: Path) -> bool:
+    """Whether a process trains in this folder; a process that was killed holds no lock."""
+    path = folder / "lock"
+    if not path.is_file() or not os.access(path, os.R_OK):
+        return False
+    with path.open() as file:
+        try:
+            # shared, so that two of these calls do not take each other for a run
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def summary(folder: Path) -> Summary:
     """The summary of a run's folder; a damaged run is reported as damaged, not skipped."""
     path = folder / "events.jsonl"
     try:
         events = sinks.read(path) if path.is_file() else []
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return Summary(folder.name, state=f"events.jsonl is damaged: {error}")
-    values: dict[str, object] = {"state": "running"} if events else {}
+    # a run that was killed or crashed has not logged that it stopped
+    values: dict[str, object] = {"state": "running" if is_live(folder) else "dead"}
+    values = values if events else {}
     perplexity: dict[str, float] = {}
     for event in events:
         values["step"] = event.step
@@ -61,6 +92,7 @@ def summary(folder: Path) -> Summary:
                 values[name] = getattr(event, name)
         elif isinstance(event, Resumed):
             values |= {"commit": event.commit, "device": event.device}
+            values |= {} if event.steps is None else {"steps": event.steps}
         elif isinstance(event, TrainStep):
             values |= {"loss_nats": event.loss_nats, "density_ratio": event.density_ratio}
         elif isinstance(event, Evaluated) and event.perplexity is not None:

@@ -9,19 +9,20 @@ Event ─┬─ EventFile     events.jsonl, always written; the source of truth
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from xsake import _files
 from xsake.observe.events import (
     Evaluated,
     Event,
     PlanSwapped,
     Resumed,
     RunStarted,
+    Sampled,
     Stopped,
     TrainStep,
     parse,
@@ -68,28 +69,36 @@ def _truncate(path: Path, step: int) -> None:
 
     Earlier Stopped events are removed, because Stopped is the last event of a file.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     kept = []
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                continue
+            event = _files.parse_object(line, "it") if line.strip() else None
+            if event is not None and not _files.fits(event.get("step"), int):
+                raise ValueError(f"its step is {event.get('step')!r:.40}")
+        except ValueError as error:
+            if not any(after.strip() for after in lines[number:]):
+                continue  # the last line, cut off
             raise ValueError(
                 f"{path}, line {number} is damaged: {error}; remove it to resume"
             ) from error
-        if event["step"] <= step and event["event"] != Stopped.__name__:
+        if event is not None and event["step"] <= step and event.get("event") != Stopped.__name__:
             kept.append(line)
-    part = path.with_suffix(".part")
-    part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    part.replace(path)
+    with _files.replaced(path) as part:
+        part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def read(path: str | Path) -> list[Event]:
     """The events of a file that may still be written to: an incomplete last line is ignored."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    return [parse(line) for line in lines[:-1] if line]
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        if line.strip():
+            try:
+                found.append(parse(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+    return found
 
 
 # -------------------------------------------------------------------------------------- on request
@@ -201,9 +210,16 @@ class Terminal:
         if isinstance(event, TrainStep):
             self._step(event)
         elif isinstance(event, RunStarted):
-            self._print(f"{event.parameters:,} parameters, {event.devices} × {event.device}")
+            size = f"{event.parameters:,} parameters"
+            size += f" of {event.init}" if event.init else ""
+            self._print(f"{size}, {event.devices} × {event.device}")
+            if event.note:
+                self._print(event.note)
         elif isinstance(event, Evaluated) and event.perplexity is not None:
             self._print(f"step {event.step}: perplexity {event.perplexity:.2f} on {event.file}")
+        elif isinstance(event, Sampled):
+            prompt, text = (" ".join(x.split()) for x in (event.prompt, event.text))
+            self._print(f"step {event.step}: “{prompt}” continues: {text}")
         elif isinstance(event, PlanSwapped):
             self._print(f"step {event.step}: new plan of density {event.density_ratio:.3f}")
         elif isinstance(event, Resumed):

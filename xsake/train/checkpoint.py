@@ -6,15 +6,19 @@
 
 No data-loader or RNG state is saved: both are functions of (seed, step). Orbax writes in the
 background to a temporary folder and renames it when it is complete. Checksums detect damage to a
-complete checkpoint; it is moved to damaged/, and the previous one is used.
+complete checkpoint; it is moved to damaged/, and the previous one is used. Any other error, such as
+missing permissions or memory, is raised and moves nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +27,7 @@ import orbax.checkpoint as ocp
 from jax import Array, lax
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preserve
 
-from xsake import _jax
+from xsake import _files, _jax
 from xsake.hads import Plan
 from xsake.train import planning
 from xsake.train.config import Config
@@ -37,14 +41,17 @@ class Restored:
     state: State
     plan: Plan | None
     note: str = ""
+    steps: int | None = None  # schedule.steps when the checkpoint was saved
 
 
 class Checkpoints:
     """The checkpoints of one run; `close` waits until all are written."""
 
-    def __init__(self, config: Config, data_hash: str) -> None:
+    def __init__(self, config: Config, data_hash: str, steps_before: int | None = None) -> None:
         self.folder = (config.run_folder / "checkpoints").absolute()
-        self._hashes = {"config_hash": config.hash, "data_hash": data_hash}
+        self._config, self._data_hash = config, data_hash
+        # for checkpoints that do not say how long their schedule was
+        self._steps_before = config.schedule.steps if steps_before is None else steps_before
         kept: list[Any] = [preserve.LatestN(config.checkpoint.keep)]
         if config.checkpoint.best:
             kept.append(
@@ -75,7 +82,9 @@ class Checkpoints:
             arrays = jax.tree.map(jnp.copy, arrays)
         found = planning.arrays(plan)
         facts = {
-            **self._hashes,
+            "config_hash": self._config.hash,
+            "data_hash": self._data_hash,
+            "steps": self._config.schedule.steps,
             "terms": None if plan is None else dataclasses.asdict(plan.terms),
             "checksums": _checksums({**arrays, **{f"plan {x}": y for x, y in found.items()}}),
         }
@@ -94,29 +103,40 @@ class Checkpoints:
         notes: list[str] = []
         for step in reversed(self.steps()):
             try:
-                state, plan = self._read(step, shapes)
-                return Restored(state, plan, "; ".join(notes))
-            except _OtherRunError:
-                raise
-            except Exception as error:  # a damaged file may raise anything
+                restored = self._read(step, shapes)
+                return dataclasses.replace(restored, note="; ".join(notes))
+            except Exception as error:
+                why = self._damage(step, error)
+                if why is None and type(error) is Exception:  # Orbax's wrapper
+                    cause = str(list(_causes(error))[-1]).split("\n")[0]
+                    raise OSError(
+                        f"checkpoint {step} of {self.folder.parent} cannot be read, and nothing "
+                        f"was moved: {cause}"
+                    ) from error
+                if why is None:
+                    raise
                 aside = self._set_aside(step)
-                why = str(error).split("\n")[0][:120]
                 notes.append(f"checkpoint {step} is damaged and set aside in {aside}: {why}")
         if notes:
             raise ValueError(
                 f"no checkpoint of {self.folder.parent} can be read ({'; '.join(notes)}); "
-                "remove the folder to start again"
+                "run.restart begins at step 0 and keeps the old files in replaced/"
             )
         return None
 
-    def _read(self, step: int, like: State) -> tuple[State, Plan | None]:
-        facts = self._item(step, "facts", ocp.args.JsonRestore())
-        for name, value in self._hashes.items():
-            if facts[name] != value:
-                raise _OtherRunError(
-                    f"checkpoint {step} of {self.folder.parent} has {name} {facts[name]}, this "
-                    f"run {value}; name another run with run.name"
-                )
+    def _damage(self, step: int, error: Exception) -> str | None:
+        """What is wrong with a checkpoint that failed to load; None if it is not its contents."""
+        for cause in _causes(error):
+            is_damage = isinstance(cause, _DamagedError | json.JSONDecodeError | FileNotFoundError)
+            if is_damage or str(cause).startswith(FORMAT_ERRORS):
+                _check_readable(self.folder / str(step))
+                return str(cause).split("\n")[0][:120]
+            if type(cause) not in (Exception, ValueError):  # in which Orbax wraps TensorStore's
+                return None
+        return None
+
+    def _read(self, step: int, like: State) -> Restored:
+        facts = self._facts(step)
         shapes = _named(like)
         arrays = self._item(step, "state", ocp.args.StandardRestore(shapes))
         found: dict[str, Any] = {}
@@ -125,12 +145,47 @@ class Checkpoints:
         sums = _checksums({**arrays, **{f"plan {x}": y for x, y in found.items()}})
         if sums != facts["checksums"]:
             wrong = [x for x in sums if sums[x] != facts["checksums"].get(x)]
-            raise ValueError(f"the checksum of {wrong[0] if wrong else 'an array'} is wrong")
-        plan = None if facts["terms"] is None else planning.rebuilt(found, facts["terms"])
+            raise _DamagedError(f"the checksum of {wrong[0] if wrong else 'an array'} is wrong")
+        plan = None
+        if facts["terms"] is not None:
+            try:
+                plan = planning.rebuilt(found, facts["terms"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise _DamagedError(f"its plan cannot be read: {error}") from None
         structure = jax.tree.structure(like)
-        return jax.tree.unflatten(structure, [arrays[name] for name in shapes]), plan
+        state = jax.tree.unflatten(structure, [arrays[name] for name in shapes])
+        return Restored(state, plan, steps=facts["steps"])
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        """The facts of a checkpoint of this run, with `steps`."""
+        facts = self._item(step, "facts", ocp.args.JsonRestore())
+        kinds: dict[str, Any] = {"config_hash": str, "data_hash": str, "checksums": dict[str, int]}
+        kinds |= {"terms": dict[str, Any] | None, "steps": int}
+        if isinstance(facts, dict):
+            facts = {"steps": self._steps_before} | facts
+        if not isinstance(facts, dict) or not all(
+            name in facts and _files.fits(facts[name], kind) for name, kind in kinds.items()
+        ):
+            raise _DamagedError("its facts are not those of a checkpoint")
+        if facts["steps"] > self._config.schedule.steps:
+            expected = f"with schedule.steps {self._config.schedule.steps}"
+            self._refuse(step, f"schedule.steps {facts['steps']}", expected)
+        expected = self._config.with_steps(facts["steps"]).hash
+        if facts["config_hash"] != expected:
+            self._refuse(step, f"config_hash {facts['config_hash']}", expected)
+        if facts["data_hash"] != self._data_hash:
+            self._refuse(step, f"data_hash {facts['data_hash']}", self._data_hash)
+        return facts
+
+    def _refuse(self, step: int, has: str, expected: str) -> NoReturn:
+        raise ValueError(
+            f"checkpoint {step} of {self.folder.parent} has {has}, this run {expected}; "
+            "name another run with run.name"
+        )
 
     def _item(self, step: int, name: str, how: Any) -> Any:
+        if not (self.folder / str(step) / name).is_dir():
+            raise _DamagedError(f"it has no folder {name}")
         args = ocp.args.Composite(**{name: how})
         return self._manager.restore(step, args=args)[name]
 
@@ -151,8 +206,38 @@ class Checkpoints:
         self._manager.close()
 
 
-class _OtherRunError(ValueError):
-    """An undamaged checkpoint of another config or other data."""
+class _DamagedError(ValueError):
+    """A checkpoint whose contents are wrong."""
+
+
+# How TensorStore's errors begin if a file is cut off, missing or has other bytes than were written.
+FORMAT_ERRORS = (
+    "DATA_LOSS",
+    "FAILED_PRECONDITION",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "OUT_OF_RANGE",
+)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _check_readable(folder: Path) -> None:
+    """Reads every file, and raises the system's error if one cannot be read."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for parent, _, names in os.walk(folder, onerror=fail):
+        for name in names:
+            with (Path(parent) / name).open("rb") as file:
+                while file.read(1 << 24):
+                    pass
 
 
 def _named(state: State) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from xsake.observe.sinks import Terminal
-from xsake.train import loop
+from xsake.train import loop, warm_start
 from xsake.train.config import PRESETS, Config
 
 
@@ -19,10 +19,13 @@ def train_from(arguments: list[str]) -> Callable[..., None]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--init")
     chosen, _ = parser.parse_known_args(arguments)
     default = PRESETS.get(chosen.preset, PRESETS["tiny"])
     if chosen.config is not None:
         default = Config.read(chosen.config)
+    if chosen.init is not None and not {"-h", "--help"} & set(arguments):
+        default = warm_start.configured(default, chosen.init)
 
     def train(
         settings: Annotated[Config, tyro.conf.arg(name="")] = default,
@@ -38,7 +41,8 @@ def train_from(arguments: list[str]) -> Callable[..., None]:
         """
         outcome = loop.train(settings, Terminal(settings.schedule.steps))
         if outcome.reason != "finished":
-            print("run the same command again to resume")
+            how = "without --run.restart" if settings.run.restart else "again"
+            print(f"run the same command {how} to resume")
         print(f"written: {outcome.folder}")
 
     return train

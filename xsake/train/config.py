@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from xsake import _files
 from xsake.hads import budget, row_blocks
 from xsake.hads.statistics import SELECTORS
 from xsake.model import PRESETS as MODELS
@@ -73,7 +74,7 @@ class Hads:
     # static | pooled | antidiagonal | gaussian | mean_query | past_query. past_query is strictly
     # causal; the other run-time selectors leak information about future tokens
     selector: str = "past_query"
-    block: int = 64  # tokens per block
+    block: int = 64  # tokens per block of a plan; smaller ones allow lower densities
     band: int = 0  # blocks before the diagonal that are always kept
 
     def density_at(self, step: int) -> float | None:
@@ -130,6 +131,8 @@ class Observe:
     prometheus_port: int = 0  # port that serves /metrics; 0: none
     wandb: bool = False  # log to an offline W&B run in the run's folder
     tensorboard: bool = False  # log to TensorBoard files in the run's folder
+    sample_every: int = 0  # steps between two samples of the model's text; 0: none
+    sample_tokens: int = 48  # new tokens of a sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +145,7 @@ class Run:
     stop_at: int = 0  # save and stop at this step; 0: no limit
     devices: int = 0  # devices that share a batch; 0: the most that divide it evenly
     bad_steps: int = 5  # raise after this many non-finite losses or gradients in a row
+    restart: bool = False  # begin at step 0; what the folder holds is moved to replaced/
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +153,8 @@ class Config:
     """All settings of a training run."""
 
     model: Model = MODELS["tiny"]
+    # start from the weights of a folder of safetensors or a .gguf file; model is then its config
+    init: str | None = None
     seed: int = 0  # of initial weights, data order and calibration text
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
@@ -195,7 +201,13 @@ class Config:
         """The settings that `hash` covers, as plain values."""
         names = ("model", "seed", "data", "optimizer", "schedule", "hads", "compute")
         values = self.static.to_dict()
-        return {name: values[name] for name in names}
+        # the path may change, as those of the data; without `init` the hash is that of old runs
+        init = {"init": True} if self.init else {}
+        return {name: values[name] for name in names} | init
+
+    def with_steps(self, steps: int) -> Config:
+        """This config with a schedule of so many steps."""
+        return dataclasses.replace(self, schedule=dataclasses.replace(self.schedule, steps=steps))
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values for JSON; the inverse of `from_dict`."""
@@ -213,15 +225,17 @@ class Config:
 
     def write(self, path: Path) -> None:
         """Writes config.json."""
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        with _files.replaced(path) as part:
+            part.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Config:
         """Reads config.json."""
+        values = _files.read_object(path)
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _from_dict(cls: Any, values: Mapping[str, Any], path: str) -> Any:
@@ -233,6 +247,11 @@ def _from_dict(cls: Any, values: Mapping[str, Any], path: str) -> Any:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(types)}"
             raise ValueError(f"{path} has no {key!r}; {hint}")
         kind = types[key]
+        name = key if path == "Config" else f"{path}.{key}"
+        if dataclasses.is_dataclass(kind) and not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be an object, got {value!r:.60}")
+        if not _files.fits(value, kind):
+            raise ValueError(f"{name} must be {_files.describe(kind)}, got {value!r:.60}")
         if kind is Model:
             value = Model.from_dict(value)
         elif dataclasses.is_dataclass(kind):
@@ -270,7 +289,10 @@ def _check(config: Config) -> None:
     if hads.density is not None:
         blocks = row_blocks.count_blocks(data.length, hads.block)
         heads = config.model.layers * config.model.heads
-        row_blocks.blocks_of_density(hads.density, blocks, heads, hads.band)
+        try:
+            row_blocks.blocks_of_density(hads.density, blocks, heads, hads.band)
+        except ValueError as error:
+            raise ValueError(f"{error} (hads.density, hads.block = {hads.block})") from None
 
 
 def _check_ranges(config: Config) -> None:
@@ -288,6 +310,7 @@ def _check_ranges(config: Config) -> None:
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
         "observe.every": config.observe.every,
+        "observe.sample_tokens": config.observe.sample_tokens,
         "run.bad_steps": config.run.bad_steps,
     }
     for name, count in at_least_one.items():
@@ -295,6 +318,7 @@ def _check_ranges(config: Config) -> None:
             raise ValueError(f"{name} must be at least 1, got {count}")
     not_negative = {
         "run.devices": config.run.devices,
+        "observe.sample_every": config.observe.sample_every,
         "hads.warmup_steps": hads.warmup_steps,
         "hads.ramp_steps": hads.ramp_steps,
         "schedule.warmup_steps": config.schedule.warmup_steps,

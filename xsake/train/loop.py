@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import math
 import signal
 import time
@@ -31,14 +30,15 @@ from jax.sharding import Mesh
 
 from xsake import _jax
 from xsake.data.stream import Stream
-from xsake.data.tokens import TokenDataset
+from xsake.data.tokenizer import read_tokenizer
 from xsake.hads import Plan
+from xsake.model import huggingface
 from xsake.observe import events, provenance, sinks
 from xsake.parallel.mesh import make_mesh, replicated, shard_batch
-from xsake.train import flops, planning
+from xsake.train import flops, folder, inputs, optimizer, planning, samples, warm_start
 from xsake.train import step as stepping
 from xsake.train.checkpoint import Checkpoints, Restored
-from xsake.train.config import Config, differences
+from xsake.train.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +61,10 @@ def train(config: Config, *extra_sinks: sinks.Sink) -> Outcome:
       config: the settings.
       extra_sinks: receive every event, in addition to the sinks that the config names.
     """
-    stream = _stream(config, _files(config), config.seed)
-    held_out = {
-        Path(x).name: _stream(config, [_checked(config, x)]) for x in config.evaluation.files
-    }
-    with _locked_folder(config), _stop_signals() as signals:
-        return _Session(config, stream, held_out, extra_sinks).run(signals)
+    stream = inputs.training_stream(config)
+    held_out = inputs.held_out(config)
+    with folder.locked(config) as steps_before, _stop_signals() as signals:
+        return _Session(config, stream, held_out, extra_sinks, steps_before).run(signals)
 
 
 class _Pending(NamedTuple):
@@ -86,19 +84,24 @@ class _Session:
         stream: Stream,
         held_out: dict[str, Stream],
         extra_sinks: tuple[sinks.Sink, ...],
+        steps_before: int,
     ) -> None:
         self.config, self.stream, self.held_out = config, stream, held_out
         pieces = config.optimizer.accumulate
         self.mesh = make_mesh(config.run.devices, config.data.rows, pieces)
-        self.checkpoints = Checkpoints(config, stream.hash)
+        self.sampler = None
+        if config.observe.sample_every:
+            self.sampler = samples.Sampler(config, next(iter(held_out.values()), stream))
+        self.checkpoints = Checkpoints(config, stream.hash, steps_before)
         restored = self._restore()
         is_new = restored is None
+        self.init_hash = ""
         if restored is None:
-            initial = jax.device_put(stepping.initial(config), replicated(self.mesh))
-            restored = Restored(initial, None)
+            folder.check_history(config.run_folder)
+            restored = Restored(self._initial(), None)
         self.state = restored.state
         self._use_plan(restored.plan)
-        self.step = int(self.state.step)
+        self.step = self.first_step = int(self.state.step)
         path = config.run_folder / "events.jsonl"
         self.event_file = sinks.EventFile(path, -1 if is_new else self.step)
         self.sinks: list[sinks.Sink] = [
@@ -112,7 +115,13 @@ class _Session:
         if is_new:
             self._start()
         else:
-            self._log_resume(restored.note)
+            self._log_resume(restored)
+
+    def _initial(self) -> stepping.State:
+        parameters = None
+        if self.config.init:
+            parameters, self.init_hash = warm_start.load(self.config, self.stream.files[0])
+        return jax.device_put(stepping.initial(self.config, parameters), replicated(self.mesh))
 
     def _restore(self) -> Restored | None:
         sharding = replicated(self.mesh)
@@ -170,6 +179,9 @@ class _Session:
         loss = None
         if self.held_out and (step % config.evaluation.every == 0 or is_last):
             loss = self._evaluate()
+        every = config.observe.sample_every
+        if self.sampler is not None and (step % every == 0 or is_last):
+            self._sample(self.sampler)
         if step % config.checkpoint.every == 0 or is_last:
             self._save(loss)
 
@@ -257,6 +269,11 @@ class _Session:
                 )
         return losses[0] if math.isfinite(losses[0]) else None
 
+    def _sample(self, sampler: samples.Sampler) -> None:
+        with self._untimed():
+            prompt, text = sampler.text(self.state.average or self.state.parameters)
+            self.emit(events.Sampled(step=self.step, prompt=prompt, text=text))
+
     def _save(self, loss: float | None = None) -> None:
         """Saves a checkpoint of this step unless there is one, after all events are on disk."""
         with self._untimed():
@@ -292,16 +309,31 @@ class _Session:
                 parameters=sum(x.size for x in self.state.parameters.values()),
                 steps=config.schedule.steps,
                 tokens_per_step=config.data.rows * config.data.length,
+                init=config.init or "",
+                init_hash=self.init_hash,
+                note=inputs.vocabulary_note(config, self.stream),
             )
         )
         if config.hads.is_due(0):
             self._swap_plan()
 
-    def _log_resume(self, note: str) -> None:
-        device = _jax.device_kind()
+    def _log_resume(self, restored: Restored) -> None:
+        config, notes = self.config, [restored.note]
+        is_longer = restored.steps not in (None, config.schedule.steps)
+        if is_longer and restored.steps is not None:
+            notes.append(optimizer.longer_note(config, restored.steps, self.step))
         self.emit(
-            events.Resumed(step=self.step, commit=provenance.commit(), device=device, note=note)
+            events.Resumed(
+                step=self.step,
+                commit=provenance.commit(),
+                device=_jax.device_kind(),
+                note=". ".join(filter(None, notes)),
+                steps=config.schedule.steps if is_longer else None,
+            )
         )
+        # after what was the last step there was no new plan
+        if is_longer and self.step == restored.steps and config.hads.is_due(self.step):
+            self._swap_plan()
 
     def _stop_reason(self, signals: list[int]) -> str | None:
         config = self.config
@@ -326,11 +358,8 @@ class _Session:
 
     def _export(self) -> None:
         """Writes the folder `model`: safetensors, config and the tokenizer of the training text."""
-        from xsake.data.tokenizer import read_tokenizer
-        from xsake.model import huggingface
-
         out = self.config.run_folder / "model"
-        if (out / "config.json").exists():
+        if self.step == self.first_step and (out / "config.json").exists():
             return
         weights = self.state.average or self.state.parameters
         dtype = self.config.checkpoint.export_dtype
@@ -338,7 +367,7 @@ class _Session:
         file = self.stream.files[0]
         ends = () if file.header.end is None else (file.header.end,)
         tokenizer = read_tokenizer(file.tokenizer, next(iter(ends), None), ends)
-        huggingface.save(out, model, tokenizer)
+        huggingface.save(out, model, tokenizer, replace=True)
 
 
 def evaluate(
@@ -361,31 +390,7 @@ def evaluate(
     return total / max(count, 1), int(count)
 
 
-# ------------------------------------------------------------------------------------------- inputs
-
-
-def _files(config: Config) -> list[TokenDataset]:
-    if not config.data.train:
-        raise ValueError(
-            "data.train names no tokenized dataset; `xsake tokenize` writes one, "
-            "--data.train FOLDER names it"
-        )
-    return [_checked(config, path) for path in config.data.train]
-
-
-def _stream(config: Config, files: list[TokenDataset], seed: int = 0) -> Stream:
-    data = config.data
-    return Stream(files, data.length, seed, data.separate, config.model.bos if data.bos else None)
-
-
-def _checked(config: Config, path: str) -> TokenDataset:
-    file = TokenDataset.open(path, verify=config.data.verify)
-    if file.header.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"{path} has a vocabulary of {file.header.vocab_size:,}, the model one of "
-            f"{config.model.vocab_size:,}; set model.vocab_size"
-        )
-    return file
+# ------------------------------------------------------------------------------- sinks and signals
 
 
 def _configured_sinks(config: Config, step: int) -> Iterator[sinks.Sink]:
@@ -401,33 +406,6 @@ def _configured_sinks(config: Config, step: int) -> Iterator[sinks.Sink]:
 def _peak_bytes() -> int | None:
     found = jax.devices()[0].memory_stats() or {}
     return found.get("peak_bytes_in_use")
-
-
-@contextlib.contextmanager
-def _locked_folder(config: Config) -> Iterator[None]:
-    """Locks the run's folder for this process, checks its config.json and writes the new one."""
-    folder = config.run_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{folder} is in use by another process; wait for it or name another run"
-            ) from None
-        path = folder / "config.json"
-        if path.exists():
-            old = Config.read(path)
-            if old.hash != config.hash:
-                changes = differences(old.hashed_settings(), config.hashed_settings())
-                raise ValueError(
-                    f"{folder} was started with other settings ({'; '.join(changes)}); "
-                    "name another run with run.name"
-                )
-        part = path.with_suffix(".part")
-        config.write(part)
-        part.replace(path)
-        yield
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake.train.config import Optimizer, Schedule
+from xsake.train.config import Config, Optimizer, Schedule
 
 
 def decayed(names: Iterable[str]) -> dict[str, bool]:
@@ -51,3 +51,16 @@ def rate(config: Optimizer, schedule: Schedule, step: int | Int[Array, ""]) -> F
     cosine = low + (1 - low) * 0.5 * (1 + jnp.cos(jnp.pi * done))
     ratio = jnp.where(step < schedule.warmup_steps, warm, cosine)
     return (config.learning_rate * ratio).astype(jnp.float32)
+
+
+def longer_note(config: Config, steps: int, step: int) -> str:
+    """What a longer schedule does to the learning rate from `step` on."""
+    old, new = config.with_steps(steps), config
+    last = float(rate(old.optimizer, old.schedule, max(step - 1, 0)))
+    first, end = (
+        float(rate(new.optimizer, new.schedule, x)) for x in (step, new.schedule.steps - 1)
+    )
+    return (
+        f"schedule.steps: {steps} → {new.schedule.steps}; the learning rate follows the longer "
+        f"schedule from here: it was {last:.2e} and is {first:.2e}, at the end {end:.2e}"
+    )

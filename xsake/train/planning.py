@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xsake import _files
 from xsake.block_mask import BLOCK
 from xsake.data.stream import Stream
 from xsake.hads import Plan, calibrate, make, row_blocks
@@ -43,6 +44,7 @@ def new_plan(config: Config, parameters: Any, stream: Stream, step: int) -> Plan
         block=hads.block,
         band=hads.band,
         curves=(hads.selector,) if hads.policy in ("kl", "output") else (),
+        vocab_size=config.model.vocab_size,
         seed=config.seed,
     )
     return make(profile, density, hads.policy, hads.selector)
@@ -103,6 +105,7 @@ def arrays(plan: Plan | None) -> dict[str, np.ndarray]:
 
 def rebuilt(found: dict[str, np.ndarray], terms: dict[str, Any]) -> Plan:
     """Rebuilds a plan from the output of `arrays` and `dataclasses.asdict(plan.terms)`."""
+    _files.check_fields(Terms, terms, "the plan's terms")
     kept = Terms(**terms | {"notes": tuple(terms["notes"])})
     return Plan(found["counts"], found.get("scores"), kept)
 

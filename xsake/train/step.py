@@ -49,10 +49,10 @@ class Metrics(NamedTuple):
     bad_steps: Any  # consecutive ones, up to this update
 
 
-def initial(config: Config) -> State:
-    """The state before the first step: a pure function of the config's seed."""
-    model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
-    parameters = model.parameters()
+def initial(config: Config, parameters: Any = None) -> State:
+    """The state before the first step: of these parameters, else a function of the seed."""
+    if parameters is None:
+        parameters = Transformer(config.model, rngs=nnx.Rngs(config.seed)).parameters()
     average = jax.tree.map(jnp.array, parameters) if config.optimizer.ema_decay else {}
     return State(
         # separate buffers, because the state is donated

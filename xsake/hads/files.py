@@ -1,0 +1,72 @@
+"""Profiles and plans as files: safetensors whose metadata has a JSON header and a checksum.
+
+    {"xsake": {"kind": "plan", "schema": 1, …, "checksum": …}} + arrays
+
+The checksum covers the header and every array, so that a damaged file is refused, not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xsake import _files
+
+
+def save(
+    path: str | Path, kind: str, schema: int, header: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> None:
+    """Writes a file that `read` reads; an interrupted call leaves the old one."""
+    from safetensors.numpy import save_file
+
+    written = {"kind": kind, "schema": schema, **header}
+    kept = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    # through JSON and back: what is hashed is what `read` will see
+    written = json.loads(json.dumps(written))
+    written["checksum"] = checksum(written, kept)
+    with _files.replaced(path) as part:
+        save_file(kept, part, {"xsake": json.dumps(written)})
+
+
+def read(path: str | Path, kind: str, schema: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(header, arrays) of a saved profile or plan.
+
+    Files of before there was a checksum have none, and only their shapes and ranges are checked.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            text = (file.metadata() or {}).get("xsake", "{}")
+            arrays = {name: file.get_tensor(name) for name in list(file.keys())}
+    except (SafetensorError, OSError, TypeError) as error:  # TypeError: a dtype NumPy lacks
+        raise ValueError(f"{path} cannot be read as a {kind}: {error}") from error
+    header = _files.parse_object(text, f"the header of {path}")
+    if header.get("kind") != kind:
+        raise ValueError(f"{path} is not a {kind}; `xsake calibrate` and `xsake plan` write them")
+    if (found := header.get("schema")) != schema:
+        raise ValueError(
+            f"{path} has schema {found}, this version reads {schema}; make the {kind} again"
+        )
+    expected = header.pop("checksum", None)
+    if expected is not None and expected != checksum(header, arrays):
+        raise ValueError(
+            f"{path} is damaged: its checksum is not that of its contents; "
+            f"copy it or make the {kind} again"
+        )
+    return {name: x for name, x in header.items() if name not in ("kind", "schema")}, arrays
+
+
+def checksum(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    """16 hex digits of a SHA-256 over the header and the named arrays."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(arrays):
+        x = arrays[name]
+        digest.update(f"{name}{x.dtype.str}{x.shape}".encode())
+        digest.update(x.tobytes())
+    return digest.hexdigest()[:16]
