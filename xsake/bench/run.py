@@ -113,15 +113,17 @@ def _parts(name: str, quick: bool, model: Path | None) -> Iterable[Part]:
 def _earlier(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """The contents of `out` if its facts match, else an empty result."""
     empty = {**facts, "seconds": 0.0, "results": []}
-    if not out.exists() or facts["commit"] == "unknown" or facts["commit"].endswith("+"):
+    if not out.exists():
         return empty
-    found = _read(out)
+    found = _read(out)  # raises, rather than replace a file of another kind
+    if facts["commit"] == "unknown" or facts["commit"].endswith("+"):
+        return empty
     return found if all(found[x] == facts[x] for x in MUST_MATCH) else empty
 
 
 def _read(path: Path) -> dict[str, Any]:
     """A result file, or an error that names it."""
-    types: dict[str, Any] = {name: str for name in ("commit", "date", "command")}
+    types: dict[str, Any] = dict.fromkeys(("commit", "date", "command"), str)
     types |= {"machine": dict, "versions": dict, "quick": bool}
     types |= {"seconds": (int, float), "results": list}
     found = read_object(path, "a result file of `xsake bench`", types)

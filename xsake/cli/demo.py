@@ -16,7 +16,8 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from xsake import BlockMask, _jax, masks, shipped
-from xsake.cli.terminal import console, runnable
+from xsake.cli.terminal import at_least, console, make_folder, runnable
+from xsake.hads import row_blocks
 
 if TYPE_CHECKING:
     from xsake.hads import Plan, Profile
@@ -48,6 +49,9 @@ def demo(
     from xsake.model import huggingface
     from xsake.model.observer import Observer
 
+    at_least(1, calibration=calibration, documents=documents, steps=steps)
+    row_blocks.blocks_of_density(density, row_blocks.count_blocks(LENGTH, BLOCK), 1)
+    make_folder(folder)
     began = time.perf_counter()
     plans = folder / "demo-plan"
     for made in (plans, folder / "demo"):

@@ -66,8 +66,7 @@ def calibrate(
     partial = writable_file(out).with_name(out.name + ".partial")
     subject = _Subject.load(model, dtype, implementation, text)
     tokens = subject.documents(text, length or min(LENGTH, subject.config.context), documents, seed)
-    size = f"{documents} documents of {len(tokens[0]):,} tokens"
-    done = 0
+    size, done = _size(tokens), 0
 
     def counted(count: int) -> None:
         nonlocal done
@@ -94,6 +93,10 @@ def calibrate(
     partial.unlink()
     _print_profile(profile)
     console.print(f"written: {out}", soft_wrap=True)
+
+
+def _size(tokens: list[np.ndarray]) -> str:
+    return f"{len(tokens)} document{'s' * (len(tokens) > 1)} of {len(tokens[0]):,} tokens"
 
 
 def _check_selectors(selectors: tuple[str, ...]) -> None:
@@ -201,7 +204,7 @@ def evaluate(
             measured.save(plan)
             console.print(f"written: {plan}", soft_wrap=True)
     elif profile is not None and table is not None:
-        _check_table(densities, update)
+        _check_table(table, densities, update)
         known, more = hads.Profile.load(profile), _labelled(others)
         writable_file(table)
         subject = _Subject.load(model, dtype, implementation, text)
@@ -210,7 +213,11 @@ def evaluate(
         console.print(f"written: {table} and its .md", soft_wrap=True)
 
 
-def _check_table(densities: tuple[float, ...], update: bool) -> None:
+def _check_table(table: Path, densities: tuple[float, ...], update: bool) -> None:
+    if table.suffix == ".md":
+        raise ValueError(f"--table {table} is the JSON file; the .md file is written next to it")
+    if not densities:
+        raise ValueError("--densities names none; leave it out for the usual five")
     if update:
         raise ValueError("--update adds to the file of --plan, which is not given; leave it out")
     for density in densities:
@@ -235,8 +242,7 @@ def _evaluate_plan(subject: Observer, plan: Plan, tokens: list[np.ndarray]) -> P
     from xsake.evaluate import table as tables
 
     length, began = len(tokens[0]), time.perf_counter()
-    size = f"{len(tokens)} documents of {length:,} tokens"
-    with progress(f"measuring on {size}") as report:
+    with progress(f"measuring on {_size(tokens)}") as report:
         method = methods.of_plan(plan, length)
         block = plan.terms.block
         (found,) = tables.measure_methods(subject, [method], tokens, block, report)
@@ -244,10 +250,12 @@ def _evaluate_plan(subject: Observer, plan: Plan, tokens: list[np.ndarray]) -> P
         times = time_attention(subject, tokens[0], [method], block)
     console.print(_quality_table(str(plan.terms.density), [found]))
     error = found["perplexity_gap_standard_error"]
-    spread = "" if error is None else f" ± {100 * error:.2f}%"
+    spread = " (one document, no standard error)"
+    if error is not None:
+        spread = f" ± {100 * error:.2f}% (standard error over {len(tokens)} documents)"
     console.print(
         f"perplexity {np.exp(found['dense_loss']):.3f} dense, {np.exp(found['loss']):.3f} with the "
-        f"plan: {found['perplexity_gap']:+.2%}{spread} (standard error over {size})",
+        f"plan: {found['perplexity_gap']:+.2%}{spread}",
         soft_wrap=True,
     )
     dense, sparse = (times[name].median_seconds for name in ("dense", method.name))
@@ -273,7 +281,7 @@ def _compare_methods(
     from xsake.evaluate import table as tables
 
     facts = timing.provenance()
-    with progress(f"measuring on {len(tokens)} documents of {len(tokens[0]):,} tokens") as report:
+    with progress(f"measuring on {_size(tokens)}") as report:
         found = tables.run_table(
             subject, profile, tokens, densities, out, others=others, provenance=facts, report=report
         )
@@ -295,6 +303,9 @@ class _Subject:
         from xsake.model import huggingface
         from xsake.model.observer import Observer
 
+        for file in text:
+            if not file.is_file():
+                raise FileNotFoundError(f"there is no file {file}")
         is_tokenized = text[0].suffix == ".npy"
         path = checkpoint(model)
         loaded = huggingface.load(
@@ -328,11 +339,12 @@ def _quality_table(density: str, found: list[dict[str, Any]]) -> Table:
     table = Table(
         Column("method", no_wrap=True),
         *(Column(x, justify="right") for x in ("density", "KL", "recall", "error", "logit KL")),
-        Column("perplexity", justify="right"),
+        Column("gap", justify="right"),
         title=f"density {density}: attention KL, mass recall and output error on dense "
         "activations; logit KL and perplexity gap end to end",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for row in sorted(found, key=lambda row: row["kl"]):
         table.add_row(

@@ -46,7 +46,7 @@ def bench(
     model: Path | None = None,
     autotune: bool = False,
     only: str = "",
-    join: tuple[Path, ...] = (),
+    join: tuple[Path, ...] | None = None,
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
@@ -63,6 +63,8 @@ def bench(
       only: measure the cases with this text in their name (autotune: "DIRECTION CLASS").
       join: measure nothing; merge these result files (autotune: tables) that `only` produced.
     """
+    if join is not None and not join:
+        raise ValueError("--join names no file; leave it out to measure")
     if join and (quick or model or only):
         raise ValueError(
             "--join measures nothing: give only --suite or --autotune, and --out, with it"

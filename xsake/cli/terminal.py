@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -50,8 +50,13 @@ def writable_file(path: Path) -> Path:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file to write")
     make_folder(path.parent)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PermissionError(f"{path} cannot be written: permission denied; name another file")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        raise type(error)(f"{path} cannot be written ({error.strerror}); name another") from error
     return path
 
 

@@ -8,7 +8,7 @@ import tyro
 from rich.table import Table
 
 from xsake import _extras
-from xsake.cli.terminal import Out, console, make_folder, writable_file
+from xsake.cli.terminal import Out, console, writable_file
 
 
 def tokenize(
@@ -37,7 +37,7 @@ def tokenize(
         _extras.require("reading .zst files", "train", "zstandard")
     if out.exists():
         raise FileExistsError(f"{out} exists already; name another folder or remove it")
-    make_folder(out.parent)
+    writable_file(out)
     if vocabulary is not None:
         if tokenizer is not None and tokenizer.exists():
             raise FileExistsError(f"{tokenizer} exists; leave out --vocabulary to use it")

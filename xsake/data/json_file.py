@@ -18,6 +18,8 @@ def read_object(
       what: the file should be, for the error.
       types: of the values that must be there, by key; other keys are not checked.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -55,14 +55,14 @@ class Partial:
         return jax.tree.unflatten(tree, [jax.numpy.asarray(arrays[name]) for name in names])
 
     def save(self, state: Any) -> None:
-        """Replaces the file, unless the last write was slow and recent."""
+        """Replaces the file, unless the last write took more than a second and is recent."""
         from safetensors.numpy import save_file
 
         began = time.monotonic()
-        if began - self._written < self._seconds / LARGEST_SHARE:
+        if self._seconds > 1 and began - self._written < self._seconds / LARGEST_SHARE:
             return
         arrays = {
-            _name(path): np.ascontiguousarray(x)
+            _name(path): np.ascontiguousarray(x).reshape(np.shape(x))  # which makes 0-d arrays 1-d
             for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(state))
         }
         header = {"kind": KIND, "schema": SCHEMA, **self.settings}

@@ -69,11 +69,11 @@ def density_at(density: float, n: int, other: int, band: int = 0) -> float:
 
 def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
     """How many blocks `heads` heads of n row blocks keep in all; raises if the forced are more."""
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be above 0 and at most 1, got {density}")
     most = heads * n * (n + 1) // 2
     least = heads * int(floors(n, band).sum())
     requested = round(density * most)
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be above 0 and at most 1, got {density}")
     if requested < least:
         smallest = np.ceil(1000 * least / most) / 1000
         raise ValueError(
