@@ -203,6 +203,7 @@ def test_the_terminal_prints_one_line_per_step(capsys):
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_the_terminal_says_when_xla_compiles(capsys, monkeypatch, is_terminal):
     """In the bar of a terminal at every compilation; elsewhere once, after the run has started."""
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1" if is_terminal else "")
     sink = sinks.Terminal(steps=3)
     monitoring.record_event_duration_secs(LOWERED, 0.1)

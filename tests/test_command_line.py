@@ -7,14 +7,18 @@ import itertools
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
+from jax import monitoring
+from rich.console import Console
 
 import xsake
 from xsake import __main__, _extras, cli
-from xsake.cli import terminal
+from xsake.cli import progress, terminal
+from xsake.observe.compiling import COMPILED, LOWERED
 from xsake.train import config as settings
 from xsake.train import loop
 
@@ -32,6 +36,10 @@ def test_every_extra_lists_the_modules_that_it_installs():
         assert set(modules) == wanted, extra
     included = {x: re.findall(r"xsake\[(.*?)\]", " ".join(extras[x])) for x in _extras.MODULES}
     assert {x: tuple(y) for x, y in included.items() if y} == _extras.INCLUDED
+    table = (ROOT / "README.md").read_text().partition("| extra | installs")[2].partition("\n\n")[0]
+    assert set(
+        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|(.*?)\|", table, re.MULTILINE)))
+    ) == set(extras)
 
 
 def test_every_import_of_the_package_is_required_or_in_an_extra():
@@ -128,6 +136,39 @@ def test_what_a_command_prints_to_run_next_runs_as_printed(tmp_path, monkeypatch
     other.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(other.parent))
     assert terminal.runnable() == "bin/xsake"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_says_when_xla_compiles(capsys, monkeypatch, is_terminal):
+    """A bar on a terminal; elsewhere the lines of finished parts, and "compiling" once."""
+    monkeypatch.setenv("TERM", "xterm")
+    shown = Console(force_terminal=is_terminal, highlight=False, width=80)
+    monkeypatch.setattr(progress, "console", shown)
+    with progress.progress("calibrating", 2) as report:
+        for done in (1, 2):
+            monitoring.record_event_duration_secs(LOWERED, 0.1)
+            report("still the first line")
+            time.sleep(0.15 * is_terminal)  # the bar is drawn every tenth of a second
+            monitoring.record_event_duration_secs(COMPILED, 0.1)
+            report(f"{done} of 2", done)
+    printed = capsys.readouterr().out
+    if is_terminal:
+        assert -1 < printed.find("still the first line · compiling") < printed.find("2 of 2")
+    else:
+        assert printed == "calibrating\ncompiling\n1 of 2 (0 s)\n2 of 2 (0 s)\n"
+
+
+def test_a_status_line_is_for_terminals(capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for is_terminal in (False, True):
+        monkeypatch.setenv("FORCE_COLOR", "1" if is_terminal else "")
+        with progress.status("loading") as update:
+            update("reading the prompt")
+            monitoring.record_event_duration_secs(LOWERED, 0.1)
+            time.sleep(0.15 * is_terminal)  # the line is drawn every tenth of a second
+        captured = capsys.readouterr()
+        assert not captured.out
+        assert ("reading the prompt · compiling" in captured.err) == is_terminal
 
 
 @pytest.mark.slow
