@@ -150,7 +150,7 @@ def join(files: Sequence[Path], out: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     """A tiling table, or an error that names the file."""
     what = "a tiling table of `xsake bench --autotune`"
-    types = {"date": str, "machine": dict, "versions": dict, "command": str, "classes": dict}
+    types = {"date": str, "machine": object, "versions": object, "command": str, "classes": dict}
     found = read_object(path, what, types)
     for direction, classes in found["classes"].items():
         entries = classes.values() if isinstance(classes, dict) else [None]
