@@ -30,6 +30,27 @@ def test_the_training_run_replaces_an_earlier_one(tmp_path, monkeypatch):
     assert second.hads.is_due(30)
 
 
+@pytest.mark.parametrize("name", ["demo", "demo-plan"])
+def test_a_folder_that_is_not_the_demos_is_refused_before_any_work(tmp_path, name):
+    precious = tmp_path / name / "precious"
+    precious.parent.mkdir()
+    precious.touch()
+    with pytest.raises(FileExistsError, match="was not made by `xsake demo`, which would replace"):
+        demo.demo(tmp_path)
+    with pytest.raises(FileExistsError, match="was not made by `xsake demo`"):
+        demo._replace(tmp_path / name)
+    assert precious.exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"calibration": 0}, {"documents": -1}, {"steps": 0}, {"density": 0.0}], ids=str
+)
+def test_wrong_sizes_are_refused_before_any_work(tmp_path, wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        demo.demo(tmp_path / "new", **wrong)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.slow
 def test_the_demo_writes_a_plan_and_a_run_and_can_be_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "LENGTH", 256)

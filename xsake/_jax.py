@@ -1,5 +1,7 @@
 """The JAX version, the device, and whether the Hopper kernels can run on it."""
 
+import platform as python_platform
+
 import jax
 
 
@@ -44,5 +46,8 @@ def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
         return f"needs compute capability 9.0 (H100, H200); this is {device_kind()}"
     if version() < needs_jax:
         needed = ".".join(map(str, needs_jax))
-        return f"needs JAX {needed} or newer; this is {jax.__version__}"
+        return (
+            f"needs JAX {needed} or newer, which needs Python 3.12 or newer; these are JAX "
+            f"{jax.__version__} and Python {python_platform.python_version()}"
+        )
     return None

@@ -48,12 +48,11 @@ def stubs(monkeypatch):
 @needs_newer_jax
 def test_only_the_selected_classes_are_updated(stubs, tmp_path):
     """An entry records all candidates, and the fields that differ from the defaults."""
-    table = tmp_path / "table.json"
-    kept = {"forward": {"another": {"tiling": {}}}, "backward": {}}
-    table.write_text(json.dumps({"classes": kept}))
-    autotune.autotune(table, only="a mixed", report=lambda line: None)
-    written = json.loads(table.read_text())["classes"]
-    assert written["forward"]["another"] == {"tiling": {}}
+    path, before = tmp_path / "table.json", table("day 1", another="day 1")
+    path.write_text(json.dumps(before))
+    autotune.autotune(path, only="a mixed", report=lambda line: None)
+    written = json.loads(path.read_text())["classes"]
+    assert written["forward"]["another"] == before["classes"]["forward"]["another"]
     entry = written["forward"]["a mixed"]
     assert entry["cases"] == ["1·16·256·64 density=0.9", "1·16·256·64 density=0.7"]
     assert [fields for fields, _ in entry["candidates"]] == [
@@ -85,6 +84,26 @@ def test_tables_are_joined_by_class(tmp_path):
     }
     assert joined["command"] == "day 3; day 2"
     assert joined["commit"] == "day 3"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "it holds a list"),
+        ("[" * 100_000, "nested too deeply"),
+        ("{}", "it has no 'date'"),
+        (lambda: json.dumps(table("day 1", "a") | {"classes": {"sideways": {}}}), "'sideways' are"),
+        (lambda: json.dumps(table("day 1", "a") | {"classes": {"forward": []}}), "'forward' are"),
+    ],
+    ids=["list", "deep", "empty", "direction", "classes"],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path, content, message):
+    file = tmp_path / "t.json"
+    file.write_text(content if isinstance(content, str) else content())
+    with pytest.raises(ValueError, match=rf"t\.json is not a tiling table of .*{message}"):
+        autotune.join([file], tmp_path / "o.json")
+    with pytest.raises(ValueError, match=rf"t\.json is not a tiling table of .*{message}"):
+        autotune.autotune(file, only="nothing")
 
 
 def test_joining_tables_of_two_machines_raises(tmp_path):

@@ -97,6 +97,47 @@ def test_joining_files_that_do_not_fit_raises(parts, tmp_path, monkeypatch):
         run.join("hopper", files, tmp_path / "whole.json")
 
 
+RESULT = {"commit": "a", "machine": {}, "versions": {}, "quick": False, "date": "", "command": ""}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "it holds a list; name another file"),
+        ("null", "it holds a NoneType"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "its JSON is nested too deeply"),
+        ("{}", "it has no 'commit'"),
+        (json.dumps(RESULT | {"seconds": "1", "results": []}), "its 'seconds' is a str"),
+        (json.dumps(RESULT | {"seconds": 1, "results": [3]}), "result 0 has no case"),
+        (json.dumps(RESULT | {"seconds": 1, "results": [{"case": 3}]}), "result 0 has no case"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_file_that_is_no_result_file_is_neither_joined_nor_replaced(
+    parts, tmp_path, content, message
+):
+    file = tmp_path / "r.json"
+    file.write_text(content)
+    with pytest.raises(
+        ValueError, match=rf"r\.json is not a result file of `xsake bench`: {message}"
+    ):
+        machine.bench(suite="hopper", join=(file,), out=tmp_path / "new" / "o.json")
+    with pytest.raises(ValueError, match=r"r\.json is not a result file of `xsake bench`"):
+        run.run_suite("hopper", file)
+    assert file.read_text() == content
+    assert not parts
+
+
+def test_join_needs_a_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        machine.bench(join=(tmp_path / "gone.json",), out=tmp_path / "o.json")
+    with pytest.raises(ValueError, match="--join names no file; leave it out to measure"):
+        machine.bench(join=(), out=tmp_path / "o.json")
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file to write"):
+        machine.bench(out=tmp_path)
+
+
 CASE = Case("grouped", T=140, N=4, K=2, H=16, sinks=0, soft_cap=3.0, rule=masks.causal())
 
 

@@ -61,6 +61,8 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, extension):
         (b'{"text": "a"}\nnothing\n', r"line 2 is not JSON"),
         (b'{"body": "a"}\n', r"line 1 has no text field 'text', only \['body'\]"),
         (b"[1]\n", r"line 1 has no text field 'text', only list"),
+        (b'{"text": 3}\n', r"line 1: the field 'text' is a int, not text"),
+        (b"[" * 100_000, r"line 1 is not JSON: its JSON is nested too deeply"),
         (b'{"text": "\xff"}\n', r"not UTF-8"),
     ],
 )

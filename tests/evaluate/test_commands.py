@@ -1,55 +1,229 @@
+"""xsake calibrate, plan, evaluate and generate, as they are typed."""
+
+import re
+import shlex
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from flax import nnx
 
 from xsake import cli
+from xsake.bench import method_times
+from xsake.bench.timing import Timing
+from xsake.cli import model_path
+from xsake.data import tokens
+from xsake.evaluate import table
 from xsake.hads import Plan
 from xsake.model import Config, Transformer, huggingface
+from xsake.model.generate import Completion
+from xsake.model.observer import Observer
+
+TINY = Config(
+    vocab_size=300,
+    context=128,
+    layers=1,
+    width=16,
+    heads=2,
+    kv_heads=1,
+    head_size=8,
+    mlp_width=16,
+    bos=0,
+    eos=(0,),
+)
 
 
-def run(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["xsake", *map(str, words)])
-    cli.main()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a checkpoint, another one, and tokenized documents."""
+    folder = tmp_path_factory.mktemp("made")
+    tokenizer = tokens.train_tokenizer(["It was a dark and stormy night. " * 9], 300)
+    huggingface.save(folder / "model", Transformer(TINY, rngs=nnx.Rngs(0)), tokenizer)
+    huggingface.save(folder / "other", Transformer(TINY, rngs=nnx.Rngs(1)), tokenizer)
+    ids = np.random.default_rng(0).integers(0, 300, (2, 64), dtype=np.int32)
+    for name, values in (
+        ("ids", ids),
+        ("above", ids + 1000 * (np.arange(64) == 7)),
+        ("below", ids - 1000 * (np.arange(64) == 7)),
+        ("huge", ids.astype(np.int64) + 2**40),
+        ("flat", ids[0]),
+        ("float", ids / 2),
+    ):
+        np.save(folder / f"{name}.npy", values)
+    (folder / "empty.npy").write_bytes(b"")
+    (folder / "file").write_text("x")
+    return folder
 
 
-def test_calibrate_plan_evaluate(tmp_path, monkeypatch, capsys):
-    """From a checkpoint and documents to a plan with its measured quality."""
-    config = Config(
-        vocab_size=32,
-        context=128,
-        layers=2,
-        width=16,
-        heads=2,
-        kv_heads=1,
-        head_size=8,
-        mlp_width=16,
-    )
-    huggingface.save(tmp_path / "model", Transformer(config, rngs=nnx.Rngs(0)))
-    documents = tmp_path / "documents.npy"
-    np.save(documents, np.random.default_rng(0).integers(0, 32, (2, 64), dtype=np.int32))
-    profile, plan = tmp_path / "profile", tmp_path / "plan"
-    words = ["--text", documents, "--length", 64, "--documents", 2]
-    run(
-        monkeypatch, "calibrate", tmp_path / "model", *words, "--block", 16, "-o", profile,
-        "--selectors", "static", "mean_query",
-    )  # fmt: skip
-    run(monkeypatch, "plan", profile, "--density", 0.8, "--policy", "kl", "-o", plan)
-    run(monkeypatch, "evaluate", tmp_path / "model", "--plan", plan, *words)
-    output = capsys.readouterr().out
-    assert "budget correlation" in output
-    assert "realised density 0.8000" in output
-    assert "mean_query/kl" in output
-    measured = Plan.load(plan).terms.validation
+@pytest.fixture
+def xsake(made, monkeypatch, capsys):
+    """Runs a command line among the files; returns its output."""
+    monkeypatch.chdir(made)
+
+    def call(line, code=0):
+        monkeypatch.setattr(sys, "argv", ["xsake", *shlex.split(line)])
+        if code:
+            with pytest.raises(SystemExit) as stopped:
+                cli.main()
+            assert stopped.value.code == code
+        else:
+            cli.main()
+        return "".join(capsys.readouterr())
+
+    return call
+
+
+def once(function):
+    """The function, called once; later calls get the same result without compiling again."""
+    found = []
+
+    def call(*given):
+        if not found:
+            found.append(function(*given))
+        return found[0]
+
+    return call
+
+
+CALIBRATE = (
+    "calibrate model --text ids.npy --length 64 --documents 2 --block 16 "
+    "--selectors static mean_query"
+)
+
+
+def test_calibrate_plan_evaluate(xsake, made, monkeypatch):
+    """From a checkpoint and documents to a plan with its measured quality, and to text."""
+    times = {"dense": Timing((0.004,)), "mean_query/kl": Timing((0.003,))}
+    monkeypatch.setattr(method_times, "time_attention", lambda *given: times)
+    monkeypatch.setattr(table, "measure_methods", once(table.measure_methods))
+    said = xsake(f"{CALIBRATE} -o a/new/profile")
+    assert "calibrating on 2 documents of 64 tokens\ncompiling\n1 of 2 documents of 64" in said
+    assert "budget correlation" in said
+    assert [x.name for x in (made / "a" / "new").iterdir()] == ["profile"]
+    said = xsake("plan a/new/profile --density 0.8 --policy kl -o plan")
+    assert "realised density 0.8000" in said
+    before = (made / "plan").read_bytes()
+    evaluate = "evaluate model --plan plan --text ids.npy --length 64 --documents 2"
+    said = xsake(evaluate)
+    assert "mean_query/kl" in said
+    gap = r"[+-][\d.]+% ± [\d.]+% \(standard error over 2 documents\)"
+    assert re.search(rf"\nperplexity [\d.]+ dense, [\d.]+ with the plan: {gap}\n", said)
+    assert "4.0 ms dense, 3.0 ms with the plan, 0.75 of dense" in said
+    assert (made / "plan").read_bytes() == before
+    assert "written: plan" in xsake(f"{evaluate} --update")
+    measured = Plan.load(made / "plan").terms.validation
     assert '"perplexity_gap"' in measured
     assert '"documents": 2' in measured
+    assert "the plan is for model" in xsake(evaluate.replace("model", "other", 1), code=1)
+    (made / "a" / "new" / "profile").unlink()
 
 
-def test_user_errors_are_one_sentence(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "plan", tmp_path / "none", "--density", 0.5, "-o", tmp_path / "plan")
-    assert "cannot be read as a profile" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "evaluate", tmp_path / "none", "--text", tmp_path / "text.txt")
-    assert "give either --plan, or --profile and --table" in capsys.readouterr().out
+def test_an_interrupted_calibration_is_one_line(xsake, monkeypatch):
+    """The line names the file that keeps the finished documents."""
+    asked = []
+
+    def interrupted(self, documents, *, report, partial, **how):
+        asked.append(partial)
+        partial.write_bytes(b"")
+        report(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Observer, "profile", interrupted)
+    said = xsake(f"{CALIBRATE} -o b/profile", code=130)
+    assert said.splitlines()[-1] == (
+        "xsake: stopped by Ctrl-C; b/profile.partial keeps 1 of 2 documents; "
+        "run the same command again to continue"
+    )
+    assert [str(path) for path in asked] == ["b/profile.partial"]
+
+
+def test_a_plan_gives_the_mask_of_the_prompt_and_the_budget_of_the_cache(xsake, made, monkeypatch):
+    plan = Plan(np.array([[[1, 2], [1, 1]]], np.int32), None, terms(made))
+    plan.save(made / "small")
+    asked = {}
+
+    def stub(model, prompts, **options):
+        asked.update(options)
+        yield [Completion([5, 6], "length")]
+
+    monkeypatch.setattr("xsake.model.stream", stub)
+    assert "2 new tokens" in xsake("generate --model model --prompt 'It was' --plan small")
+    assert asked["mask"].terms == plan.terms
+    np.testing.assert_allclose(asked["budget"].mean(), 0.75, atol=1e-3)
+    assert asked["budget"][0, 0] == 2 * asked["budget"][0, 1]
+    said = xsake("generate --model other --prompt a --plan small", code=1)
+    assert "the plan is for model" in said
+
+
+def terms(made):
+    from xsake.hads.plan import Terms
+
+    subject = Observer(huggingface.load(made / "model", tokenizer=False).model)
+    return Terms(0.75, "kl", "mean_query", 64, 128, model_hash=subject.hash)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{CALIBRATE} -o p --block -16", "--block must be at least 1, got -16"),
+        (f"{CALIBRATE} -o p --length -5", "--length must be at least 1, got -5"),
+        (f"{CALIBRATE} -o p --documents 0", "--documents must be at least 1, got 0"),
+        (f"{CALIBRATE} -o p --documents -1", "--documents must be at least 1, got -1"),
+        (f"{CALIBRATE} -o p --band -1", "--band must be at least 0, got -1"),
+        (f"{CALIBRATE} nope -o p", "--selectors 'nope' is not one of static, pooled"),
+        (f"{CALIBRATE} -o p --selectors", "--selectors names none; name some of static"),
+        (f"{CALIBRATE} -o .", ". is a folder; name a file to write"),
+        (f"{CALIBRATE} -o file/p", "the folder file cannot be made (File exists)"),
+        (f"{CALIBRATE} -o p --text gone.npy", "there is no file gone.npy"),
+        (f"{CALIBRATE} -o p --text empty.npy", "empty.npy is not an .npy file of token ids"),
+        (f"{CALIBRATE} -o p --text flat.npy", "must be the only file and hold an int"),
+        (f"{CALIBRATE} -o p --text float.npy", "must be the only file and hold an int"),
+        (f"{CALIBRATE} -o p --text huge.npy", "token ids that do not fit 32 bits"),
+        (f"{CALIBRATE} -o p --text above.npy", "outside 0 … 299 of the model's vocabulary"),
+        (f"{CALIBRATE} -o p --length 200", "documents of 200 tokens exceed the model's context"),
+        ("plan gone --density 0.5 -o q", "gone cannot be read as a profile"),
+        ("plan gone --density 0.5 -o file/q", "the folder file cannot be made"),
+        ("evaluate model --text ids.npy", "give either --plan, or --profile and --table"),
+        ("evaluate model --text ids.npy --plan q --length 1", "--length must be at least 2"),
+        ("evaluate model --text ids.npy --plan q --documents 0", "--documents must be at least 1"),
+        ("evaluate model --text ids.npy --profile q --table t.md", "--table t.md is the JSON file"),
+        ("evaluate model --text ids.npy --profile q --table t --densities", "--densities names no"),
+        ("evaluate model --text ids.npy --profile q --table t --densities nan", "got nan"),
+        ("evaluate model --text ids.npy --profile q --table t --update", "--update adds to the"),
+        ("generate --model gone --prompt a", "there is no checkpoint gone"),
+        ("generate --model model --prompt a --plan p --density 0.5", "--plan and --density are"),
+        ("generate --model model --prompt a --plan gone", "gone cannot be read as a plan"),
+        ("inspect file", "file is neither a folder nor a .gguf file"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(xsake, made, line, said):
+    printed = xsake(line, code=1)
+    assert said in printed
+    assert printed.splitlines()[-1].startswith("xsake: ")
+    assert not (made / "p").exists()
+
+
+def test_ids_outside_the_vocabulary_are_not_measured(xsake, made):
+    Plan(np.array([[[1, 2], [1, 1]]], np.int32), None, terms(made)).save(made / "ids-plan")
+    for name in ("above", "below"):
+        wrong = np.load(made / f"{name}.npy")[0, 7]
+        said = xsake(
+            f"evaluate model --plan ids-plan --text {name}.npy --length 64 --documents 2", code=1
+        )
+        assert f"{name}.npy has the token id {wrong}" in said
+
+
+def test_a_model_is_a_path_or_shipped_or_the_folder_of_a_run(made, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert model_path.checkpoint(made / "model") == made / "model"
+    assert (model_path.checkpoint(Path("shipped")) / "model.safetensors").is_file()
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    (run / "events.jsonl").touch()
+    with pytest.raises(FileNotFoundError, match="is a training run without the folder"):
+        model_path.checkpoint(run)
+    shutil.copytree(made / "model", run / "model")
+    assert model_path.checkpoint(run) == run / "model"

@@ -184,6 +184,9 @@ def test_documents_are_cut_from_texts_long_enough(tmp_path):
     assert all((a == b).all() for a, b in zip(cut, ready, strict=True))
     with pytest.raises(ValueError, match="only 0 of 2 documents of 5,000 tokens"):
         text.documents(texts, encode, 5000, 2)
+    for length, count, name in ((0, 5, "length"), (-5, 5, "length"), (50, 0, "count")):
+        with pytest.raises(ValueError, match=f"the {name} of documents must be at least 1, got"):
+            text.load_documents([path], encode, length, count)
     with pytest.raises(ValueError, match=r"unsupported extension"):
         text.load_documents([path.rename(tmp_path / "texts.csv")], encode, 50, 5)
 

@@ -203,6 +203,34 @@ def test_a_profile_survives_save_and_load_bit_for_bit(tmp_path):
     assert jax.tree.structure(profile) == jax.tree.structure(again)
 
 
+def test_an_interrupted_calibration_continues_bit_for_bit(tmp_path):
+    """Killed after two of three documents, the same call measures the third and no other."""
+    path, how = tmp_path / "profile.partial", dict(layers=2, heads=4, block=BLOCK, seed=5)
+    seen = []
+
+    def stop(done):
+        seen.append(done)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(
+            observe, jnp.ones(()), documents(3), **how, curves=CURVES, report=stop, partial=path
+        )
+    again = calibrate(
+        observe, jnp.ones(()), documents(3), **how, curves=CURVES, report=seen.append, partial=path
+    )
+    assert seen == [1, 2, 2, 3]
+    whole = calibrated(documents(3))
+    assert again.facts == whole.facts
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match=r"another calibration \(it differs in documents, data_h"):
+        calibrate(observe, jnp.ones(()), documents(2), **how, curves=CURVES, partial=path)
+    with pytest.raises(ValueError, match=r"it differs in curves"):
+        calibrate(observe, jnp.ones(()), documents(3), **how, curves=("static",), partial=path)
+
+
 def test_files_that_are_no_profile_are_refused(tmp_path):
     path = tmp_path / "profile"
     path.write_bytes(b"nothing")

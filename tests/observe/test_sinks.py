@@ -7,8 +7,10 @@ import socket
 import urllib.request
 
 import pytest
+from jax import monitoring
 
 from xsake.observe import registry, sinks
+from xsake.observe.compiling import COMPILED, LOWERED
 from xsake.observe.events import (
     Evaluated,
     Event,
@@ -199,6 +201,29 @@ def test_the_terminal_prints_one_line_per_step(capsys):
     assert "step 3/3  loss 2.500  128 tokens/s  MFU 25.0%  density 0.43" in printed
     assert "step 2: perplexity 9.00 on valid" in printed
     assert "step 2: “It was” continues: so. Then" in printed
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_terminal_says_when_xla_compiles(capsys, monkeypatch, is_terminal):
+    """In the bar of a terminal at every compilation; elsewhere once, after the run has started."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1" if is_terminal else "")
+    sink = sinks.Terminal(steps=3)
+    monitoring.record_event_duration_secs(LOWERED, 0.1)
+    for event in (STARTED, trained(1)):
+        sink.write(event)
+        monitoring.record_event_duration_secs(LOWERED, 0.1)
+        if is_terminal:
+            sink._progress.refresh()
+        monitoring.record_event_duration_secs(COMPILED, 0.1)
+    sink.close()
+    monitoring.record_event_duration_secs(LOWERED, 0.1)
+    printed = capsys.readouterr().out
+    if is_terminal:
+        assert -1 < printed.find("compiling") < printed.rfind("loss 2.500")
+    else:
+        assert printed.count("compiling\n") == 1
+        assert printed.index("10 parameters") < printed.index("compiling")
 
 
 def test_runs_are_listed_with_their_hashes_and_results(tmp_path):

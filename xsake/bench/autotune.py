@@ -30,6 +30,7 @@ from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.measure import CAUSAL, visited_pairs
 from xsake.bench.timing import provenance, time_interleaved
 from xsake.block_mask import BlockMask
+from xsake.data.json_file import read_object
 
 Fields = dict[str, Any]  # of ForwardTiling or BackwardTiling; the others have their defaults
 Tiling = ForwardTiling | BackwardTiling
@@ -93,7 +94,7 @@ def autotune(out: Path, only: str = "", report: Callable[[str], None] = print) -
 
     The table's entries for other classes are left unchanged in `out`.
     """
-    earlier = json.loads(out.read_text())["classes"] if only and out.exists() else {}
+    earlier = _read(out)["classes"] if only and out.exists() else {}
     table: dict[str, Any] = {
         **provenance(),
         "classes": {direction: earlier.get(direction, {}) for direction in ("forward", "backward")},
@@ -122,7 +123,7 @@ def join(files: Sequence[Path], out: Path) -> dict[str, Any]:
     Entries that were not measured again keep their date. `command` lists the commands of all files;
     `date` and `commit` are those of the newest file.
     """
-    tables = [json.loads(file.read_text()) for file in files]
+    tables = [_read(file) for file in files]
     last = max(tables, key=lambda table: table["date"])
     for file, table in zip(files, tables, strict=True):
         for fact in ("machine", "versions"):
@@ -144,6 +145,20 @@ def join(files: Sequence[Path], out: Path) -> dict[str, Any]:
     }
     out.write_text(_one_line_per_class(whole))
     return whole
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A tiling table, or an error that names the file."""
+    what = "a tiling table of `xsake bench --autotune`"
+    types = {"date": str, "machine": object, "versions": object, "command": str, "classes": dict}
+    found = read_object(path, what, types)
+    for direction, classes in found["classes"].items():
+        entries = classes.values() if isinstance(classes, dict) else [None]
+        if direction not in ("forward", "backward") or not all(
+            isinstance(entry, dict) and isinstance(entry.get("date"), str) for entry in entries
+        ):
+            raise ValueError(f"{path} is not {what}: its classes {direction!r} are malformed")
+    return found
 
 
 def _best(

@@ -17,6 +17,7 @@ from typing import Any
 from xsake.bench import peers
 from xsake.bench.suites import Part, Record, Suite, cpu, hopper, hopper_features, model
 from xsake.bench.timing import provenance
+from xsake.data.json_file import read_object
 
 SUITES: dict[str, Suite] = {
     "cpu": cpu,
@@ -76,7 +77,7 @@ def join(name: str, files: Sequence[Path], out: Path) -> dict[str, Any]:
 
     `command` lists all commands, `date` is the earliest, `seconds` the sum.
     """
-    reports = [json.loads(file.read_text()) for file in files]
+    reports = [_read(file) for file in files]
     first = reports[0]
     for file, report in zip(files, reports, strict=True):
         for fact in MUST_MATCH:
@@ -112,7 +113,23 @@ def _parts(name: str, quick: bool, model: Path | None) -> Iterable[Part]:
 def _earlier(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """The contents of `out` if its facts match, else an empty result."""
     empty = {**facts, "seconds": 0.0, "results": []}
-    if not out.exists() or facts["commit"] == "unknown" or facts["commit"].endswith("+"):
+    if not out.exists():
         return empty
-    found = json.loads(out.read_text())
-    return found if all(found.get(x) == facts[x] for x in MUST_MATCH) else empty
+    found = _read(out)  # raises, rather than replace a file of another kind
+    if facts["commit"] == "unknown" or facts["commit"].endswith("+"):
+        return empty
+    return found if all(found[x] == facts[x] for x in MUST_MATCH) else empty
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A result file, or an error that names it."""
+    types: dict[str, Any] = dict.fromkeys(("commit", "date", "command"), str)
+    types |= {"machine": dict, "versions": dict, "quick": bool}
+    types |= {"seconds": (int, float), "results": list}
+    found = read_object(path, "a result file of `xsake bench`", types)
+    for number, record in enumerate(found["results"]):
+        if not isinstance(record, dict) or not isinstance(record.get("case"), str):
+            raise ValueError(
+                f"{path} is not a result file of `xsake bench`: result {number} has no case"
+            )
+    return found

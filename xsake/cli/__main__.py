@@ -1,4 +1,4 @@
-"""python -m xsake.cli."""
+"""python -m xsake.cli, the same as python -m xsake."""
 
 from xsake.cli import main
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import tyro
@@ -17,17 +17,25 @@ from rich.table import Table
 
 import xsake
 from xsake import _jax
+from xsake.cli.model_path import checkpoint
+from xsake.cli.progress import status
 from xsake.cli.terminal import console, fast_dtype, reasons
+
+if TYPE_CHECKING:
+    from xsake.model import Transformer
+    from xsake.model.huggingface import Loaded
 
 
 def inspect(path: tyro.conf.Positional[Path]) -> None:
     """Prints a checkpoint's configuration and sizes, and the backend its attention would use here.
 
     Args:
-      path: a folder with config.json and safetensors, or a .gguf file; its weights are not read.
+      path: a folder with config.json and safetensors, a .gguf file, a run's folder, or "shipped";
+        its weights are not read.
     """
     from xsake.model import huggingface, parameter_shapes
 
+    path = checkpoint(path)
     opened = huggingface.examine(path)
     config = opened.config
     table = Table("property", "value", title=str(path))
@@ -73,6 +81,7 @@ def generate(
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] | None = None,
     tokenizer: Path | None = None,
+    plan: Path | None = None,
     density: float | None = None,
     stream: bool = True,
     unstack: bool = False,
@@ -80,7 +89,7 @@ def generate(
     """Generates text after a prompt, and prints the throughput.
 
     Args:
-      model: a folder with config.json and safetensors, or a .gguf file.
+      model: a folder with config.json and safetensors, a .gguf file, a run's folder, or "shipped".
       prompt: the prompt text; - reads it from standard input.
       max_tokens: the largest number of new tokens.
       temperature: 0 takes the most likely token.
@@ -89,6 +98,8 @@ def generate(
       seed: the sampling seed.
       dtype: compute dtype; default bfloat16, on CPUs float32.
       tokenizer: a tokenizer.json; default the model's own.
+      plan: what `xsake plan` wrote for this model: the prompt is read with it, and a new token
+        reads the share of the cache that it gives each head.
       density: share of the cached blocks that each head reads for a token; default all.
       stream: print tokens as they are generated, or all at the end.
       unstack: store each layer's weights separately (no scan): decodes faster, compiles longer.
@@ -96,35 +107,59 @@ def generate(
     from xsake.model import Sampling, huggingface
     from xsake.model import stream as tokens_of
 
+    if plan is not None and density is not None:
+        raise ValueError(
+            "--plan and --density are both given: a plan has the density of each head; leave out "
+            "one of them"
+        )
     sampling = Sampling(temperature, top_k, top_p, seed)
+    path = checkpoint(model)
     started = time.perf_counter()
-    loaded = huggingface.load(model, dtype=dtype or fast_dtype(), tokenizer=tokenizer or True)
-    assert loaded.tokenizer is not None  # without one, load raises
-    loaded_seconds = time.perf_counter() - started
-    ids = loaded.tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)
-    pieces = tokens_of(
-        loaded.model.unstacked() if unstack else loaded.model,
-        [ids],
-        max_tokens=max_tokens,
-        sampling=sampling,
-        budget=density,
-        burst=4,
-    )
-    times: list[tuple[int, float]] = []  # (tokens so far, time)
+    with status(f"loading {model}") as update:
+        loaded = huggingface.load(path, dtype=dtype or fast_dtype(), tokenizer=tokenizer or True)
+        assert loaded.tokenizer is not None  # without one, load raises
+        loaded_seconds = time.perf_counter() - started
+        ids = loaded.tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)
+        sparsity = {"budget": density} if plan is None else _by_plan(plan, loaded.model)
+        pieces = tokens_of(
+            loaded.model.unstacked() if unstack else loaded.model,
+            [ids],
+            max_tokens=max_tokens,
+            sampling=sampling,
+            burst=4,
+            **sparsity,
+        )
+        update(f"reading the prompt of {len(ids):,} tokens")
+        started = time.perf_counter()
+        first = next(pieces)
+        first_time = time.perf_counter()
+    times = [(len(first[0].tokens), first_time)]  # (tokens so far, time)
 
     def arriving() -> Iterator[int]:
-        made = 0
+        yield from first[0].tokens
         for (new,) in pieces:
-            made += len(new.tokens)
-            times.append((made, time.perf_counter()))
+            times.append((times[-1][0] + len(new.tokens), time.perf_counter()))
             yield from new.tokens
 
-    started = time.perf_counter()
-    text = loaded.tokenizer.pieces(arriving())
+    _print_text(loaded, arriving(), stream)
+    console.print(_speed(len(ids), loaded_seconds, started, times), style="dim")
+
+
+def _by_plan(path: Path, model: Transformer) -> dict[str, Any]:
+    """Options of `stream` for a plan of this model: blocks of the prompt, share of the cache."""
+    from xsake import hads
+    from xsake.model.observer import Observer
+
+    plan = hads.Plan.load(path, Observer(model).hash)
+    return {"mask": plan, "budget": plan.decode_budget(plan.terms.density)}
+
+
+def _print_text(loaded: Loaded, tokens: Iterator[int], stream: bool) -> None:
+    assert loaded.tokenizer is not None
+    text = loaded.tokenizer.pieces(tokens)
     for piece in text if stream else ["".join(text)]:
         print(piece, end="", flush=True)
     print()
-    console.print(_speed(len(ids), loaded_seconds, started, times), style="dim")
 
 
 def _speed(prompt: int, loaded: float, started: float, times: list[tuple[int, float]]) -> str:

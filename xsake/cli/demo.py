@@ -16,7 +16,8 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from xsake import BlockMask, _jax, masks, shipped
-from xsake.cli.terminal import console
+from xsake.cli.terminal import at_least, console, make_folder, runnable
+from xsake.hads import row_blocks
 
 if TYPE_CHECKING:
     from xsake.hads import Plan, Profile
@@ -36,7 +37,8 @@ def demo(
     """Calibrates the shipped model, compares HADS with fixed patterns, trains a tiny model.
 
     Args:
-      folder: where the plan and the training run are written; an earlier demo's are replaced.
+      folder: where the plan and the training run are written; an earlier demo's are replaced,
+        other folders of the same names are refused.
       density: density of the plan and of all methods.
       calibration: number of documents of 2,048 tokens to calibrate on.
       documents: number of other documents to measure the methods on.
@@ -47,7 +49,13 @@ def demo(
     from xsake.model import huggingface
     from xsake.model.observer import Observer
 
+    at_least(1, calibration=calibration, documents=documents, steps=steps)
+    row_blocks.blocks_of_density(density, row_blocks.count_blocks(LENGTH, BLOCK), 1)
+    make_folder(folder)
     began = time.perf_counter()
+    plans = folder / "demo-plan"
+    for made in (plans, folder / "demo"):
+        _check_replaceable(made)
     with _part("example mask, 1,536 tokens: the first keys and a sliding window"):
         rule = masks.causal() & (masks.first(16) | masks.sliding_window(256))
         console.print(str(BlockMask.from_rule(rule, (1536, 1536))))
@@ -57,9 +65,7 @@ def demo(
     def cut(path: Path, count: int) -> list[np.ndarray]:
         return texts.load_documents([path], encode, LENGTH, count)
 
-    plans = folder / "demo-plan"
-    shutil.rmtree(plans, ignore_errors=True)
-    plans.mkdir(parents=True)
+    _replace(plans)
     with _part(f"calibrate the shipped model on {calibration} × {LENGTH:,} tokens of Persuasion"):
         profile = _profile(subject, cut(shipped.CALIBRATION_TEXT, calibration))
         profile.save(plans / "profile.safetensors")
@@ -83,7 +89,30 @@ def demo(
         f"xsake generate --model {model} --prompt 'It was a'",
         f"xsake train --config {run}/config.json --run.name longer --schedule.steps 400",
     ):
-        console.print(f"  {line}", soft_wrap=True)
+        console.print(f"  {line.replace('xsake', runnable(), 1)}", soft_wrap=True)
+
+
+MARK = ".made-by-xsake-demo"  # a file in every folder that the demo makes and may replace
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raises unless the folder is absent, empty, or an earlier demo's."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise FileExistsError(f"{folder} is not a folder of `xsake demo`; name another --folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
+        raise FileExistsError(
+            f"{folder} was not made by `xsake demo`, which would replace it; rename it, or name "
+            "another --folder"
+        )
+
+
+def _replace(folder: Path) -> None:
+    """Makes the folder empty but for MARK."""
+    _check_replaceable(folder)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / MARK).touch()
 
 
 @contextmanager
@@ -176,7 +205,7 @@ def _train(folder: Path, steps: int) -> Path:
 
     tiny = settings.PRESETS["tiny"]
     run = folder / "demo"
-    shutil.rmtree(run, ignore_errors=True)
+    _replace(run)
     tokenizer = tokens.end_token(read_tokenizer(shipped.FOLDER / "tokenizer.json"))
     files = []
     for path in (shipped.CALIBRATION_TEXT, shipped.HELD_OUT_TEXT):

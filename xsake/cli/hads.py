@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tyro
 from rich import box
-from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Column, Table
 
+from xsake import _jax
 from xsake.bench import timing
-from xsake.cli.terminal import Out, console
+from xsake.cli.model_path import checkpoint
+from xsake.cli.progress import progress
+from xsake.cli.terminal import Out, at_least, console, writable_file
 
 if TYPE_CHECKING:
     from xsake.hads import Plan, Profile
+    from xsake.model import Config
     from xsake.model.observer import Observer
 
 Dtype = Literal["float32", "bfloat16"]
+LENGTH = 8192  # of calibration documents, unless the model's context is shorter
 
 
 def calibrate(
     model: tyro.conf.Positional[Path],
     text: list[Path],
     out: Out,
-    length: int = 8192,
+    length: int | None = None,
     documents: int = 16,
     block: int = 128,
     band: int = 0,
@@ -38,12 +43,15 @@ def calibrate(
 ) -> None:
     """Profiles a model's attention over text: statistics of every head over blocks of keys.
 
+    An interrupted calibration keeps its finished documents in OUT.partial; rerun the same command
+    to continue from them.
+
     Args:
-      model: a folder of safetensors or a .gguf file.
+      model: a folder of safetensors, a .gguf file, a run's folder, or "shipped".
       text: .txt files or .jsonl files with a "text" field, plain or compressed as .xz; or one .npy
         file of token ids, int [documents, tokens].
       out: the profile, a safetensors file.
-      length: tokens of each document.
+      length: tokens of each document; default 8,192, or the model's context if that is shorter.
       documents: number of documents, cut from the text at random.
       block: tokens per block, 64 or 128 for the Hopper kernels.
       band: blocks before the diagonal that are always kept.
@@ -52,26 +60,61 @@ def calibrate(
       dtype: the model's compute dtype; statistics are float32.
       implementation: the attention backend; default the fastest that can run.
     """
-    from xsake.data import documents as texts
+    at_least(1, length=length, documents=documents, block=block)
+    at_least(0, band=band, seed=seed)
+    _check_selectors(selectors)
+    partial = writable_file(out).with_name(out.name + ".partial")
+    subject = _Subject.load(model, dtype, implementation, text)
+    tokens = subject.documents(text, length or min(LENGTH, subject.config.context), documents, seed)
+    size, done = _size(tokens), 0
 
-    subject, encode = _subject(model, dtype, implementation, text)
-    tokens = texts.load_documents(text, encode, length, documents, seed)
-    with Progress(console=console) as progress:
-        task = progress.add_task(f"{documents} × {length:,} tokens", total=documents)
-        profile = subject.profile(
-            tokens,
-            block=block,
-            band=band,
-            curves=selectors,
-            seed=seed,
-            report=lambda done: progress.update(task, completed=done),
-        )
+    def counted(count: int) -> None:
+        nonlocal done
+        done = count
+        report(f"{count} of {size}", count)
+
+    try:
+        with progress(f"calibrating on {size}", documents) as report:
+            profile = subject.observer.profile(
+                tokens,
+                block=block,
+                band=band,
+                curves=selectors,
+                seed=seed,
+                report=counted,
+                partial=partial,
+            )
+    except KeyboardInterrupt:
+        kept = f"; {partial} keeps {done} of {documents} documents" if done else ""
+        raise KeyboardInterrupt(
+            f"stopped by Ctrl-C{kept}; run the same command again to continue"
+        ) from None
     profile.save(out)
+    partial.unlink()
+    _print_profile(profile)
+    console.print(f"written: {out}", soft_wrap=True)
+
+
+def _size(tokens: list[np.ndarray]) -> str:
+    return f"{len(tokens)} document{'s' * (len(tokens) > 1)} of {len(tokens[0]):,} tokens"
+
+
+def _check_selectors(selectors: tuple[str, ...]) -> None:
+    from xsake.hads.statistics import CURVES
+
+    if not selectors:
+        raise ValueError(f"--selectors names none; name some of {', '.join(CURVES)}")
+    for name in selectors:
+        if name not in CURVES:
+            raise ValueError(f"--selectors {name!r} is not one of {', '.join(CURVES)}")
+
+
+def _print_profile(profile: Profile) -> None:
     statistics, errors = profile.statistics, profile.errors
     table = Table(
         "layer", "token entropy", "±", "block entropy", "mass retained at density 0.20", "at 0.45"
     )
-    for layer in range(subject.layers):
+    for layer in range(profile.size[0]):
         values = (
             statistics.entropy[layer].mean(),
             errors["entropy"][layer].mean(),
@@ -83,7 +126,6 @@ def calibrate(
     console.print(table)
     for name, value in profile.agreement().items():
         console.print(f"between two halves of the documents: {name.replace('_', ' ')} {value:.3f}")
-    console.print(f"written: {out}")
 
 
 def plan(
@@ -106,6 +148,7 @@ def plan(
     """
     from xsake import hads
 
+    writable_file(out)
     made = hads.make(hads.Profile.load(profile), density, policy, selector, top_p=top_p)
     made.save(out)
     console.print(str(made))
@@ -116,6 +159,7 @@ def evaluate(
     model: tyro.conf.Positional[Path],
     text: list[Path],
     plan: Path | None = None,
+    update: bool = False,
     profile: Path | None = None,
     table: Path | None = None,
     densities: tuple[float, ...] = (0.10, 0.20, 0.30, 0.43, 0.60),
@@ -129,9 +173,10 @@ def evaluate(
     """Measures a plan, or every method at several densities, on text.
 
     Args:
-      model: a folder of safetensors or a .gguf file.
+      model: a folder of safetensors, a .gguf file, a run's folder, or "shipped".
       text: evaluation text, which must differ from the calibration text.
-      plan: what `xsake plan` wrote; the measured quality is added to this file.
+      plan: what `xsake plan` wrote.
+      update: add the measured quality to the plan's file.
       profile: instead of a plan: compare all methods, with this profile.
       table: the JSON file of that comparison; a .md file is written next to it.
       densities: densities to compare at; those in the file already are skipped.
@@ -143,38 +188,84 @@ def evaluate(
       implementation: the attention backend; default the fastest that can run.
     """
     from xsake import hads
-    from xsake.data import documents as texts
 
     if (plan is None) == (profile is None) or (profile is None) != (table is None):
         raise ValueError("give either --plan, or --profile and --table")
-    subject, encode = _subject(model, dtype, implementation, text)
+    at_least(1, documents=documents)
+    at_least(2, length=length)  # a prediction needs a token before it
+    at_least(0, seed=seed)
     if plan is not None:
-        loaded = hads.Plan.load(plan, subject.hash)
-        length = length or loaded.terms.length
-        tokens = texts.load_documents(text, encode, length, documents, seed)
-        _evaluate_plan(subject, loaded, tokens).save(plan)
-        console.print(f"written: {plan}")
+        loaded = hads.Plan.load(writable_file(plan) if update else plan)
+        subject = _Subject.load(model, dtype, implementation, text)
+        loaded.check_model(subject.observer.hash)
+        tokens = subject.documents(text, length or loaded.terms.length, documents, seed)
+        measured = _evaluate_plan(subject.observer, loaded, tokens)
+        if update:
+            measured.save(plan)
+            console.print(f"written: {plan}", soft_wrap=True)
     elif profile is not None and table is not None:
-        known = hads.Profile.load(profile)
-        length = length or known.facts.length
-        tokens = texts.load_documents(text, encode, length, documents, seed)
-        labelled = (other.split("=", 1) for other in others)
-        more = {label: hads.Profile.load(path) for label, path in labelled}
-        _compare_methods(subject, known, more, tokens, densities, table)
-        console.print(f"written: {table} and its .md")
+        _check_table(table, densities, update)
+        known, more = hads.Profile.load(profile), _labelled(others)
+        writable_file(table)
+        subject = _Subject.load(model, dtype, implementation, text)
+        tokens = subject.documents(text, length or known.facts.length, documents, seed)
+        _compare_methods(subject.observer, known, more, tokens, densities, table)
+        console.print(f"written: {table} and its .md", soft_wrap=True)
+
+
+def _check_table(table: Path, densities: tuple[float, ...], update: bool) -> None:
+    if table.suffix == ".md":
+        raise ValueError(f"--table {table} is the JSON file; the .md file is written next to it")
+    if not densities:
+        raise ValueError("--densities names none; leave it out for the usual five")
+    if update:
+        raise ValueError("--update adds to the file of --plan, which is not given; leave it out")
+    for density in densities:
+        if not 0 < density <= 1:
+            raise ValueError(f"--densities must be above 0 and at most 1, got {density}")
+
+
+def _labelled(others: tuple[str, ...]) -> dict[str, Profile]:
+    from xsake import hads
+
+    for other in others:
+        if "=" not in other:
+            raise ValueError(f"--others takes LABEL=FILE, got {other!r}")
+    labelled = (other.split("=", 1) for other in others)
+    return {label: hads.Profile.load(path) for label, path in labelled}
 
 
 def _evaluate_plan(subject: Observer, plan: Plan, tokens: list[np.ndarray]) -> Plan:
-    """Prints the plan's quality, and returns the plan with it."""
+    """Prints the plan's quality and its time, and returns the plan with the quality."""
+    from xsake.bench.method_times import time_attention
     from xsake.evaluate import methods
     from xsake.evaluate import table as tables
 
-    length = len(tokens[0])
-    with _progress() as report:
+    length, began = len(tokens[0]), time.perf_counter()
+    with progress(f"measuring on {_size(tokens)}") as report:
         method = methods.of_plan(plan, length)
-        found = tables.measure_methods(subject, [method], tokens, plan.terms.block, report)
-    console.print(_quality_table(str(plan.terms.density), found))
-    quality = {name: found[0][name] for name in ("realised_density_ratio", *tables.COLUMNS)}
+        block = plan.terms.block
+        (found,) = tables.measure_methods(subject, [method], tokens, block, report)
+        report("timing attention")
+        times = time_attention(subject, tokens[0], [method], block)
+    console.print(_quality_table(str(plan.terms.density), [found]))
+    error = found["perplexity_gap_standard_error"]
+    spread = " (one document, no standard error)"
+    if error is not None:
+        spread = f" ± {100 * error:.2f}% (standard error over {len(tokens)} documents)"
+    console.print(
+        f"perplexity {np.exp(found['dense_loss']):.3f} dense, {np.exp(found['loss']):.3f} with the "
+        f"plan: {found['perplexity_gap']:+.2%}{spread}",
+        soft_wrap=True,
+    )
+    dense, sparse = (times[name].median_seconds for name in ("dense", method.name))
+    console.print(
+        f"attention of all layers on one document, with block selection: {1e3 * dense:.1f} ms "
+        f"dense, {1e3 * sparse:.1f} ms with the plan, {sparse / dense:.2f} of dense; "
+        f"{_jax.device_kind()}; measured in {time.perf_counter() - began:.0f} s",
+        soft_wrap=True,
+    )
+    quality = {name: found[name] for name in ("realised_density_ratio", *tables.COLUMNS)}
     return plan.validated(quality | {"length": length, "documents": len(tokens)})
 
 
@@ -190,7 +281,7 @@ def _compare_methods(
     from xsake.evaluate import table as tables
 
     facts = timing.provenance()
-    with _progress() as report:
+    with progress(f"measuring on {_size(tokens)}") as report:
         found = tables.run_table(
             subject, profile, tokens, densities, out, others=others, provenance=facts, report=report
         )
@@ -198,26 +289,49 @@ def _compare_methods(
         console.print(_quality_table(density, part["rows"]))
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows the elapsed time and the text that the function it yields is called with."""
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as shown:
-        task = shown.add_task("", total=None)
-        yield lambda what: shown.update(task, description=what)
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """The model of a command, and its tokenizer's encode unless the documents are tokenized."""
 
+    observer: Observer
+    config: Config
+    encode: Callable[[str], Sequence[int]] | None
 
-def _subject(
-    model: Path, dtype: str, implementation: str | None, text: list[Path]
-) -> tuple[Observer, Callable[[str], Sequence[int]] | None]:
-    """The model, and its tokenizer's encode, or None if the documents are tokenized already."""
-    from xsake.model import huggingface
-    from xsake.model.observer import Observer
+    @staticmethod
+    def load(model: Path, dtype: str, implementation: str | None, text: list[Path]) -> _Subject:
+        """Loads the model; the tokenizer only if there is text to encode."""
+        from xsake.model import huggingface
+        from xsake.model.observer import Observer
 
-    is_tokenized = text[0].suffix == ".npy"
-    loaded = huggingface.load(
-        model, dtype=dtype, tokenizer=not is_tokenized, implementation=implementation
-    )
-    return Observer(loaded.model), None if loaded.tokenizer is None else loaded.tokenizer.encode
+        for file in text:
+            if not file.is_file():
+                raise FileNotFoundError(f"there is no file {file}")
+        is_tokenized = text[0].suffix == ".npy"
+        path = checkpoint(model)
+        loaded = huggingface.load(
+            path, dtype=dtype, tokenizer=not is_tokenized, implementation=implementation
+        )
+        encode = None if loaded.tokenizer is None else loaded.tokenizer.encode
+        return _Subject(Observer(loaded.model), loaded.config, encode)
+
+    def documents(self, text: list[Path], length: int, count: int, seed: int) -> list[np.ndarray]:
+        """Documents of `length` tokens; raises for what the model cannot read."""
+        from xsake.data.documents import load_documents
+
+        if length > self.config.context:
+            raise ValueError(
+                f"documents of {length:,} tokens exceed the model's context of "
+                f"{self.config.context:,}; give --length {self.config.context} or less"
+            )
+        found = load_documents(text, self.encode, length, count, seed)
+        for document in found:
+            if document.min() < 0 or document.max() >= self.config.vocab_size:
+                wrong = document.min() if document.min() < 0 else document.max()
+                raise ValueError(
+                    f"{text[0]} has the token id {wrong}, outside 0 … {self.config.vocab_size - 1} "
+                    "of the model's vocabulary; was it made by this model's tokenizer?"
+                )
+        return found
 
 
 def _quality_table(density: str, found: list[dict[str, Any]]) -> Table:
@@ -225,11 +339,12 @@ def _quality_table(density: str, found: list[dict[str, Any]]) -> Table:
     table = Table(
         Column("method", no_wrap=True),
         *(Column(x, justify="right") for x in ("density", "KL", "recall", "error", "logit KL")),
-        Column("perplexity", justify="right"),
+        Column("gap", justify="right"),
         title=f"density {density}: attention KL, mass recall and output error on dense "
         "activations; logit KL and perplexity gap end to end",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for row in sorted(found, key=lambda row: row["kl"]):
         table.add_row(

@@ -11,12 +11,14 @@ import tyro
 from rich.table import Table
 
 import xsake
-from xsake import _jax
+from xsake import _extras, _jax
 from xsake.backends.hopper import tilings
 from xsake.bench import autotune as tuner
 from xsake.bench import run, timing
 from xsake.bench.suites import Record
-from xsake.cli.terminal import console, fast_dtype, reasons
+from xsake.cli.model_path import checkpoint
+from xsake.cli.progress import status
+from xsake.cli.terminal import console, fast_dtype, reasons, writable_file
 
 # A flag that accepts the names of run.SUITES.
 SuiteName = Annotated[
@@ -44,7 +46,7 @@ def bench(
     model: Path | None = None,
     autotune: bool = False,
     only: str = "",
-    join: tuple[Path, ...] = (),
+    join: tuple[Path, ...] | None = None,
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
@@ -54,39 +56,45 @@ def bench(
       suite: the suite to measure.
       out: the JSON file; default benchmarks/results/SUITE-DATE.json in the current folder.
       quick: shorter sequences and fewer repeats, for a trial.
-      model: the checkpoint that the suite "model" measures.
+      model: the checkpoint that the suite "model" measures; "shipped" is the one in the package.
       autotune: instead of a suite, time the candidate tilings of the Hopper kernels on this GPU and
         write the tiling table that the kernels read; `out` defaults to the table of the installed
         package.
       only: measure the cases with this text in their name (autotune: "DIRECTION CLASS").
       join: measure nothing; merge these result files (autotune: tables) that `only` produced.
     """
+    if join is not None and not join:
+        raise ValueError("--join names no file; leave it out to measure")
     if join and (quick or model or only):
         raise ValueError(
             "--join measures nothing: give only --suite or --autotune, and --out, with it"
         )
     if autotune:
-        table = out or tilings.path_of(_jax.device_kind())
+        table = writable_file(out or tilings.path_of(_jax.device_kind()))
         if join:
             tuner.join(join, table)
         else:
-            tuner.autotune(table, only, report=console.print)
-        console.print(f"written: {table}")
+            with status("timing tilings"):
+                tuner.autotune(table, only, report=console.print)
+        console.print(f"written: {table}", soft_wrap=True)
         return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    out = out or Path("benchmarks/results") / f"{suite}-{today}.json"
+    out = writable_file(out or Path("benchmarks/results") / f"{suite}-{today}.json")
     if join:
         run.join(suite, join, out)
     else:
-        run.run_suite(
-            suite,
-            out,
-            quick,
-            model,
-            report=lambda record: console.print(_one_line(record)),
-            only=only,
-        )
-    console.print(f"written: {out}")
+        if suite == "model":
+            _extras.require("xsake bench --suite model", "model")
+        with status(f"measuring suite {suite}"):
+            run.run_suite(
+                suite,
+                out,
+                quick,
+                None if model is None else checkpoint(model),
+                report=lambda record: console.print(_one_line(record)),
+                only=only,
+            )
+    console.print(f"written: {out}", soft_wrap=True)
 
 
 def _one_line(record: Record) -> str:

@@ -1,7 +1,11 @@
-"""What the commands share: the console, the default dtype, the table of backends."""
+"""What the commands share: the console, checks of flags and files, the table of backends."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -28,3 +32,51 @@ def reasons(explanation: xsake.Explanation, call: str) -> Table:
     for name, why in explanation.reasons.items():
         table.add_row(name, "chosen" if name == explanation.chosen else why or "can run")
     return table
+
+
+def at_least(least: int, **flags: int | None) -> None:
+    """Raises unless every flag that is given is at least `least`; --max-tokens is max_tokens."""
+    for name, value in flags.items():
+        if value is not None and value < least:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least {least}, got {value}")
+
+
+def writable_file(path: Path) -> Path:
+    """Makes the folder of a file that a command will write; raises if the file cannot be written.
+
+    Commands call it before their work, not after.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file to write")
+    make_folder(path.parent)
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        raise type(error)(f"{path} cannot be written ({error.strerror}); name another") from error
+    return path
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(
+            f"the folder {folder} cannot be made ({error.strerror}); name another one"
+        ) from error
+
+
+def runnable() -> str:
+    """What to type for `xsake` in the current folder: `make demo` does not put it on the PATH."""
+    script = Path(sys.executable).with_name("xsake")
+    found = shutil.which("xsake")
+    if found is not None and (not script.exists() or Path(found).samefile(script)):
+        return "xsake"
+    here = Path.cwd()
+    executable = script if script.exists() else Path(sys.executable)
+    shown = executable.relative_to(here) if executable.is_relative_to(here) else executable
+    return shlex.quote(str(shown)) + ("" if script.exists() else " -m xsake")

@@ -8,7 +8,8 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from xsake.cli.terminal import Out, console
+from xsake import _extras
+from xsake.cli.terminal import Out, console, writable_file
 
 
 def tokenize(
@@ -33,9 +34,16 @@ def tokenize(
     from xsake.data import tokens
     from xsake.data.tokenizer import read_tokenizer
 
+    if any(path.suffix == ".zst" for path in text):
+        _extras.require("reading .zst files", "train", "zstandard")
+    if out.exists():
+        raise FileExistsError(f"{out} exists already; name another folder or remove it")
+    writable_file(out)
     if vocabulary is not None:
         if tokenizer is not None and tokenizer.exists():
             raise FileExistsError(f"{tokenizer} exists; leave out --vocabulary to use it")
+        if tokenizer is not None:
+            writable_file(tokenizer)
         known = tokens.train_tokenizer(texts.documents(text, field), vocabulary, end)
         if tokenizer is not None:
             known.inner.save(str(tokenizer))
@@ -57,7 +65,8 @@ def tokenize(
     header = file.header
     console.print(
         f"written: {out}: {header.tokens:,} tokens of {header.documents:,} documents, "
-        f"vocabulary {header.vocab_size:,}, {header.dtype}, hash {header.hash}"
+        f"vocabulary {header.vocab_size:,}, {header.dtype}, hash {header.hash}",
+        soft_wrap=True,
     )
 
 

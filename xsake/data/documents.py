@@ -27,12 +27,15 @@ def load_documents(
 
     Tokenized documents are used in the file's order, cut to `length`; they need no `encode`.
     """
+    for name, value in (("length", length), ("count", count)):
+        if value < 1:
+            raise ValueError(f"the {name} of documents must be at least 1, got {value}")
     first = Path(paths[0])
     if first.suffix != ".npy":
         if encode is None:
             raise ValueError(f"{first} is text, and the model came without a tokenizer")
         return documents(list(text.documents(paths)), encode, length, count, seed)
-    tokenized = np.load(first, allow_pickle=False)
+    tokenized = _load(first)
     if len(paths) > 1 or tokenized.ndim != 2 or not np.issubdtype(tokenized.dtype, np.integer):
         raise ValueError(f"{first} must be the only file and hold an int [documents, tokens] array")
     if tokenized.shape[0] < count or tokenized.shape[1] < length:
@@ -40,7 +43,22 @@ def load_documents(
             f"{first} holds {tokenized.shape[0]} documents of {tokenized.shape[1]:,} tokens, "
             f"but {count} of {length:,} are asked for"
         )
-    return list(tokenized[:count, :length].astype(np.int32))
+    cut = tokenized[:count, :length]
+    if cut.min() < -(2**31) or cut.max() >= 2**31:
+        raise ValueError(f"{first} has token ids that do not fit 32 bits; was it made of tokens?")
+    return list(cut.astype(np.int32))
+
+
+def _load(path: Path) -> np.ndarray:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not an .npy file of token ids: {error}") from error
+    if not isinstance(found, np.ndarray):  # an .npz by another name
+        raise ValueError(f"{path} holds several arrays; save one int [documents, tokens] array")
+    return found
 
 
 def documents(

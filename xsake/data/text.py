@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
-import json
 import lzma
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from xsake.data.json_file import parse
 
 COMPRESSED = (".gz", ".xz", ".zst")
 LINES = (".jsonl", ".ndjson", ".json")
@@ -118,14 +119,19 @@ def _lines(path: Path, file: io.TextIOWrapper, field: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = parse(line)
+        except ValueError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        if not isinstance(record, dict) or field not in record:
             has = sorted(record) if isinstance(record, dict) else type(record).__name__
             raise ValueError(
                 f"{path}, line {number} has no text field {field!r}, only {has}; "
                 "name the right one with field="
+            )
+        if not isinstance(record[field], str):
+            raise ValueError(
+                f"{path}, line {number}: the field {field!r} is a {type(record[field]).__name__}, "
+                "not text; name the right one with field="
             )
         if record[field].strip():
             yield record[field]

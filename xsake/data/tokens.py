@@ -211,6 +211,8 @@ def train_tokenizer(texts: Iterable[str], size: int, end: str = "<|endoftext|>")
         raise ValueError(
             f"the vocabulary size must be at least 257 (256 bytes and an end token), got {size}"
         )
+    if not end:
+        raise ValueError("the end token is empty; name one that is in no text")
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

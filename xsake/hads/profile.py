@@ -25,6 +25,7 @@ from jaxtyping import Float, Int, PyTree
 
 from xsake import _files
 from xsake.hads import budget, files, row_blocks
+from xsake.hads.partial import Partial
 from xsake.hads.statistics import (
     CURVES,
     DENSITIES,
@@ -190,6 +191,7 @@ def calibrate(
     vocab_size: int | None = None,
     seed: int | None = None,
     report: Callable[[int], None] | None = None,
+    partial: str | Path | None = None,
 ) -> Profile:
     """Profiles a model over documents of one length, one pass over each.
 
@@ -206,6 +208,8 @@ def calibrate(
       vocab_size: of the model; token ids from there on raise.
       seed: the one that the documents were sampled with; only recorded.
       report: called with the number of documents done.
+      partial: a file that keeps what was measured so far. A call with the same arguments starts
+        from it; the caller removes it when the profile is saved.
     """
     documents = [np.asarray(document) for document in documents]
     row_blocks.check_sizes(layers=layers, heads=heads, block=block, band=band)
@@ -215,17 +219,26 @@ def calibrate(
     length = len(documents[0])
     n = row_blocks.count_blocks(length, block)
     how = {"observe": observe, "block": block, "band": band, "curves": curves}
+    facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed)
     state = Running.start(layers, heads, n, curves)
-    for number, document in enumerate(documents):
+    kept = None
+    if partial is not None:
+        kept = Partial(Path(partial), {**dataclasses.asdict(facts), "curves": curves})
+        state = kept.load(state)
+    done = int(state.documents)
+    if report is not None and done:
+        report(done)
+    for number, document in enumerate(documents[done:], done):
         before = (state.mean.mass, state.mean.sensitivity)
         found, visits = _one_document(weights, document, before, **how)
         if not number:
             _check_visits(np.asarray(visits))
         state = _accumulate(state, found)
+        if kept is not None:
+            kept.save(state)
         if report is not None:
             jax.block_until_ready(state.documents)
             report(number + 1)
-    facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed)
     return _finished(state, facts)
 
 

@@ -96,6 +96,7 @@ def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
         smallest = np.ceil(1000 * least / most) / 1000
         raise ValueError(
             f"density {density} is below {smallest:.3f}, the share of the blocks that are always "
-            f"kept (first and diagonal) of {n} row blocks; use at least that, or smaller blocks"
+            f"kept (first and diagonal) of {n} row blocks; use at least that, or smaller blocks "
+            "(`xsake calibrate --block`, `xsake train --hads.block`)"
         )
     return requested

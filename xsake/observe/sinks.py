@@ -9,6 +9,7 @@ Event ─┬─ EventFile     events.jsonl, always written; the source of truth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from xsake import _files
+from xsake.observe.compiling import compiling
 from xsake.observe.events import (
     Evaluated,
     Event,
@@ -186,7 +188,7 @@ class TensorBoard:
 
 
 class Terminal:
-    """A progress bar on a terminal; elsewhere a line every ten seconds."""
+    """A progress bar on a terminal, elsewhere a line every ten seconds; reports compilation."""
 
     def __init__(self, steps: int, step: int = 0) -> None:
         from rich.console import Console
@@ -205,8 +207,12 @@ class Terminal:
         if self._progress is not None:
             self._task = self._progress.add_task("", total=steps, completed=step)
             self._progress.start()
+        self._description, self._has_started, self._has_compiled = "", False, False
+        self._listening = contextlib.ExitStack()
+        self._listening.enter_context(compiling(self._compiling))
 
     def write(self, event: Event) -> None:
+        self._has_started = True
         if isinstance(event, TrainStep):
             self._step(event)
         elif isinstance(event, RunStarted):
@@ -228,7 +234,7 @@ class Terminal:
             self._print(f"step {event.step}: {event.reason}")
 
     def _step(self, event: TrainStep) -> None:
-        line = one_line(event)
+        self._description = line = one_line(event)
         if self._progress is not None:
             self._progress.update(self._task, completed=event.step, description=line)
         elif time.monotonic() - self._last_line > 10 or event.step == self._steps:
@@ -238,7 +244,17 @@ class Terminal:
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False)
 
+    def _compiling(self, is_on: bool) -> None:
+        """On a terminal at every compilation; elsewhere one line before the first step."""
+        if self._progress is not None:
+            shown = "compiling" if is_on else self._description
+            self._progress.update(self._task, description=shown)
+        elif is_on and self._has_started and not self._has_compiled:
+            self._has_compiled = True
+            self._print("compiling")
+
     def close(self) -> None:
+        self._listening.close()
         if self._progress is not None:
             self._progress.stop()
 

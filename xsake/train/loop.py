@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from xsake import _jax
+from xsake import _extras, _jax
 from xsake.data.stream import Stream
 from xsake.data.tokenizer import read_tokenizer
 from xsake.hads import Plan
@@ -61,6 +61,7 @@ def train(config: Config, *extra_sinks: sinks.Sink) -> Outcome:
       config: the settings.
       extra_sinks: receive every event, in addition to the sinks that the config names.
     """
+    _check_sinks(config)
     stream = inputs.training_stream(config)
     held_out = inputs.held_out(config)
     with folder.locked(config) as steps_before, _stop_signals() as signals:
@@ -391,6 +392,18 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------- sinks and signals
+
+
+def _check_sinks(config: Config) -> None:
+    """Raises if a sink's package is not installed, before a folder is made."""
+    settings = config.observe
+    for name, is_on, extra, module in (
+        ("prometheus_port", settings.prometheus_port, "serve", "prometheus_client"),
+        ("wandb", settings.wandb, "wandb", "wandb"),
+        ("tensorboard", settings.tensorboard, "tensorboard", "tensorboardX"),
+    ):
+        if is_on:
+            _extras.require(f"observe.{name}", extra, module)
 
 
 def _configured_sinks(config: Config, step: int) -> Iterator[sinks.Sink]:

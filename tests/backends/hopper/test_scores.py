@@ -267,7 +267,10 @@ def test_a_training_step_lowers_for_cuda(monkeypatch):
     [
         ({"platform": "cpu"}, "needs a Hopper GPU (H100, H200); this is a cpu"),
         ({"capability": (10, 0)}, "compute capability 9.0"),
-        ({"version": (0, 10, 2)}, "needs JAX 0.11 or newer"),
+        (
+            {"version": (0, 10, 2)},
+            "needs JAX 0.11 or newer, which needs Python 3.12 or newer; these",
+        ),
         ({"dtype": "float32"}, "bfloat16 and float16; this is float32"),
         ({"query": "float32"}, "of one type; these are float32 and bfloat16"),
         ({"size": 96}, "heads of 64, 128 and 256; these are 96"),

@@ -1,0 +1,77 @@
+"""Partial: the statistics of the documents that an unfinished calibration has measured, in a file.
+
+    document ─ measure ─ accumulate ─┬─ next document
+                                     └─ profile.partial     the same calibration starts from it
+
+The arrays are saved bit for bit, so that an interrupted calibration ends with the same profile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+SCHEMA = 1
+KIND = "unfinished profile"
+LARGEST_SHARE = 0.05  # of the time of a calibration that is spent on writing
+
+
+@dataclasses.dataclass
+class Partial:
+    """A file and the settings of the calibration that it belongs to."""
+
+    path: Path
+    settings: dict[str, Any]
+    _written: float = 0.0  # when, and in how many seconds
+    _seconds: float = 0.0
+
+    def load(self, empty: Any) -> Any:
+        """The state in the file, a pytree like `empty`; `empty` itself without a file.
+
+        A file that belongs to other settings raises.
+        """
+        from xsake.hads.profile import read  # not above: profile imports this module
+
+        if not self.path.is_file():
+            return empty
+        header, arrays = read(self.path, KIND, SCHEMA)
+        settings = json.loads(json.dumps(self.settings))
+        if differing := [name for name in settings if header.get(name) != settings[name]]:
+            raise ValueError(
+                f"{self.path} keeps the documents of another calibration "
+                f"(it differs in {', '.join(differing)}); finish that one with its own command, "
+                "or remove the file"
+            )
+        named, tree = jax.tree_util.tree_flatten_with_path(empty)
+        names = [_name(path) for path, _ in named]
+        if missing := [name for name in names if name not in arrays]:
+            raise ValueError(f"{self.path} has no {missing[0]}: it is damaged; remove it")
+        return jax.tree.unflatten(tree, [jax.numpy.asarray(arrays[name]) for name in names])
+
+    def save(self, state: Any) -> None:
+        """Replaces the file, unless the last write took more than a second and is recent."""
+        from safetensors.numpy import save_file
+
+        began = time.monotonic()
+        if self._seconds > 1 and began - self._written < self._seconds / LARGEST_SHARE:
+            return
+        arrays = {
+            _name(path): np.ascontiguousarray(x).reshape(np.shape(x))  # which makes 0-d arrays 1-d
+            for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(state))
+        }
+        header = {"kind": KIND, "schema": SCHEMA, **self.settings}
+        beside = self.path.with_name(self.path.name + ".writing")
+        save_file(arrays, beside, {"xsake": json.dumps(header)})
+        beside.replace(self.path)  # a kill while writing leaves the earlier file
+        self._written = time.monotonic()
+        self._seconds = self._written - began
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
