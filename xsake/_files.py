@@ -52,6 +52,31 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     return parse_object(text, str(path))
 
 
+def read_record(
+    path: Path, what: str, types: Mapping[str, type | tuple[type, ...]]
+) -> dict[str, Any]:
+    """The JSON object of a file that the user named.
+
+    Args:
+      path: the file.
+      what: the file should be, for the error.
+      types: of the values that must be there, by key; other keys are not checked.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        found = read_object(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not {what}: {error}; name another file") from error
+    for key, kind in types.items():
+        if key not in found:
+            raise ValueError(f"{path} is not {what}: it has no {key!r}; name another file")
+        if not isinstance(found[key], kind):
+            has = type(found[key]).__name__
+            raise ValueError(f"{path} is not {what}: its {key!r} is a {has}; name another file")
+    return found
+
+
 def check_fields(cls: Any, values: Mapping[str, Any], where: str) -> None:
     """Raises unless `values` are the fields of a dataclass, each of its declared type.
 

@@ -89,7 +89,7 @@ def test_tables_are_joined_by_class(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", "it holds a list"),
+        ("[]", "got list"),
         ("[" * 100_000, "nested too deeply"),
         ("{}", "it has no 'date'"),
         (lambda: json.dumps(table("day 1", "a") | {"classes": {"sideways": {}}}), "'sideways' are"),

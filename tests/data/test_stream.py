@@ -62,7 +62,7 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, extension):
         (b'{"body": "a"}\n', r"line 1 has no text field 'text', only \['body'\]"),
         (b"[1]\n", r"line 1 has no text field 'text', only list"),
         (b'{"text": 3}\n', r"line 1: the field 'text' is a int, not text"),
-        (b"[" * 100_000, r"line 1 is not JSON: its JSON is nested too deeply"),
+        (b"[" * 100_000, r"line 1 is nested too deeply to be read"),
         (b'{"text": "\xff"}\n', r"not UTF-8"),
     ],
 )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from xsake import masks
+from xsake import _files, masks
 from xsake.backends import Sizes, hopper
 from xsake.backends.hopper import tilings as tiling_table
 from xsake.backends.options import BackwardTiling, ForwardTiling, Options
@@ -30,7 +30,6 @@ from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.measure import CAUSAL, visited_pairs
 from xsake.bench.timing import provenance, time_interleaved
 from xsake.block_mask import BlockMask
-from xsake.data.json_file import read_object
 
 Fields = dict[str, Any]  # of ForwardTiling or BackwardTiling; the others have their defaults
 Tiling = ForwardTiling | BackwardTiling
@@ -151,7 +150,7 @@ def _read(path: Path) -> dict[str, Any]:
     """A tiling table, or an error that names the file."""
     what = "a tiling table of `xsake bench --autotune`"
     types = {"date": str, "machine": object, "versions": object, "command": str, "classes": dict}
-    found = read_object(path, what, types)
+    found = _files.read_record(path, what, types)
     for direction, classes in found["classes"].items():
         entries = classes.values() if isinstance(classes, dict) else [None]
         if direction not in ("forward", "backward") or not all(

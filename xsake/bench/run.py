@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from xsake import _files
 from xsake.bench import peers
 from xsake.bench.suites import Part, Record, Suite, cpu, hopper, hopper_features, model
 from xsake.bench.timing import provenance
-from xsake.data.json_file import read_object
 
 SUITES: dict[str, Suite] = {
     "cpu": cpu,
@@ -126,7 +126,7 @@ def _read(path: Path) -> dict[str, Any]:
     types: dict[str, Any] = dict.fromkeys(("commit", "date", "command"), str)
     types |= {"machine": dict, "versions": dict, "quick": bool}
     types |= {"seconds": (int, float), "results": list}
-    found = read_object(path, "a result file of `xsake bench`", types)
+    found = _files.read_record(path, "a result file of `xsake bench`", types)
     for number, record in enumerate(found["results"]):
         if not isinstance(record, dict) or not isinstance(record.get("case"), str):
             raise ValueError(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xsake.data.json_file import parse
+from xsake import _files
 
 COMPRESSED = (".gz", ".xz", ".zst")
 LINES = (".jsonl", ".ndjson", ".json")
@@ -118,10 +118,7 @@ def _lines(path: Path, file: io.TextIOWrapper, field: str) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
-        try:
-            record = parse(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        record = _files.parse_json(line, f"{path}, line {number}")
         if not isinstance(record, dict) or field not in record:
             has = sorted(record) if isinstance(record, dict) else type(record).__name__
             raise ValueError(

@@ -22,9 +22,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, PyTree
 
-from xsake import selection
+from xsake import _files, selection
 from xsake.block_mask import BlockMask
-from xsake.data.json_file import read_object
 from xsake.evaluate.methods import (
     Activations,
     Method,
@@ -260,7 +259,7 @@ def _report(report: Callable[[str], None], density: float, what: str) -> None:
 def _resumed(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """The table in `out`, or a new one; raises if `out` has another model, text or profile."""
     if out.is_file():
-        table = read_object(out, "a table of methods", {"schema": int, "densities": dict})
+        table = _files.read_record(out, "a table of methods", {"schema": int, "densities": dict})
         same = ("schema", "model_hash", "profile_data_hash", "data_hash", "length", "block")
         differs = [name for name in same if table.get(name) != facts[name]]
         if differs:

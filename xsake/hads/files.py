@@ -25,7 +25,8 @@ def save(
     from safetensors.numpy import save_file
 
     written = {"kind": kind, "schema": schema, **header}
-    kept = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    # the shape again, because ascontiguousarray gives a scalar an axis
+    kept = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()}
     # through JSON and back: what is hashed is what `read` will see
     written = json.loads(json.dumps(written))
     written["checksum"] = checksum(written, kept)

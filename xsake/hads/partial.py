@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+
+from xsake.hads import files
 
 SCHEMA = 1
 KIND = "unfinished profile"
@@ -36,11 +37,9 @@ class Partial:
 
         A file that belongs to other settings raises.
         """
-        from xsake.hads.profile import read  # not above: profile imports this module
-
         if not self.path.is_file():
             return empty
-        header, arrays = read(self.path, KIND, SCHEMA)
+        header, arrays = files.read(self.path, KIND, SCHEMA)
         settings = json.loads(json.dumps(self.settings))
         if differing := [name for name in settings if header.get(name) != settings[name]]:
             raise ValueError(
@@ -56,19 +55,13 @@ class Partial:
 
     def save(self, state: Any) -> None:
         """Replaces the file, unless the last write took more than a second and is recent."""
-        from safetensors.numpy import save_file
-
         began = time.monotonic()
         if self._seconds > 1 and began - self._written < self._seconds / LARGEST_SHARE:
             return
         arrays = {
-            _name(path): np.ascontiguousarray(x).reshape(np.shape(x))  # which makes 0-d arrays 1-d
-            for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(state))
+            _name(path): x for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(state))
         }
-        header = {"kind": KIND, "schema": SCHEMA, **self.settings}
-        beside = self.path.with_name(self.path.name + ".writing")
-        save_file(arrays, beside, {"xsake": json.dumps(header)})
-        beside.replace(self.path)  # a kill while writing leaves the earlier file
+        files.save(self.path, KIND, SCHEMA, self.settings, arrays)
         self._written = time.monotonic()
         self._seconds = self._written - began
 
