@@ -164,7 +164,7 @@ def calibrate(
     model_hash: str = "",
     seed: int | None = None,
     report: Callable[[int], None] | None = None,
-    partial: str | Path | None = None,
+    partial: Partial | None = None,
 ) -> Profile:
     """Profiles a model over documents of one length, one pass over each.
 
@@ -180,8 +180,7 @@ def calibrate(
       model_hash: of the model, stored in the profile.
       seed: the one that the documents were sampled with; only recorded.
       report: called with the number of documents done.
-      partial: a file that keeps what was measured so far. A call with the same arguments starts
-        from it; the caller removes it when the profile is saved.
+      partial: keeps what was measured so far in a file; the same call again starts from it.
     """
     documents = [np.asarray(document) for document in documents]
     if not documents or any(x.shape != documents[0].shape or x.ndim != 1 for x in documents):
@@ -194,18 +193,16 @@ def calibrate(
     how = {"observe": observe, "block": block, "band": band, "curves": curves}
     facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed)
     state = Running.start(layers, heads, n, curves)
-    kept = None
     if partial is not None:
-        kept = Partial(Path(partial), {**dataclasses.asdict(facts), "curves": curves})
-        state = kept.load(state)
+        state = partial.load(state, **dataclasses.asdict(facts), curves=curves)
     done = int(state.documents)
     if report is not None and done:
         report(done)
     for number, document in enumerate(documents[done:], done):
         before = (state.mean.mass, state.mean.sensitivity)
         state = _accumulate(state, _one_document(weights, document, before, **how))
-        if kept is not None:
-            kept.save(state)
+        if partial is not None:
+            partial.save(state)
         if report is not None:
             jax.block_until_ready(state.documents)
             report(number + 1)
