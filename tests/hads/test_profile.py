@@ -9,6 +9,7 @@ import pytest
 from tests.hads.draws import attention, blocks_of, dense, tokens_of
 from xsake import block_scores, selection
 from xsake.hads import Profile, budget, calibrate, files, measure, profile, row_blocks
+from xsake.hads.partial import Partial
 from xsake.hads.profile import hash_of
 from xsake.hads.statistics import block_mass, retained_mass
 
@@ -205,8 +206,11 @@ def test_a_profile_survives_save_and_load_bit_for_bit(tmp_path):
 
 def test_an_interrupted_calibration_continues_bit_for_bit(tmp_path):
     """Killed after two of three documents, the same call measures the third and no other."""
-    path, how = tmp_path / "profile.partial", dict(layers=2, heads=4, block=BLOCK, seed=5)
+    how = dict(layers=2, heads=4, block=BLOCK, seed=5)
     seen = []
+
+    def kept(**settings):
+        return Partial(tmp_path / "profile.partial", settings)
 
     def stop(done):
         seen.append(done)
@@ -215,10 +219,16 @@ def test_an_interrupted_calibration_continues_bit_for_bit(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(
-            observe, jnp.ones(()), documents(3), **how, curves=CURVES, report=stop, partial=path
+            observe, jnp.ones(()), documents(3), **how, curves=CURVES, report=stop, partial=kept()
         )
     again = calibrate(
-        observe, jnp.ones(()), documents(3), **how, curves=CURVES, report=seen.append, partial=path
+        observe,
+        jnp.ones(()),
+        documents(3),
+        **how,
+        curves=CURVES,
+        report=seen.append,
+        partial=kept(),
     )
     assert seen == [1, 2, 2, 3]
     whole = calibrated(documents(3))
@@ -226,9 +236,16 @@ def test_an_interrupted_calibration_continues_bit_for_bit(tmp_path):
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match=r"another calibration \(it differs in documents, data_h"):
-        calibrate(observe, jnp.ones(()), documents(2), **how, curves=CURVES, partial=path)
-    with pytest.raises(ValueError, match=r"it differs in curves"):
-        calibrate(observe, jnp.ones(()), documents(3), **how, curves=("static",), partial=path)
+        calibrate(observe, jnp.ones(()), documents(2), **how, curves=CURVES, partial=kept())
+    with pytest.raises(ValueError, match=r"it differs in dtype, curves"):
+        calibrate(
+            observe,
+            jnp.ones(()),
+            documents(3),
+            **how,
+            curves=("static",),
+            partial=kept(dtype="bfloat16"),
+        )
 
 
 def test_files_that_are_no_profile_are_refused(tmp_path):

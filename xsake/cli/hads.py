@@ -60,19 +60,18 @@ def calibrate(
       dtype: the model's compute dtype; statistics are float32.
       implementation: the attention backend; default the fastest that can run.
     """
+    from xsake.hads.partial import Partial
+
     at_least(1, length=length, documents=documents, block=block)
     at_least(0, band=band, seed=seed)
     _check_selectors(selectors)
-    partial = writable_file(out).with_name(out.name + ".partial")
+    writable_file(out)
+    partial = Partial(
+        out.with_name(out.name + ".partial"), {"dtype": dtype, "implementation": implementation}
+    )
     subject = _Subject.load(model, dtype, implementation, text)
     tokens = subject.documents(text, length or min(LENGTH, subject.config.context), documents, seed)
-    size, done = _size(tokens), 0
-
-    def counted(count: int) -> None:
-        nonlocal done
-        done = count
-        report(f"{count} of {size}", count)
-
+    size = _size(tokens)
     try:
         with progress(f"calibrating on {size}", documents) as report:
             profile = subject.observer.profile(
@@ -81,16 +80,18 @@ def calibrate(
                 band=band,
                 curves=selectors,
                 seed=seed,
-                report=counted,
+                report=lambda done: report(f"{done} of {size}", done),
                 partial=partial,
             )
     except KeyboardInterrupt:
-        kept = f"; {partial} keeps {done} of {documents} documents" if done else ""
+        kept = f"{partial.path} keeps {partial.documents} of {documents} documents"
         raise KeyboardInterrupt(
-            f"stopped by Ctrl-C{kept}; run the same command again to continue"
+            f"stopped by Ctrl-C; {kept}; run the same command again to continue"
+            if partial.documents
+            else ""
         ) from None
     profile.save(out)
-    partial.unlink()
+    partial.path.unlink()
     _print_profile(profile)
     console.print(f"written: {out}", soft_wrap=True)
 

@@ -191,7 +191,7 @@ def calibrate(
     vocab_size: int | None = None,
     seed: int | None = None,
     report: Callable[[int], None] | None = None,
-    partial: str | Path | None = None,
+    partial: Partial | None = None,
 ) -> Profile:
     """Profiles a model over documents of one length, one pass over each.
 
@@ -208,8 +208,7 @@ def calibrate(
       vocab_size: of the model; token ids from there on raise.
       seed: the one that the documents were sampled with; only recorded.
       report: called with the number of documents done.
-      partial: a file that keeps what was measured so far. A call with the same arguments starts
-        from it; the caller removes it when the profile is saved.
+      partial: keeps what was measured so far in a file; the same call again starts from it.
     """
     documents = [np.asarray(document) for document in documents]
     row_blocks.check_sizes(layers=layers, heads=heads, block=block, band=band)
@@ -221,10 +220,8 @@ def calibrate(
     how = {"observe": observe, "block": block, "band": band, "curves": curves}
     facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed)
     state = Running.start(layers, heads, n, curves)
-    kept = None
     if partial is not None:
-        kept = Partial(Path(partial), {**dataclasses.asdict(facts), "curves": curves})
-        state = kept.load(state)
+        state = partial.load(state, **dataclasses.asdict(facts), curves=curves)
     done = int(state.documents)
     if report is not None and done:
         report(done)
@@ -234,8 +231,8 @@ def calibrate(
         if not number:
             _check_visits(np.asarray(visits))
         state = _accumulate(state, found)
-        if kept is not None:
-            kept.save(state)
+        if partial is not None:
+            partial.save(state)
         if report is not None:
             jax.block_until_ready(state.documents)
             report(number + 1)
