@@ -123,14 +123,15 @@ def fits(value: Any, kind: Any) -> bool:
 def describe(kind: Any) -> str:
     """A declared type in words.
 
-    >>> describe(float | None), describe(tuple[str, ...])
-    ('a number or null', 'a list of text')
+    >>> describe(float | None), describe(tuple[str, ...]), describe(list[int])
+    ('a number or null', 'a list of text', 'a list of whole numbers')
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(one) for one in arguments)
     if origin in (list, tuple):
-        return f"a list of {describe(arguments[0]).removeprefix('a ')}"
+        one = describe(arguments[0])
+        return f"a list of {one.removeprefix('a ') + 's' if one.startswith('a ') else one}"
     return "an object" if origin is dict else WORDS.get(kind, getattr(kind, "__name__", str(kind)))
 
 

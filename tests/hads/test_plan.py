@@ -290,7 +290,7 @@ def test_a_plan_with_wrong_or_permuted_arrays_is_refused(tmp_path):
             r"counts must be int32 \[layers, heads, row blocks",
         ),
         ({"counts": counts[0]}, r"got int32 \[4, 8\]"),
-        ({"counts": counts + 1}, "or more than it has"),
+        ({"counts": counts + 1}, "more than there are"),
         ({"counts": None, "other": counts}, r"it has the arrays \['other'\], not \['counts'\]"),
     ):
         plan.save(path)

@@ -79,8 +79,10 @@ def summary(folder: Path) -> Summary:
     path = folder / "events.jsonl"
     try:
         events = sinks.read(path) if path.is_file() else []
-    except (ValueError, OSError) as error:
-        return Summary(folder.name, state=f"events.jsonl is damaged: {error}")
+    except ValueError as error:
+        return Summary(folder.name, state=str(error))
+    except OSError as error:
+        return Summary(folder.name, state=f"events.jsonl cannot be read: {error}")
     # a run that was killed or crashed has not logged that it stopped
     values: dict[str, object] = {"state": "running" if is_live(folder) else "dead"}
     values = values if events else {}
