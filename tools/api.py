@@ -1,7 +1,7 @@
 """Writes the API reference from the docstrings: `python -m tools.api [FOLDER]`, or `make docs`.
 
-Needs the extra `docs` and no network. The reference is FOLDER/index.html, by default build/api, with
-a page for each module below and a search box.
+Needs the extra `docs` and no network. The reference is FOLDER/index.html, by default in build/api:
+a page for each module below, and a search box.
 """
 
 from __future__ import annotations
