@@ -13,7 +13,8 @@ from pathlib import Path
 from xsake import hads, shipped
 from xsake.data.documents import load_documents
 from xsake.evaluate.methods import at_density, of_plan
-from xsake.evaluate.table import measure_methods
+from xsake.evaluate.quality import paired_gap
+from xsake.evaluate.table import measure_losses
 from xsake.model import generate, huggingface
 from xsake.model.observer import Observer
 
@@ -21,7 +22,7 @@ from xsake.model.observer import Observer
 def main(
     length: int = 2048, block: int = 64, density: float = 0.3, documents: int = 3, words: int = 40
 ) -> dict[str, float]:
-    """Prints the plan, its loss of quality beside sink + window, and text; returns the losses."""
+    """Prints the plan, its loss of quality beside sink + window, and text; returns the gaps."""
     loaded = huggingface.load(shipped.FOLDER)
     model, tokenizer = loaded.model, loaded.tokenizer
     assert tokenizer is not None
@@ -39,16 +40,20 @@ def main(
     # evaluate on other text, beside a fixed pattern with the same number of blocks
     held_out = load_documents([shipped.HELD_OUT_TEXT], tokenizer.encode, length, documents)
     fixed = next(x for x in at_density(profile, density, length) if x.name == "sink_window")
-    rows = measure_methods(subject, [of_plan(plan, length), fixed], held_out, block)
-    for row in rows:
-        print(f"{row['method']:18} perplexity {row['perplexity_gap']:+.2%} against dense attention")
+    losses, dense = measure_losses(subject, [of_plan(plan, length), fixed], held_out, block)
+    gaps = {
+        name: paired_gap(loss, dense)[0]
+        for name, loss in zip(("HADS", "sink + window"), losses, strict=True)
+    }
+    for name, gap in gaps.items():
+        print(f"{name:14} perplexity {gap:+.2%} against dense attention")
 
     # generate: the prompt is read under the plan
     plan = hads.Plan.load(Path("plan.safetensors"), subject.hash)
     prompt = tokenizer.encode("It was a dark and stormy night; the captain")
     (text,) = generate(model, [prompt], max_tokens=words, mask=plan)
     print(tokenizer.decode([*prompt, *text.tokens]))
-    return {row["method"]: row["perplexity_gap"] for row in rows}
+    return gaps
 
 
 if __name__ == "__main__":

@@ -17,8 +17,11 @@ from xsake import shipped
 from xsake.evaluate.table import to_json
 
 RESULT = Path("benchmarks/results/hads-64-2026-11-15.json")
-FIELDS = ("method", "kind", "realised_density_ratio", "perplexity_gap")
-FIELDS += ("perplexity_gap_standard_error", "perplexity_gap_by_document")
+GAP = "perplexity_gap"
+FIELDS = (
+    *("method", "kind", "realised_density_ratio"),
+    *(GAP, f"{GAP}_standard_error", f"{GAP}_by_document"),
+)
 
 
 def excerpt(table: dict[str, Any], name: str) -> dict[str, Any]:
