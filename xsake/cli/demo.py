@@ -33,10 +33,8 @@ BASELINE = "sink_window"  # what HADS is compared with, document by document
 # methods of the table, by the names that `evaluate.methods` gives them
 NAMES = {
     HADS: "HADS",
-    "static/output": "HADS, blocks fixed at calibration",
     BASELINE: "sink + window",
     "bigbird": "BigBird",
-    "random": "random blocks",
 }
 
 
@@ -77,7 +75,7 @@ def demo(
     console.print("Some pauses below are XLA compiling: each new computation is compiled once.")
     with _part("1. A mask: each row of blocks of queries skips the blocks marked ·"):
         rule = masks.causal() & (masks.first(16) | masks.sliding_window(256))
-        console.print(str(BlockMask.from_rule(rule, (1536, 1536))))
+        console.print(str(BlockMask.from_rule(rule, (1536, 1536))), soft_wrap=True)
     subject = Observer(huggingface.load(shipped.FOLDER, tokenizer=False).model)
     encode = read_tokenizer(shipped.FOLDER / "tokenizer.json").encode
 
@@ -148,7 +146,7 @@ def _profile(subject: Observer, documents: list[np.ndarray]) -> Profile:
         return subject.profile(
             documents,
             block=BLOCK,
-            curves=("static", "mean_query"),
+            curves=(HADS.split("/")[0],),
             report=lambda done: progress.update(task, completed=done),
         )
 
@@ -261,13 +259,17 @@ def _comparison(found: list[Compared], seconds: dict[str, float], density: float
 def _verdicts(found: list[Compared], documents: int) -> list[str]:
     """For each density: is HADS better than BASELINE by more than two standard errors?"""
     lines = []
+    windows = {row.density: row.gap[0] for row in found if row.method == BASELINE}
     for row in found:
         if row.method != HADS:
             continue
         mean, error = row.paired
         by = f"{abs(100 * mean):.2f}" + ("" if error is None else f" ± {100 * error:.2f}") + "%"
         if error is None or abs(mean) < 2 * error:
-            word = f"differs from sink + window's by {by}, which is within chance"
+            word = (
+                f"differs from sink + window's by {by}, which is within chance: sink + window "
+                f"itself loses {100 * windows[row.density]:.2f}%"
+            )
         else:
             word = f"is {by} {'lower' if mean < 0 else 'higher'} than sink + window's"
         lines.append(
@@ -281,7 +283,8 @@ def _published(densities: Sequence[float]) -> list[str]:
     table = json.loads(shipped.PUBLISHED.read_text())
     model = table["provenance"]["model"].partition(".")[0]
     size = f"{table['documents']} novels of {table['length']:,} tokens"
-    lines = [f"Published, on {model} with {size}, {table['source']}:"]
+    file = f"{table['source']}, in the package as {shipped.PUBLISHED.name}"
+    lines = [f"Published, perplexity against dense attention on {model}, {size} ({file}):"]
     for density in densities:
         rows = {x["method"]: x for x in table["densities"].get(str(density), {"rows": ()})["rows"]}
         if not rows:
