@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from xsake.observe.events import Event
 
 LENGTH, BLOCK = 2048, 64
-HADS = "mean_query/output"  # SELECTOR/POLICY of the plan and of the table
+SELECTOR, POLICY = "mean_query", "output"  # of the plan
+HADS = f"{SELECTOR}/{POLICY}"  # the same in the table, by the name that `evaluate.methods` gives it
 BASELINE = "sink_window"  # what HADS is compared with, document by document
-# methods of the table, by the names that `evaluate.methods` gives them
+# all methods of the table, and how they are shown
 NAMES = {
     HADS: "HADS",
     BASELINE: "sink + window",
@@ -146,7 +147,7 @@ def _profile(subject: Observer, documents: list[np.ndarray]) -> Profile:
         return subject.profile(
             documents,
             block=BLOCK,
-            curves=(HADS.split("/")[0],),
+            curves=(SELECTOR,),
             report=lambda done: progress.update(task, completed=done),
         )
 
@@ -167,8 +168,7 @@ def _focus(profile: Profile, mass: float = 0.95) -> str:
 def _plan(profile: Profile, density: float) -> Plan:
     from xsake import hads
 
-    selector, policy = HADS.split("/")
-    return hads.make(profile, density, policy, selector)
+    return hads.make(profile, density, POLICY, SELECTOR)
 
 
 def _compare(
