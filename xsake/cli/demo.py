@@ -181,7 +181,7 @@ def _compare(
 
     methods = [
         (density, method)
-        for density in densities
+        for density in dict.fromkeys(densities)  # each once
         for method in at_density(profile, density, LENGTH)
         if method.name in NAMES
     ]
@@ -265,7 +265,9 @@ def _verdicts(found: list[Compared], documents: int) -> list[str]:
             continue
         mean, error = row.paired
         by = f"{abs(100 * mean):.2f}" + ("" if error is None else f" ± {100 * error:.2f}") + "%"
-        if error is None or abs(mean) < 2 * error:
+        if error is None:
+            word = f"differs from sink + window's by {by}; one document has no standard error"
+        elif abs(mean) < 2 * error:
             word = (
                 f"differs from sink + window's by {by}, which is within chance: sink + window "
                 f"itself loses {100 * windows[row.density]:.2f}%"
@@ -304,7 +306,7 @@ class _Narration:
 
     def __init__(self, steps: int, vocabulary: int) -> None:
         self._steps, self._vocabulary = steps, vocabulary
-        self._first = self._last = math.nan
+        self._has_plan = False
 
     def write(self, event: Event) -> None:
         """Prints what a newcomer can use; no speeds, because the first steps compile."""
@@ -316,15 +318,13 @@ class _Narration:
                 "the first steps compile."
             )
         elif isinstance(event, TrainStep) and event.loss_nats is not None:
-            self._first = event.loss_nats if math.isnan(self._first) else self._first
-            self._last = event.loss_nats
             if event.step in (1, self._steps) or event.step % max(1, self._steps // 6) == 0:
                 console.print(f"step {event.step:3d}: loss {event.loss_nats:.2f}")
         elif isinstance(event, PlanSwapped):
-            console.print(
-                f"step {event.step:3d}: calibrated; from here on attention visits "
-                f"{event.density_ratio:.0%} of the blocks"
-            )
+            then = f"from here on attention visits {event.density_ratio:.0%} of the blocks"
+            again = "the new plan replaces the old one without compiling again"
+            console.print(f"step {event.step:3d}: calibrated; {again if self._has_plan else then}")
+            self._has_plan = True
         elif isinstance(event, Evaluated) and event.loss_nats is not None:
             console.print(
                 f"On Moby-Dick the loss is {event.loss_nats:.2f}; guessing among "
