@@ -211,7 +211,8 @@ def mean_and_error(
 
 
 def paired_gap(
-    losses: Float[ArrayLike, " documents"], others: Float[ArrayLike, " documents"]
+    losses: Float[ArrayLike, " documents"] | list[float],
+    others: Float[ArrayLike, " documents"] | list[float],
 ) -> tuple[float, float | None]:
     """How much higher the perplexity is than the other one on the same document: mean and error.
 
