@@ -29,7 +29,7 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint pytest test-slow format bench fuzz lock clean
+.PHONY: help setup demo test lint pytest test-slow format bench fuzz docs wheel lock clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,20 +39,22 @@ setup: $(STAMP)  ## install into .venv/VERSION what constraints.txt pins; EXTRAS
 # --no-compile: Python compiles what is imported when it is imported; pip would compile everything,
 # which takes as long as all the rest of the set-up.
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
-	@echo "Installing into $(VENV): xsake[cli,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]"
+	@echo "Installing xsake[cli,dev$(if $(EXTRAS),$(comma)$(EXTRAS))] and the packages that it needs into $(VENV)."
+	@echo "pip downloads JAX, Flax and others, once; pip itself prints nothing until it is done …"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
 	    --constraint constraints.txt --editable '.[cli,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
 	@touch $@
+	@echo "Installed. The command is $(BIN)/xsake."
 
 $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
 	    echo "PYTHON=$(PYTHON) is $(or $(VERSION),not a working interpreter); XSAKE needs Python" \
 	        "3.11, 3.12 or 3.13: set PYTHON to the path of one" >&2; exit 1; }
+	@echo "Making a Python $(VERSION) environment in $(VENV); \`make clean\` removes it."
 	@$(PYTHON) -m venv $(VENV)
 
 demo: setup  ## calibrate the shipped model, compare HADS with fixed patterns, train a tiny model
-	$(BIN)/xsake doctor
-	$(BIN)/xsake demo
+	@$(BIN)/xsake demo
 
 test: setup lint pytest  ## everything that must pass: lint, tests, doctests, README's code
 
@@ -88,6 +90,13 @@ bench: setup  ## time the CPU suite and write its JSON
 
 fuzz: setup  ## compare N random cases with the oracle; SEED is their base seed
 	$(BIN)/python -m tests.fuzz --n $(N) --seed $(SEED)
+
+docs: setup  ## write the API reference from the docstrings into build/api
+	$(BIN)/python -m tools.api build/api
+
+wheel: setup  ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls -1 dist/*.whl
 
 # Uses the package index that pip is configured with, but does not write it to constraints.txt.
 lock: $(VENV)/pyvenv.cfg  ## resolve constraints.txt again, for every Python and machine

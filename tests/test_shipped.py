@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tools import published
 from xsake import shipped
 from xsake.data import text
 from xsake.data.documents import load_documents
@@ -77,3 +79,10 @@ def test_the_training_run_has_the_preset_settings_and_finished():
     assert events[-1].reason == "finished"
     exported = json.loads((shipped.FOLDER / "config.json").read_text())
     assert exported["num_hidden_layers"] == config.model.layers
+
+
+def test_the_published_table_is_what_the_result_file_gives():
+    """`python -m tools.published` writes it; nobody edits it."""
+    written = json.loads(shipped.PUBLISHED.read_text())
+    result = Path(__file__).parent.parent / written["source"]
+    assert published.excerpt(json.loads(result.read_text()), written["source"]) == written

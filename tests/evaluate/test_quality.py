@@ -5,7 +5,7 @@ import pytest
 
 from tests.hads.draws import attention, dense, tokens_of
 from tests.hads.test_correction import BLOCK, T, by_definition, problem
-from xsake.evaluate.quality import compare, compare_predictions, mean_and_error
+from xsake.evaluate.quality import compare, compare_predictions, mean_and_error, paired_gap
 
 
 def test_quality_is_that_of_the_masked_softmax():
@@ -73,3 +73,11 @@ def test_standard_errors_are_over_documents():
     assert mean == 2
     np.testing.assert_allclose(error, 1 / np.sqrt(3))
     assert mean_and_error([1.0]) == (1, None)
+
+
+def test_a_paired_gap_has_the_error_of_the_differences_not_of_the_documents():
+    dense = np.array([2.0, 3.0, 4.0, 5.0])  # documents differ by nats, methods by hundredths
+    mean, error = paired_gap(dense + np.log1p([0.01, 0.02, 0.01, 0.02]), dense)
+    assert mean == pytest.approx(0.015)
+    assert error == pytest.approx(np.std([0.01, 0.02, 0.01, 0.02], ddof=1) / 2)
+    assert mean_and_error(dense)[1] > 50 * error

@@ -165,6 +165,13 @@ def test_a_plan_that_keeps_everything_changes_nothing(subject, profile, document
     assert row["recall"] == pytest.approx(1, abs=1e-6)
     for name in ("kl", "error", "logit_kl", "perplexity_gap"):
         assert abs(row[name]) < 1e-5, name
+    done = []
+    losses, dense = table.measure_losses(subject, [method], documents[3:], BLOCK, done.append)
+    assert (losses.tolist(), dense.tolist(), done) == (
+        [row["loss_by_document"]],
+        row["dense_loss_by_document"],
+        [1],
+    )
 
 
 def test_documents_are_cut_from_texts_long_enough(tmp_path):
@@ -189,6 +196,20 @@ def test_documents_are_cut_from_texts_long_enough(tmp_path):
             text.load_documents([path], encode, length, count)
     with pytest.raises(ValueError, match=r"unsupported extension"):
         text.load_documents([path.rename(tmp_path / "texts.csv")], encode, 50, 5)
+
+
+def test_disjoint_documents_share_no_token_and_begin_as_texts_do():
+    def encode(x):
+        return [-1, *range(len(x))]
+
+    cut = text.disjoint_documents("x" * 100, encode, 11, 4)  # ten would fit
+    assert [x[:2].tolist() for x in cut] == [[-1, 0], [-1, 20], [-1, 50], [-1, 70]]
+    assert {len(x) for x in cut} == {11}
+    whole = np.concatenate([x[1:] for x in text.disjoint_documents("x" * 100, encode, 11, 10)])
+    assert whole.tolist() == list(range(100))
+    for count in (0, 11):
+        with pytest.raises(ValueError, match="and 10 can be cut from the text without overlap"):
+            text.disjoint_documents("x" * 100, encode, 11, count)
 
 
 def test_the_hash_depends_on_the_weights(subject):

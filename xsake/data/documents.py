@@ -2,6 +2,7 @@
 
 Here a document is not a whole text but a random window of one. Texts are visited in random order,
 all once before any is used again. A .npy file holds documents that are tokenized already.
+`disjoint_documents` cuts windows that do not overlap instead, for standard errors over documents.
 """
 
 from __future__ import annotations
@@ -98,3 +99,27 @@ def documents(
             f"{len(texts)} texts; ask for fewer or shorter ones"
         )
     return found
+
+
+def disjoint_documents(
+    whole: str, encode: Callable[[str], Sequence[int]], length: int, count: int
+) -> list[np.ndarray]:
+    """`count` documents of exactly `length` tokens, spread over one text without overlap.
+
+    Each begins with the tokens that `encode` puts before a text.
+
+    >>> [x.tolist() for x in disjoint_documents("abcdefg", lambda text: [0, *map(ord, text)], 4, 2)]
+    [[0, 97, 98, 99], [0, 100, 101, 102]]
+    """
+    prefix = list(encode(""))
+    tokens = np.asarray(encode(whole)[len(prefix) :], np.int32)
+    size = length - len(prefix)
+    available = len(tokens) // size if size > 0 else 0
+    if not 0 < count <= available:
+        raise ValueError(
+            f"{count} documents of {length:,} tokens were asked for, and {available} can be cut "
+            "from the text without overlap; ask for at least one and for no more than that"
+        )
+    starts = [size * (i * available // count) for i in range(count)]
+    first = np.asarray(prefix, np.int32)
+    return [np.concatenate([first, tokens[at : at + size]]) for at in starts]

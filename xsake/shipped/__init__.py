@@ -5,6 +5,7 @@ FOLDER/model.safetensors, config.json, tokenizer.json   for `xsake.model.hugging
        training.json, events.jsonl                      training configuration, event log
        persuasion.txt.xz                                calibration text
        moby-dick.txt.xz                                 evaluation text
+       smollm2-hads.json                                published perplexities of another model
 """
 
 from __future__ import annotations
@@ -15,3 +16,4 @@ from pathlib import Path
 FOLDER = Path(str(resources.files(__name__)))
 CALIBRATION_TEXT = FOLDER / "persuasion.txt.xz"
 HELD_OUT_TEXT = FOLDER / "moby-dick.txt.xz"
+PUBLISHED = FOLDER / "smollm2-hads.json"  # written by tools/published.py
