@@ -312,6 +312,21 @@ def test_mask_and_rule_is_their_intersection(name):
         assert (found == 0).sum() > (full_size(mask.blocks(), sizes) == 0).sum()
 
 
+def test_masks_and_rules_and_arrays_intersect_in_any_order():
+    sizes, block = CASES["aligned"]
+    bits = np.random.default_rng(3).random((2, 3, 4, 4)) < 0.6
+    tokens = np.random.default_rng(4).random((64, 64)) < 0.9
+    one = BlockMask.from_dense(jnp.asarray(bits), masks.causal(), block=block)
+    two = build(zoo(*sizes)["window"], sizes, block)
+    see = full_size(one.to_dense(), sizes) & full_size(two.to_dense(), sizes)
+    for both in (one & two, two & one, masks.sliding_window(13, 4) & one):
+        assert (full_size(both.to_dense(), sizes) == see).all()
+    for both in (one & tokens, tokens & one, one & jnp.asarray(tokens)):
+        assert (
+            full_size(both.to_dense(), sizes) == full_size(one.to_dense(), sizes) & tokens
+        ).all()
+
+
 def test_indexing_takes_one_head_of_one_row():
     sizes, block = CASES["unaligned"]
     for name in ("documents", "causal", "function with a table"):

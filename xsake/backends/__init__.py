@@ -174,8 +174,9 @@ def with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
 
     sinks [N, M]. -inf is no sink at all; differences and gradients of infinities would be NaN.
     """
-    some = (sinks != -jnp.inf).any(-1)
-    total = jax.nn.logsumexp(jnp.where(some[:, None], sinks, 0), axis=-1)
+    some = (sinks != -jnp.inf).any(-1)[None, None]  # [1, 1, N], as logsumexp [B, T, N]
+    sinks = jnp.where(some[0, 0, :, None], sinks, 0)
+    total = jax.nn.logsumexp(sinks, axis=-1)[None, None]
     counts = some & (logsumexp != -jnp.inf)
     # 1 / (1 + eˣ) in a form whose gradient is accurate where the sinks are weak
     share = jnp.exp(-jax.nn.softplus(jnp.where(counts, total - logsumexp, -jnp.inf)))

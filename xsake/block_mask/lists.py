@@ -89,7 +89,7 @@ def transposed_by_counting(
 
     Lists (start, count, full [nq], index [M]) of distinct blocks become those of nk columns.
     """
-    rank = jnp.arange(n_columns, dtype=jnp.int32)
+    rank = jnp.arange(n_columns, dtype=jnp.int32)[None]
     column = index.at[start[:, None] + rank].get(mode="clip")
     column = jnp.where(rank < count[:, None], column, n_columns)  # dropped
     # one int32 counts full blocks in its lower 16 bits and partial ones in its upper 16
@@ -100,8 +100,8 @@ def transposed_by_counting(
     full_count, partial_count = seen[-1] & 0xFFFF, seen[-1] >> 16
     by_column = starts_of(full_count + partial_count)
     before = seen - units
-    rank = jnp.where(units == 1, before & 0xFFFF, full_count + (before >> 16))
-    offset = jnp.where(units > 0, by_column + rank, index.shape[0])  # dropped
+    rank = jnp.where(units == 1, before & 0xFFFF, full_count[None] + (before >> 16))
+    offset = jnp.where(units > 0, by_column[None] + rank, index.shape[0])  # dropped
     rows = jnp.zeros_like(index).at[offset].set(row, mode="drop")
     return by_column, full_count + partial_count, full_count, rows
 
@@ -185,7 +185,7 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
     lead = np.broadcast_shapes(live.shape, full.shape)[:2]
     live, full = (jnp.broadcast_to(x, (*lead, nq, nk)) for x in (live, full))
     whole = jnp.arange(nk) < grid.shape[1] // grid.block[1]  # a block past S is partial
-    full = full & live & whole
+    full = full & live & whole[None, None, None]
     full_count, count = (x.sum(-1, dtype=jnp.int32) for x in (full, live))
     start = starts_of(count)
 
@@ -266,7 +266,7 @@ def flex_blocks(
             f"{names[0]} must be {wanted} and {names[1]} the same with one more axis, "
             f"got {list(count.shape)} and {list(index.shape)}"
         )
-    named = jnp.arange(index.shape[-1]) < count[..., None]
+    named = jnp.arange(index.shape[-1])[None, None, None] < count[..., None]
     if not any(isinstance(x, jax.core.Tracer) for x in (count, index)):
         listed = np.asarray(index)[np.asarray(named)]
         for name, values, most in (
@@ -276,5 +276,5 @@ def flex_blocks(
             if values.size and not 0 <= values.min() <= values.max() <= most:
                 wrong = values[(values < 0) | (values > most)].flat[0]
                 raise ValueError(f"{name} must be from 0 to {most}, got {wrong}")
-    hits = (index[..., None] == jnp.arange(nk)) & named[..., None]
-    return hits.any(-2)
+    numbers = jnp.arange(nk).reshape(1, 1, 1, 1, nk)
+    return ((index[..., None] == numbers) & named[..., None]).any(-2)

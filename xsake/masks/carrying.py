@@ -56,7 +56,7 @@ class Lengths(Rule):
     axes = {"query": ("b",), "key_value": ("b",)}
 
     def allows(self, tokens: Tokens) -> Array:
-        real = jnp.ones((1, 1), bool)
+        real = jnp.ones((), bool)
         if self.query is not None:
             real = real & (tokens.q_index < self.query[tokens.b_index])
         if self.key_value is not None:

@@ -266,7 +266,7 @@ class Everything(Rule):
     """Every query sees every key."""
 
     def allows(self, tokens: Tokens) -> Array:
-        return jnp.ones((1, 1), bool)
+        return jnp.ones((), bool)
 
     def classify(self, grid: Grid) -> tuple[Array, Array]:
         yes = jnp.ones((1, 1, *grid.counts), bool)

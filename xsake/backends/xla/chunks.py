@@ -148,7 +148,8 @@ class Visit(NamedTuple):
 
 
 def _tokens(block_numbers: Array, block: int) -> Array:
-    return (block_numbers[:, :, None] * block + jnp.arange(block)).reshape(len(block_numbers), -1)
+    tokens = block_numbers[:, :, None] * block + jnp.arange(block)[None, None]
+    return tokens.reshape(len(block_numbers), -1)
 
 
 @jax.tree_util.register_dataclass
