@@ -361,6 +361,18 @@ def test_str_draws_one_line_per_row_of_blocks():
     assert len(str(BlockMask.from_rule(masks.causal(), (1 << 17, 1 << 17))).splitlines()) < 200
 
 
+def test_a_drawing_says_its_head_its_denominator_and_an_overflow():
+    bits = jnp.tri(4, dtype=bool)
+    assert "of the causal blocks" in str(BlockMask.from_dense(bits, masks.causal(), block=16))
+    per_head = BlockMask.from_dense(jnp.stack([bits, ~bits]), block=16)
+    assert "of all blocks" in str(per_head)
+    assert "batch row 0 of 1, head 0 of 2" in str(per_head)
+    build = jax.jit(lambda bits: BlockMask.from_dense(bits, block=16, capacity=9))
+    assert "OVERFLOW" in str(build(bits))
+    assert "OVERFLOW" in repr(build(bits))
+    assert "OVERFLOW" not in str(build(bits & False))
+
+
 def test_plot_gives_axes():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
