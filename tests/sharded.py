@@ -67,7 +67,6 @@ def run_case(spec, backend, mesh) -> float:
         mesh=mesh,
         in_specs=(tokens, tokens, tokens, mask.partition_spec(batch="data", heads="model")),
         out_specs=(tokens, rows),
-        check_vma=False,
     )
 
     @jax.jit

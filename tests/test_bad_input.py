@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 
 import xsake
@@ -201,6 +202,36 @@ RULES = {
         r"tokens",
     ),
     "a rule and a number": (lambda: masks.causal() & 3, TypeError, r"(?i)int"),
+    "a window of 2**40": (lambda: masks.sliding_window(2**40), ValueError, r"left.*2147483647"),
+    "the first 2**31": (lambda: masks.first(2**31), ValueError, r"2147483647, got 2147483648"),
+    "a dilated window of 2**32": (lambda: masks.dilated(2**30, 4), ValueError, r"4294967296"),
+    "ids that do not fit": (
+        lambda: masks.documents(np.array([[0, 2**31]], np.uint32)),
+        ValueError,
+        r"q_ids.*int32.*got 2147483648",
+    ),
+    "ids of 64 bits that do not fit": (
+        lambda: attend(q_segment_ids=np.full((B, T), 2**40), kv_segment_ids=ints(B, S)),
+        ValueError,
+        r"q_segment_ids.*int32.*got 1099511627776",
+    ),
+    "a rule's table that does not fit": (
+        lambda: masks.rule(lambda b, n, q, k, x: x[q] == x[k], np.array([2**40])),
+        ValueError,
+        r"array.*got 1099511627776",
+    ),
+    "`and` in a function": (
+        lambda: BlockMask.from_rule(
+            masks.rule(lambda b, n, q, k: (k <= q) and (q < 9)), (T, S), block=16
+        ),
+        TypeError,
+        r"`and`.*&",
+    ),
+    "a function that returns floats": (
+        lambda: BlockMask.from_rule(masks.rule(lambda b, n, q, k: q * 0.5), (T, S), block=16),
+        TypeError,
+        r"float32.*bools",
+    ),
     "float positions": (
         lambda: masks.at_positions(masks.causal(), zeros(T)),
         (TypeError, ValueError),
@@ -248,7 +279,34 @@ BLOCK_MASKS = {
         ValueError,
         r"full_kv",
     ),
-    "a mask and an array": (lambda: mask_of() & jnp.ones((T, S), bool), TypeError, r"."),
+    "a mask and a number": (lambda: mask_of() & 3, TypeError, r"int"),
+    "masks of unequal blocks": (
+        lambda: mask_of() & BlockMask.from_rule(masks.causal(), (T, S), block=32),
+        ValueError,
+        r"\(16, 16\).*\(32, 32\).*same block",
+    ),
+    "float counts": (
+        lambda: BlockMask.from_kv_blocks(zeros(1, 1, 2), ints(1, 1, 2, 2)),
+        TypeError,
+        r"kv_num_blocks.*float32",
+    ),
+    "a count beyond the width": (
+        lambda: BlockMask.from_kv_blocks(ints(1, 1, 2) + 3, ints(1, 1, 2, 2)),
+        ValueError,
+        r"kv_num_blocks.*0 to 2, got 3",
+    ),
+    "a block that is not there": (
+        lambda: BlockMask.from_kv_blocks(ints(1, 1, 2) + 1, ints(1, 1, 2, 2) + 7),
+        ValueError,
+        r"kv_indices.*0 to 1, got 7",
+    ),
+    "full lists of another shape": (
+        lambda: BlockMask.from_kv_blocks(
+            ints(1, 1, 2), ints(1, 1, 2, 2), ints(1, 1, 3), ints(1, 1, 3, 2)
+        ),
+        ValueError,
+        r"full_kv_num_blocks must be \[1, 1, 2\].*1, 1, 3",
+    ),
     "a head that is not there": (
         lambda: BlockMask.from_dense(jnp.ones((3, 2, 2), bool))[0, 5],
         IndexError,
@@ -333,6 +391,16 @@ def test_explain_gives_every_reason():
         if reason is not None:
             with pytest.raises(ValueError, match=name):
                 attend(implementation=name)
+
+
+def test_explain_explains_a_backend_that_cannot_run():
+    """The call raises; the question about it does not."""
+    x = zeros(B, T, N, H)
+    explanation = xsake.explain(x, x, x, implementation="hopper")
+    assert explanation.chosen is None
+    assert "asked for, but needs a Hopper GPU" in str(explanation)
+    with pytest.raises(ValueError, match="cudnn"):
+        xsake.explain(x, x, x, implementation="cudnn")
 
 
 def test_explain_names_the_backend_that_is_used():

@@ -331,6 +331,21 @@ def test_mask_and_rule_is_their_intersection(name):
         assert (found == 0).sum() > (full_size(mask.blocks(), sizes) == 0).sum()
 
 
+def test_masks_and_rules_and_arrays_intersect_in_any_order():
+    sizes, block = CASES["aligned"]
+    bits = np.random.default_rng(3).random((2, 3, 4, 4)) < 0.6
+    tokens = np.random.default_rng(4).random((64, 64)) < 0.9
+    one = BlockMask.from_dense(jnp.asarray(bits), masks.causal(), block=block)
+    two = build(zoo(*sizes)["window"], sizes, block)
+    see = full_size(one.to_dense(), sizes) & full_size(two.to_dense(), sizes)
+    for both in (one & two, two & one, masks.sliding_window(13, 4) & one):
+        assert (full_size(both.to_dense(), sizes) == see).all()
+    for both in (one & tokens, tokens & one, one & jnp.asarray(tokens)):
+        assert (
+            full_size(both.to_dense(), sizes) == full_size(one.to_dense(), sizes) & tokens
+        ).all()
+
+
 def test_indexing_takes_one_head_of_one_row():
     sizes, block = CASES["unaligned"]
     for name in ("documents", "causal", "function with a table"):
@@ -363,6 +378,18 @@ def test_str_draws_one_line_per_row_of_blocks():
     drawn = [str(BlockMask.from_dense(x, block=16)) for x in (bits, ~bits, jnp.tri(6, dtype=bool))]
     assert len(set(drawn)) == 3
     assert len(str(BlockMask.from_rule(masks.causal(), (1 << 17, 1 << 17))).splitlines()) < 200
+
+
+def test_a_drawing_says_its_head_its_denominator_and_an_overflow():
+    bits = jnp.tri(4, dtype=bool)
+    assert "of the causal blocks" in str(BlockMask.from_dense(bits, masks.causal(), block=16))
+    per_head = BlockMask.from_dense(jnp.stack([bits, ~bits]), block=16)
+    assert "of all blocks" in str(per_head)
+    assert "batch row 0 of 1, head 0 of 2" in str(per_head)
+    build = jax.jit(lambda bits: BlockMask.from_dense(bits, block=16, capacity=9))
+    assert "OVERFLOW" in str(build(bits))
+    assert "OVERFLOW" in repr(build(bits))
+    assert "OVERFLOW" not in str(build(bits & False))
 
 
 def test_plot_gives_axes():

@@ -12,7 +12,7 @@ import pytest
 
 from tests import oracle
 from tests.specs import has_data, shifted_by_table, to_rule, zoo
-from xsake import masks
+from xsake import BlockMask, masks
 
 SIZES = [(2, 3, 48, 48), (1, 2, 33, 57)]  # B, N, T, S
 NAMES = list(zoo(*SIZES[0]))
@@ -169,6 +169,56 @@ def test_str_of_combined_rules_keeps_the_precedence():
     assert str(~(a & b)) != str(~a & b)
     for rule in ((a | b) & c, a | (b & c), ~(a & b), ~a & b):
         assert eval(str(rule), vars(masks)) == rule
+
+
+ENDS = [-(2**31), -(2**31) + 3, -(2**30), -5, 0, 7, 2**30, 2**31 - 4, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ("causal",),
+        ("sliding_window", 5, 3),
+        ("sliding_window", 2**31 - 1, 2**31 - 1),
+        ("sliding_window", None, 2**31 - 1),
+        ("sliding_window", 2**30, 0),
+        ("chunked", 7),
+        ("chunked", 2**31 - 1),
+        ("first", 2**31 - 1),
+        ("strided", 7),
+        ("strided", 2**31 - 1),
+        ("dilated", (3, 2), 5),
+        ("not", ("sliding_window", 5, 3)),
+    ],
+    ids=str,
+)
+def test_positions_at_the_ends_of_int32_do_not_wrap_round(spec):
+    """Sentinels such as INT_MAX, asked token by token and block by block."""
+    at = np.array(ENDS)
+    size = len(at)
+    see = oracle.allowed(spec, 1, 1, size, size, q_positions=at, kv_positions=at)[0, 0]
+    rule = to_rule(spec)
+    assert (np.broadcast_to(rule(0, 0, at[:, None], at[None]), (size, size)) == see).all()
+    mask = BlockMask.from_rule(rule, (size, size), block=2, q_positions=at, kv_positions=at)
+    assert (np.asarray(mask.to_dense())[0, 0] == see).all()
+
+
+def test_integers_of_a_function_count_as_true_unless_zero():
+    """1 & 2 is 0 bit by bit, but both are true."""
+    q, k = np.ogrid[:8, :8]
+    both = masks.rule(lambda b, n, q, k: q - k) & masks.rule(lambda b, n, q, k: 2 * (q - k))
+    assert (np.asarray(both(0, 0, q, k)) == (q != k)).all()
+    assert (np.asarray((~both)(0, 0, q, k)) == (q == k)).all()
+
+
+def test_a_rule_and_an_array():
+    """In either order, NumPy's or JAX's."""
+    q, k = np.ogrid[:8, :8]
+    bits = np.random.default_rng(0).random((8, 8)) < 0.5
+    for array in (bits, jnp.asarray(bits)):
+        for rule in (masks.causal() & array, array & masks.causal()):
+            assert (np.asarray(rule(0, 0, q, k)) == (bits & (k <= q))).all()
+        assert (np.asarray((array | masks.causal())(0, 0, q, k)) == (bits | (k <= q))).all()
 
 
 def test_rules_are_frozen():

@@ -397,6 +397,116 @@ def test_xla_refuses_second_derivatives():
         jax.grad(lambda q: jax.grad(loss)(q).sum())(q)
 
 
+def test_xla_refuses_forward_mode_in_its_own_words():
+    """Eagerly, under jit and through vmap; reverse mode of one argument alone still works."""
+    q, k, v, *_ = random_arrays(1, 5, 6, 2, 1, 4)
+
+    def attend(q):
+        return xsake.dot_product_attention(q, k, v, implementation="xla")
+
+    for derive in (
+        lambda: jax.jvp(attend, (q,), (q,)),
+        lambda: jax.jit(lambda q: jax.jvp(attend, (q,), (q,)))(q),
+        lambda: jax.jacfwd(lambda s: attend(s * q))(1.0),
+        lambda: jax.linearize(attend, q)[1](q),
+    ):
+        with pytest.raises(NotImplementedError, match=r"'xla'.*reverse-mode.*reference"):
+            derive()
+    assert jax.eval_shape(jax.vmap(jax.grad(lambda q: attend(q).sum())), q[None]).shape[1:] == (
+        q.shape
+    )
+
+
+@every_backend
+def test_a_list_that_was_cut_under_jit_makes_everything_nan(backend):
+    """Output, logsumexp and every element of every gradient; a mask that fits is untouched."""
+    q, k, v, d_out, d_lse = random_arrays(1, 64, 64, 2, 2, 8)
+
+    @fast
+    def both(q, k, v, bits):
+        mask = BlockMask.from_dense(bits, block=16, capacity=9)
+        return run.__wrapped__(backend, q, k, v, d_out, d_lse, mask=mask)
+
+    assert all(np.isnan(x).all() for x in both(q, k, v, jnp.tri(4, dtype=bool)))
+    bits = jnp.eye(4, dtype=bool)
+    mask = BlockMask.from_dense(bits, block=16)
+    assert mask.overflow is None
+    assert_near(both(q, k, v, bits), run(backend, q, k, v, d_out, d_lse, mask=mask))
+
+
+@every_backend
+def test_row_blocks_may_share_a_list(backend):
+    """A mask made by hand: lists out of order, shared, of other lengths; gradients as well."""
+    x = random_arrays(1, 64, 64, 2, 2, 8)
+    lists = [[0, 2], [2, 1], [0, 2], [2]]
+    arrays = [[0, 2, 0, 1], [2, 2, 2, 1], [2, 1, 0, 0], [0, 2, 2, 1]]
+    given = (jnp.asarray(a, jnp.int32)[None, None] for a in arrays)
+    mask = BlockMask(*given, None, masks.causal(), (64, 64), (16, 16))
+    see = np.zeros((64, 64), bool)
+    for i, (blocks, full) in enumerate(zip(lists, arrays[2], strict=True)):
+        for rank, j in enumerate(blocks):
+            at = np.s_[16 * i : 16 * i + 16, 16 * j : 16 * j + 16]
+            see[at] = np.tri(64, dtype=bool)[at] | (rank < full)
+    assert (np.asarray(mask.to_dense())[0, 0] == see).all()
+    assert (np.asarray(mask.transpose().to_dense())[0, 0] == see.T).all()
+    spec = ("array", see[None, None])
+    assert_near(run(backend, *x, mask=mask), from_oracle(spec, *x))
+
+
+@every_backend
+def test_sinks_of_minus_infinity_are_no_sinks(backend):
+    """One of two, or all of a head; empty rows too. Values and gradients are the oracle's."""
+    q, k, v, d_out, _ = random_arrays(1, 20, 20, 2, 1, 8)
+    sinks = jnp.array([[-jnp.inf, 0.5], [-jnp.inf, -jnp.inf]])
+    see = np.tri(20, dtype=bool)[None, None] & (np.arange(20) > 2)
+
+    @fast
+    def both(q, k, v, sinks):
+        out, pull_back = jax.vjp(
+            lambda q, k, v, sinks: xsake.dot_product_attention(
+                q, k, v, mask=jnp.asarray(see), sinks=sinks, implementation=backend
+            ),
+            q, k, v, sinks,
+        )  # fmt: skip
+        return (out, *pull_back(d_out))
+
+    call = {"allowed": np.broadcast_to(see, (1, 2, 20, 20)), "sinks": sinks}
+    with np.errstate(invalid="ignore"):
+        out, _ = oracle.attention(q, k, v, **call)
+        grads = oracle.attention_grads(q, k, v, d_out=d_out, **call)
+    ours = both(q, k, v, sinks)
+    assert oracle.relative_error(ours[0], out) <= OUTPUT
+    for name, x in zip(("dq", "dk", "dv", "dsinks"), ours[1:], strict=True):
+        assert oracle.relative_error(x, grads[name]) <= GRADIENT, name
+
+
+@every_backend
+def test_a_bias_of_minus_infinity_hides_keys(backend):
+    """Row 3 sees nothing: zeros, -inf and finite gradients, as a mask would give."""
+    x = random_arrays(1, 20, 20, 2, 2, 8)
+    see = np.ones((1, 1, 20, 20), bool)
+    see[..., 3, :] = see[..., 5, :7] = False
+    bias = jnp.where(see, 0, -jnp.inf).astype(jnp.float32)
+    assert_near(run(backend, *x, bias=bias), from_oracle(("array", see), *x))
+
+
+@every_backend
+@pytest.mark.parametrize("sizes", [(0, 4, 4), (2, 0, 4), (2, 4, 0)], ids=str)
+def test_empty_axes_give_what_jax_nn_gives(backend, sizes):
+    B, T, S = sizes
+    q, k, v = jnp.ones((B, T, 4, 8)), jnp.ones((B, S, 2, 8)), jnp.ones((B, S, 2, 8))
+
+    def attend(q, k, v):
+        return xsake.dot_product_attention(q, k, v, is_causal=True, implementation=backend)
+
+    out, pull_back = jax.vjp(attend, q, k, v)
+    want = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    assert (out.shape, out.dtype) == (want.shape, want.dtype)
+    assert not out.any()
+    assert not want.any()
+    assert [x.shape for x in pull_back(out)] == [q.shape, k.shape, v.shape]
+
+
 @every_backend
 def test_two_runs_are_bit_equal(backend):
     x = random_arrays(2, 75, 75, 4, 2, 16)

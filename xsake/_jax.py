@@ -1,6 +1,7 @@
 """The JAX version, the device, and whether the Hopper kernels can run on it."""
 
 import platform as python_platform
+from typing import Any
 
 import jax
 
@@ -30,12 +31,42 @@ H200_MULTIPROCESSORS = 132
 
 
 def multiprocessors() -> int:
-    """The number of multiprocessors of the first GPU.
+    """The number of multiprocessors of the first GPU; the H200's if there is no GPU.
 
-    It is the H200's where JAX does not report one: without a GPU, when kernels are only lowered or
-    interpreted.
+    Without a GPU, kernels are only lowered or interpreted.
     """
-    return getattr(jax.devices()[0], "core_count", None) or H200_MULTIPROCESSORS
+    if platform() != "gpu":
+        return H200_MULTIPROCESSORS
+    count = getattr(jax.devices()[0], "core_count", None)
+    if not count:
+        raise RuntimeError(
+            f"JAX {jax.__version__} does not report the core_count of this {device_kind()}, which "
+            "the Hopper kernels are scheduled by; use implementation='xla'"
+        )
+    return count
+
+
+def varying_axes(*arrays: Any) -> tuple[str, ...]:
+    """The mesh axes of `jax.shard_map` that any of the arrays varies over; () outside of it."""
+    return tuple(sorted(set().union(*map(_varying, arrays))))
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(tree: Any, axes: tuple[str, ...]) -> Any:
+    """A pytree whose arrays are all marked as varying over these axes.
+
+    Inside `jax.shard_map`, a loop needs a state of the same type before and after, and a custom
+    gradient the type of its argument.
+    """
+
+    def one(x: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in _varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(one, tree) if axes else tree
 
 
 def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:

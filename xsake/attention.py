@@ -31,9 +31,19 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake import masks
-from xsake.backends import Call, Sizes, hopper, reference, xla
+from xsake.backends import (
+    Call,
+    Sizes,
+    accumulator,
+    hopper,
+    reference,
+    run_forward,
+    with_sinks,
+    xla,
+)
 from xsake.backends.options import Options
 from xsake.block_mask import BLOCK, BlockMask
+from xsake.masks.integers import integers
 from xsake.masks.rule import Rule, check_fits, combine, result_sizes
 
 __all__ = ["Explanation", "dot_product_attention", "explain"]
@@ -164,9 +174,9 @@ def dot_product_attention(
     checked_sinks = _check_sinks(sizes, sinks)
     if isinstance(implementation, _Question):
         return implementation.ask(call)
-    out, logsumexp = BACKENDS[_choose(implementation, call).chosen].forward(call)
+    out, logsumexp = _run(implementation, call)
     if checked_sinks is not None:
-        out = _with_sinks(out, logsumexp, checked_sinks)
+        out = with_sinks(out, logsumexp, checked_sinks)
     if is_unbatched:
         out, logsumexp = out[0], logsumexp[0]
     return (out, logsumexp) if return_residual else out
@@ -174,15 +184,22 @@ def dot_product_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The chosen backend, and for each backend why it cannot run the call, None if it can."""
+    """The chosen backend, and for each backend why it cannot run the call, None if it can.
 
-    chosen: str
+    `chosen` is None if the backend `asked` for by name cannot run the call, which then raises.
+    """
+
+    chosen: str | None
     reasons: dict[str, str | None]
+    asked: str | None = None
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
         words = {name: why or "can run" for name, why in self.reasons.items()}
-        words[self.chosen] = "chosen"
+        if self.chosen is not None:
+            words[self.chosen] = "chosen"
+        elif self.asked is not None:
+            words[self.asked] = f"asked for, but {self.reasons[self.asked]}"
         return "\n".join(f"{name:<{width}}  {why}" for name, why in words.items())
 
 
@@ -231,25 +248,35 @@ class _Question(str):
         return 0
 
 
-def _choose(implementation: str | None, call: Call) -> Explanation:
-    if implementation is not None and implementation not in BACKENDS:
+def _choose(asked: str | None, call: Call) -> Explanation:
+    if asked is not None and asked not in BACKENDS:
         raise ValueError(
-            f"implementation {implementation!r} is not one of {list(BACKENDS)}; "
+            f"implementation {asked!r} is not one of {list(BACKENDS)}; "
             "leave it out for the fastest that can run"
         )
+    if _is_empty(call):
+        return Explanation(None, dict.fromkeys(BACKENDS, "is not run: an axis is empty"), asked)
     reasons = {name: backend.why_not(call) for name, backend in BACKENDS.items()}
-    if implementation is not None:
-        if (reason := reasons[implementation]) is not None:
-            raise ValueError(f"implementation {implementation!r} cannot run this call: it {reason}")
-        return Explanation(implementation, reasons)
-    return Explanation(next(name for name, why in reasons.items() if why is None), reasons)
+    able = [name for name, why in reasons.items() if why is None and asked in (None, name)]
+    return Explanation(able[0] if able else None, reasons, asked)
 
 
-def _with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
-    """Takes the sinks' share out of every query's output: out · exp(L) / (exp(L) + Σ exp(sink))."""
-    # 1 / (1 + eˣ) in a form whose gradient is accurate where the sinks are weak
-    share = jnp.exp(-jax.nn.softplus(jax.nn.logsumexp(sinks, axis=-1) - logsumexp))
-    return (out * share[..., None]).astype(out.dtype)
+def _is_empty(call: Call) -> bool:
+    return 0 in call.sizes[:3]
+
+
+def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
+    """(out, logsumexp) by the chosen backend."""
+    explanation = _choose(asked, call)
+    if _is_empty(call):
+        B, T, _, N, _, _, Hv = call.sizes
+        out = jnp.zeros((B, T, N, Hv), call.q.dtype)
+        return out, jnp.full((B, T, N), -jnp.inf, accumulator(call.q.dtype))
+    if explanation.chosen is None:
+        raise ValueError(
+            f"implementation {asked!r} cannot run this call: it {explanation.reasons[str(asked)]}"
+        )
+    return run_forward(BACKENDS[explanation.chosen].forward, call)
 
 
 # -------------------------------------------------------------------------------------------- check
@@ -280,8 +307,11 @@ def _check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, b
         raise ValueError(f"query has {q.shape[0]} batch rows but key has {k.shape[0]}")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"query has head size {q.shape[3]} but key has {k.shape[3]}")
-    if 0 in q.shape or 0 in v.shape:
-        raise ValueError(f"no axis may be empty, got {list(q.shape)} and {list(v.shape)}")
+    if 0 in q.shape[2:] or 0 in v.shape[2:]:
+        raise ValueError(
+            "B, T and S may be 0, but not the number of heads or their size, "
+            f"got {list(q.shape)} and {list(v.shape)}"
+        )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"query has {q.shape[2]} heads, which {k.shape[2]} key/value heads do not divide"
@@ -361,9 +391,7 @@ def _per_token(name: str, ids: Any, batch: int, length: int) -> Array | None:
     """int [B|1, length]; a 1-D array is shared by the batch."""
     if ids is None:
         return None
-    ids = _array(name, ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {ids.dtype}")
+    ids = integers(name, ids)
     wide = ids[None] if ids.ndim == 1 else ids
     if wide.ndim != 2 or wide.shape[0] not in (1, batch) or wide.shape[1] != length:
         raise ValueError(f"{name} must be [{batch}, {length}], got shape {list(ids.shape)}")
@@ -393,15 +421,12 @@ def _segments(sizes: Sizes, q_ids: Any, kv_ids: Any) -> Rule:
 
 
 def _lengths(sizes: Sizes, query: Any, key_value: Any) -> Rule:
+    found = []
     for name, x in (("query_seq_lengths", query), ("key_value_seq_lengths", key_value)):
-        if x is None:
-            continue
-        x = _array(name, x)
-        if x.shape != (sizes.B,) or not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(
-                f"{name} must be integers of shape [{sizes.B}], got {x.dtype} {list(x.shape)}"
-            )
-    return masks.lengths(query, key_value)
+        found.append(None if x is None else integers(name, x))
+        if found[-1] is not None and found[-1].shape != (sizes.B,):
+            raise ValueError(f"{name} must have shape [{sizes.B}], got {list(found[-1].shape)}")
+    return masks.lengths(*found)
 
 
 def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any]) -> BlockMask:
@@ -413,6 +438,7 @@ def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any])
                 "give them to BlockMask.from_rule(rule, shape, q_positions=…, kv_positions=…)"
             )
         _check_block_mask(sizes, mask)
+        mask = mask.packed()
         return mask if rule == masks.everything() else mask & rule
     if isinstance(mask, Rule):
         rule = mask & rule
@@ -424,13 +450,15 @@ def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any])
             raise TypeError(f"mask must be bool (an additive mask goes to bias), got {mask.dtype}")
         rule = masks.array(_broadcastable("mask", mask, sizes)) & rule
     check_fits(rule, sizes.B, sizes.N, sizes.T, sizes.S)
-    block = tuple(_block_for(length) for length in (sizes.T, sizes.S))
+    shape = (sizes.T, sizes.S)
+    if 0 in sizes[:3]:  # no backend will read the mask, and there is none without tokens
+        rule, positions, shape = masks.everything(), (None, None), (1, 1)
     return BlockMask.from_rule(
         masks.at_positions(rule, *positions),
-        (sizes.T, sizes.S),
+        shape,
         batch=sizes.B,
         heads=sizes.N,
-        block=(block[0], block[1]),
+        block=(_block_for(shape[0]), _block_for(shape[1])),
     )
 
 

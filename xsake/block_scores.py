@@ -104,7 +104,7 @@ def past_query(
     R, n = scores.shape[-2:]
     before = jnp.concatenate([scores[:, :1], scores[:, :-1]], axis=1)
     row = first + jnp.arange(R)
-    diagonal = row[:, None] == jnp.arange(n)
+    diagonal = (row[:, None] == jnp.arange(n)[None])[None]
     own = jnp.where(diagonal, scores, -jnp.inf).max(-1, keepdims=True)
     own = jnp.concatenate([own[:, :1], own[:, :-1]], axis=1)
     return jnp.where(diagonal, own, before)
@@ -159,7 +159,7 @@ def antidiagonal(
 
     logits = _by_group(grouped(q, -1), grouped(k, 1)) / (stride * math.sqrt(q.shape[-1]))
     N, A, C = logits.shape
-    group = jnp.arange(C)
+    group = jnp.arange(C)[None]
     live = (group * stride < len(k)) & (group <= first * parts + jnp.arange(A)[:, None])
     p = jax.nn.softmax(jnp.where(live, logits, -jnp.inf), axis=-1)
     mass = p.reshape(N, A // parts, parts, C // parts, parts).sum(4).mean(2)
@@ -220,7 +220,7 @@ def _summed_by_block(
         """Row blocks begin … end - 1 against the first `blocks` kv blocks."""
         seen = slice(blocks * per_block)
         logits = _by_group(q[begin:end], k[seen], k.dtype).astype(jnp.float32)
-        logits = logits if shift is None else logits + shift[seen]
+        logits = logits if shift is None else logits + shift[None, None, seen]
         sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], blocks, per_block), axis=-1)
         return jnp.pad(sums, ((0, 0), (0, 0), (0, n - blocks)), constant_values=-jnp.inf)
 

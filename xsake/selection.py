@@ -16,7 +16,7 @@ Everything here runs under jit.
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,8 @@ def _keep_by_rank(
 ) -> Bool[Array, "*batch R n"]:
     """`keep_top` in O(n²) but few operations: on a GPU the number of launches dominates."""
     forced, allowed = _forced_and_allowed(scores, band, first)
-    return (forced | (ranks(scores, band, first) < jnp.asarray(counts)[..., None])) & allowed
+    few = ranks(scores, band, first) < _of_rank(counts, jnp.ndim(scores) - 1)[..., None]
+    return (forced | few) & allowed
 
 
 def _keep_by_sorting(
@@ -91,7 +92,7 @@ def _keep_by_sorting(
     n = s.shape[-1]
     forced, allowed = _forced_and_allowed(s, band, first)
     limits = (x.sum(-1, dtype=jnp.int32) for x in (forced, allowed))
-    counts = jnp.clip(jnp.asarray(counts), *limits)
+    counts = jnp.clip(_of_rank(counts, s.ndim - 1), *limits)
     counts = jnp.broadcast_to(counts, s.shape[:-1])[..., None]
     lowest_kept = jnp.take_along_axis(jnp.sort(s, axis=-1), n - counts, axis=-1)
     above, tied = s > lowest_kept, s == lowest_kept
@@ -111,17 +112,24 @@ def ranks(
     s = _with_forced(scores, band, first)
     above = s[..., None, :] > s[..., :, None]
     n = s.shape[-1]
-    tied_earlier = (s[..., None, :] == s[..., :, None]) & np.tri(n, k=-1, dtype=bool)
+    earlier = _of_rank(np.tri(n, k=-1, dtype=bool), s.ndim + 1)
+    tied_earlier = (s[..., None, :] == s[..., :, None]) & earlier
     return (above | tied_earlier).sum(-1, dtype=jnp.int32)
 
 
 def _forced_and_allowed(
     scores: Float[ArrayLike, "*batch R n"], band: int, first: Index
-) -> tuple[Bool[Array, "R n"], Bool[Array, "R n"]]:
+) -> tuple[Bool[Array, ...], Bool[Array, ...]]:
     """Which blocks of these row blocks are forced, and which causality allows."""
     R, n = jnp.shape(scores)[-2:]
-    row, column = first + jnp.arange(R)[:, None], jnp.arange(n)
-    return is_forced(row, column, band), column <= row
+    row, column = first + jnp.arange(R)[:, None], jnp.arange(n)[None]
+    forced, allowed = is_forced(row, column, band), column <= row
+    return _of_rank(forced, jnp.ndim(scores)), _of_rank(allowed, jnp.ndim(scores))
+
+
+def _of_rank(x: Any, ndim: int) -> Array:
+    """x with leading axes of size 1: JAX may be set to refuse arrays of unequal ranks."""
+    return jnp.asarray(x).reshape((1,) * (ndim - jnp.ndim(x)) + jnp.shape(x))
 
 
 def _with_forced(
@@ -158,7 +166,7 @@ def counts_for_mass(
     p = jax.nn.softmax(jnp.where(allowed, jnp.nan_to_num(scores, nan=-1e30), -jnp.inf), axis=-1)
     order = jnp.argsort(-_with_forced(scores, band, first), axis=-1, stable=True)
     needed = (jnp.cumsum(jnp.take_along_axis(p, order, axis=-1), -1) < share).sum(-1) + 1
-    return jnp.clip(needed, forced.sum(-1), cap).astype(jnp.int32)
+    return jnp.clip(needed, forced.sum(-1), _of_rank(cap, needed.ndim)).astype(jnp.int32)
 
 
 def to_mask(

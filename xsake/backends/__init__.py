@@ -10,14 +10,19 @@ Both results are differentiable. `Call` has all inputs of a backend;
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Float
 
+from xsake import _jax
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 
@@ -87,6 +92,95 @@ def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return lambda *args: fn(*unchanged(args))
+
+
+def reverse_only(name: str, *arrays: Any) -> tuple[Any, ...]:
+    """The arrays, for a custom_vjp: forward-mode derivatives raise our sentence, not JAX's."""
+
+    @jax.custom_jvp
+    def unchanged(arrays: Any) -> Any:
+        return arrays
+
+    def tangents(primals: Any, tangents: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tangents[0])
+        moving = [not isinstance(x, SymbolicZero) for x in leaves]
+        marked = iter(_only_transposed.bind(*itertools.compress(leaves, moving), name=name))
+        leaves = [next(marked) if moves else x for x, moves in zip(leaves, moving, strict=True)]
+        return primals[0], jax.tree.unflatten(structure, leaves)
+
+    unchanged.defjvp(tangents, symbolic_zeros=True)
+    return unchanged(arrays)
+
+
+def _refuse_forward_mode(*args: Any, name: str) -> Any:
+    raise NotImplementedError(
+        f"the {name!r} backend has reverse-mode derivatives only (jax.grad, jax.vjp); take "
+        "forward-mode ones (jax.jvp, jax.jacfwd, jax.linearize) with implementation='reference'"
+    )
+
+
+# The identity on tangents. Reverse mode transposes it and never runs it; forward mode runs it.
+_only_transposed = core.Primitive("xsake_only_transposed")
+_only_transposed.multiple_results = True
+_only_transposed.def_impl(_refuse_forward_mode)
+_only_transposed.def_abstract_eval(lambda *tangents, name: tangents)
+ad.primitive_transposes[_only_transposed] = lambda cotangents, *tangents, name: [
+    cotangent if ad.is_undefined_primal(x) else None
+    for cotangent, x in zip(cotangents, tangents, strict=True)
+]
+batching.primitive_batchers[_only_transposed] = lambda tangents, dims, name: (
+    _only_transposed.bind(*tangents, name=name),
+    dims,
+)
+mlir.register_lowering(
+    _only_transposed, lambda context, *tangents, name: _refuse_forward_mode(name=name)
+)
+
+
+@jax.custom_jvp
+def _scale_gradient(x: Array, factor: Array) -> Array:
+    """x, whose gradient is multiplied by `factor`."""
+    return x
+
+
+@_scale_gradient.defjvp
+def _scale_tangent(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[0] * primals[1].astype(tangents[0].dtype)
+
+
+def run_forward(forward: Callable[[Call], tuple[Array, Array]], call: Call) -> tuple[Array, Array]:
+    """forward(call) of any backend, NaN with its gradients if a list of the mask was cut.
+
+    That costs a pass over the output, and over the gradients, for masks that can overflow only.
+    Inside `jax.shard_map`, all arrays of the call are first marked as varying alike.
+    """
+    given = {name: getattr(call, name) for name in ("q", "k", "v", "bias", "mask")}
+    if axes := _jax.varying_axes(*jax.tree.leaves(given)):
+        given = {name: _jax.vary(x, axes) for name, x in given.items()}
+    if (overflow := given["mask"].overflow) is None:
+        return forward(dataclasses.replace(call, **given))
+    factor = jnp.where(overflow, jnp.nan, 1.0)
+    given |= {
+        name: _scale_gradient(x, factor)
+        for name, x in given.items()
+        if name != "mask" and x is not None
+    }
+    out, logsumexp = forward(dataclasses.replace(call, **given))
+    return out * factor.astype(out.dtype), logsumexp * factor.astype(logsumexp.dtype)
+
+
+def with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
+    """Takes the sinks' share out of every query's output: out · exp(L) / (exp(L) + Σ exp(sink)).
+
+    sinks [N, M]. -inf is no sink at all; differences and gradients of infinities would be NaN.
+    """
+    some = (sinks != -jnp.inf).any(-1)[None, None]  # [1, 1, N], as logsumexp [B, T, N]
+    sinks = jnp.where(some[0, 0, :, None], sinks, 0)
+    total = jax.nn.logsumexp(sinks, axis=-1)[None, None]
+    counts = some & (logsumexp != -jnp.inf)
+    # 1 / (1 + eˣ) in a form whose gradient is accurate where the sinks are weak
+    share = jnp.exp(-jax.nn.softplus(jnp.where(counts, total - logsumexp, -jnp.inf)))
+    return (out * share[..., None]).astype(out.dtype)
 
 
 def unaliased(*arrays: Any) -> tuple[Any, ...]:

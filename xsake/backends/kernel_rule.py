@@ -71,13 +71,21 @@ class _Values:
 
     def row(self, values: Array) -> int:
         """The index of these values among those per query."""
-        self.rows.append(values.astype(jnp.int32))
+        self.rows.append(_int32(values))
         return len(self.rows) - 1
 
     def column(self, values: Array) -> int:
         """The index of these values among those per key."""
-        self.columns.append(values.astype(jnp.int32))
+        self.columns.append(_int32(values))
         return len(self.columns) - 1
+
+
+def _int32(values: Array) -> Array:
+    if values.dtype == jnp.int64:
+        raise UnsupportedRuleError(
+            "cannot read int64 ids, positions or lengths that are traced; cast them to int32"
+        )
+    return values.astype(jnp.int32)
 
 
 # (tokens, integers per query, integers per key) -> bool tile
@@ -115,14 +123,23 @@ def _translate(rule: Rule, found: _Values, T: int, S: int) -> Expression:
             return _translate_positions(rule, found, inner(rule.a))
         case positional.Window() | positional.First() | positional.GlobalTokens():
             return lambda tokens, rows, columns: rule.allows(tokens)
-        case positional.Chunked() | positional.Strided():
+        case positional.Chunked():
             return lambda tokens, rows, columns: rule.allows(tokens)
+        case positional.Strided():
+            return lambda tokens, rows, columns: _strided(rule, tokens)
         case carrying.Custom() if not rule.arrays:
             _check_function(rule)
             return lambda tokens, rows, columns: rule.allows(tokens)
     raise UnsupportedRuleError(
         f"cannot evaluate {rule}, only rules of positions, segment ids and lengths"
     )
+
+
+def _strided(rule: positional.Strided, tokens: Tokens) -> Any:
+    """One remainder of a difference where q and k are indices, which cannot wrap round."""
+    if tokens.q is tokens.q_index and tokens.k is tokens.k_index:
+        return (tokens.q - tokens.k) % rule.stride == 0
+    return rule.allows(tokens)
 
 
 def _translate_lengths(rule: carrying.Lengths, found: _Values, T: int, S: int) -> Expression:

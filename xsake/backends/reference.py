@@ -50,6 +50,7 @@ def attention(
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
         logits = logits + jnp.broadcast_to(bias.astype(dtype), (B, N, T, S)).reshape(logits.shape)
+    allowed = allowed & (logits != -jnp.inf)  # a bias of -inf hides a key as the mask does
     logits = jnp.where(allowed, logits, -jnp.inf)
 
     # An empty row has no finite maximum; 0 in its place keeps every derivative finite.

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,15 +26,26 @@ from jaxtyping import Bool, Int
 
 from xsake import masks
 from xsake.block_mask import draw
+from xsake.block_mask.checks import (
+    a_rule,
+    block_sizes,
+    carried_sizes,
+    checked_capacity,
+    checked_grid,
+    largest_capacity,
+    numbered,
+)
 from xsake.block_mask.lists import (
     Lists,
     block_map,
+    both,
     cut_to_capacity,
-    listed_blocks,
+    flex_blocks,
     lists_from_map,
     lists_of_blocks,
     lists_of_rule,
     narrowed,
+    repacked,
     transposed,
 )
 from xsake.masks.carrying import Picked, Swapped
@@ -43,8 +54,7 @@ from xsake.masks.rule import (
     Leaf,
     Rule,
     Tokens,
-    carried,
-    check_fits,
+    combine,
     partition_spec,
     result_sizes,
 )
@@ -59,7 +69,6 @@ __all__ = ["BLOCK", "BlockMask"]
 BLOCK = 128  # tokens of a block on each side, unless asked otherwise
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
     """For every row block, the list of kv blocks that it visits, full ones first.
@@ -70,16 +79,22 @@ class BlockMask:
     The leading axes are B (or 1, shared by the batch) and N (or K: shared by the query heads of a
     kv head; or 1: shared by all). A kv block that reaches past S is always partial, so that a loop
     over full blocks needs no bounds check.
+
+    The constructors below write the lists row after row. In a mask made by hand, lists may lie in
+    any order and be shared by row blocks; such a mask is repacked wherever it is used.
     """
 
     kv_start: Leaf  # int32 [B|1, N|K|1, Tb]  where the row's list begins
     kv_count: Leaf  # int32 [B|1, N|K|1, Tb]  blocks to visit
     full_count: Leaf  # int32 [B|1, N|K|1, Tb]  how many of them, listed first, are full
     kv_index: Leaf  # int32 [B|1, N|K|1, M]  block numbers, row after row; the tail is never read
-    overflow: Leaf  # bool []  a list did not fit into M and was cut: results would be wrong
+    overflow: Leaf  # bool []  a list did not fit into M and was cut; None: none can have been
     rule: Any  # Rule | None: decides inside partial blocks; None allows all of them
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (T, S) in tokens
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (block_q, block_k)
+    # Whether the lists lie row after row. A mask made by hand, or by `dataclasses.replace`, has
+    # False.
+    is_packed: bool = dataclasses.field(default=False, init=False, metadata={"static": True})
 
     # ------------------------------------------------------------------------------- constructors
 
@@ -105,7 +120,8 @@ class BlockMask:
           heads: query heads, likewise.
           block: tokens per block, one number or (block_q, block_k).
           capacity: blocks that one head can list. Default: an upper bound over all data that the
-            rule may carry. A smaller one saves memory; overflow raises (under jit: `overflow`).
+            rule may carry. A smaller one saves memory. If a head has more, this raises; under jit
+            it sets `overflow` instead, and attention with the mask returns NaN.
           q_positions: int [B|1, T], what causal and window rules compare; default arange.
           kv_positions: int [B|1, S].
 
@@ -113,11 +129,11 @@ class BlockMask:
         >>> BlockMask.from_rule(masks.causal(), (512, 512)).density()
         Array(1., dtype=float32)
         """
-        rule = masks.at_positions(_a_rule(rule), q_positions, kv_positions)
-        grid = _grid(shape, block, batch, heads, rule)
-        rule = _numbered(rule, grid)
-        capacity = _capacity(rule, grid) if capacity is None else _checked_capacity(capacity)
-        return _made(lists_of_rule(rule, grid, capacity), rule, grid)
+        rule = masks.at_positions(a_rule(rule), q_positions, kv_positions)
+        grid = checked_grid(shape, block, batch, heads, rule)
+        rule = numbered(rule, grid)
+        size = largest_capacity(rule, grid) if capacity is None else checked_capacity(capacity)
+        return _made(lists_of_rule(rule, grid, size), rule, grid, capacity is None)
 
     @staticmethod
     def from_dense(
@@ -145,23 +161,21 @@ class BlockMask:
                 f"got {blocks.dtype} {list(blocks.shape)}"
             )
         blocks = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape)
-        block = _block(block)
+        block = block_sizes(block)
         if shape is None:
             shape = (blocks.shape[2] * block[0], blocks.shape[3] * block[1])
-        ruled = masks.everything() if rule is None else _a_rule(rule)
+        ruled = masks.everything() if rule is None else a_rule(rule)
         batch, heads, *_ = blocks.shape
-        grid = _grid(shape, block, batch, heads, ruled)
+        grid = checked_grid(shape, block, batch, heads, ruled)
         if grid.counts != blocks.shape[2:]:
             raise ValueError(
                 f"shape {tuple(shape)} in blocks of {block} needs {list(grid.counts)} blocks, "
                 f"but blocks has {list(blocks.shape[2:])}"
             )
-        ruled = _numbered(ruled, grid)
-        size = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
+        ruled = numbered(ruled, grid)
+        size = largest_capacity(ruled, grid) if capacity is None else checked_capacity(capacity)
         lists = lists_of_blocks(blocks, ruled, grid, size)
-        if capacity is None:  # every block that the rule allows fits
-            lists = lists._replace(overflow=jnp.zeros((), bool))
-        return _made(lists, None if rule is None else ruled, grid)
+        return _made(lists, None if rule is None else ruled, grid, capacity is None)
 
     @staticmethod
     def from_kv_blocks(
@@ -181,36 +195,29 @@ class BlockMask:
         `mask_mod` is a rule or a function of (b, h, q, k). The S side has kv_indices.shape[-1]
         blocks, unless `shape` says otherwise.
         """
-        count, index = jnp.asarray(kv_num_blocks), jnp.asarray(kv_indices)
-        if index.ndim != 4 or count.shape != index.shape[:3]:
-            raise ValueError(
-                "kv_num_blocks must be [B, H, Tb] and kv_indices [B, H, Tb, Sb], "
-                f"got {list(count.shape)} and {list(index.shape)}"
-            )
-        block = _block(block)
-        if shape is None:
-            shape = (index.shape[2] * block[0], index.shape[3] * block[1])
-        rule = mask_mod if isinstance(mask_mod, Rule) or mask_mod is None else masks.rule(mask_mod)
-        batch, heads, *_ = index.shape
-        grid = _grid(shape, block, batch, heads, rule or masks.everything())
-        if grid.counts[0] != index.shape[2]:
-            raise ValueError(
-                f"shape {tuple(shape)} in blocks of {block} has {grid.counts[0]} row blocks, "
-                f"but kv_indices has {index.shape[2]}"
-            )
-        partial = listed_blocks(count, index, grid.counts[1])
-        full = jnp.zeros_like(partial)
+        block = block_sizes(block)
         if (full_kv_indices is None) != (full_kv_num_blocks is None):
             raise ValueError(
                 "full_kv_num_blocks and full_kv_indices come together, got one of them"
             )
-        if full_kv_indices is not None:
-            full = listed_blocks(
-                jnp.asarray(full_kv_num_blocks), jnp.asarray(full_kv_indices), grid.counts[1]
+        width = jnp.shape(kv_indices)[-1:]
+        nk = -(-shape[1] // block[1]) if shape is not None and len(shape) == 2 else width[0]
+        partial = flex_blocks(kv_num_blocks, kv_indices, nk, "")
+        if shape is None:
+            shape = (partial.shape[2] * block[0], nk * block[1])
+        rule = mask_mod if isinstance(mask_mod, Rule) or mask_mod is None else masks.rule(mask_mod)
+        batch, heads, rows, _ = partial.shape
+        grid = checked_grid(shape, block, batch, heads, rule or masks.everything())
+        if grid.counts[0] != rows:
+            raise ValueError(
+                f"shape {tuple(shape)} in blocks of {block} has {grid.counts[0]} row blocks, "
+                f"but kv_indices has {rows}"
             )
-        capacity = grid.counts[0] * grid.counts[1]
-        lists = lists_from_map(partial | full, full & ~partial, grid, capacity)
-        return _made(lists, None if rule is None else _numbered(rule, grid), grid)
+        full = jnp.zeros_like(partial)
+        if full_kv_indices is not None:
+            full = flex_blocks(full_kv_num_blocks, full_kv_indices, nk, "full_", partial.shape[:3])
+        lists = lists_from_map(partial | full, full & ~partial, grid, rows * grid.counts[1])
+        return _made(lists, None if rule is None else numbered(rule, grid), grid, True)
 
     # ----------------------------------------------------------------------------------- contents
 
@@ -221,8 +228,26 @@ class BlockMask:
 
     @property
     def lists(self) -> Lists:
-        """The arrays alone."""
-        return Lists(self.kv_start, self.kv_count, self.full_count, self.kv_index, self.overflow)
+        """The arrays alone, lists row after row."""
+        mask = self.packed()
+        return Lists(mask.kv_start, mask.kv_count, mask.full_count, mask.kv_index, mask.overflow)
+
+    def packed(self) -> BlockMask:
+        """This mask with lists that lie row after row; itself, unless it was made by hand.
+
+        Lists that are shared by row blocks are copied. M is then the number of blocks that a head
+        lists, or that it could list where the mask is traced.
+        """
+        if self.is_packed:
+            return self
+        grid = self.grid
+        arrays = self.kv_start, self.kv_count, self.full_count, self.kv_index
+        size = grid.counts[0] * grid.counts[1]
+        if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+            size = min(size, max(1, int(np.asarray(self.kv_count).sum(-1).max())))
+        given = Lists._make([*map(jnp.asarray, arrays), self.overflow])
+        lists = repacked(given, grid, size)
+        return _of_lists(lists, self.rule, self.shape, self.block)
 
     def blocks(self) -> Array:
         """Every block's class, int8 [B|1, N|K|1, nq, nk]: 0 empty, 1 partial, 2 full."""
@@ -257,7 +282,7 @@ class BlockMask:
             is_causal = self.rule is not None and self.rule.is_causal
             against = masks.causal() if is_causal else masks.everything()
         grid = self.grid
-        spans = _a_rule(against).spans(grid)
+        spans = a_rule(against).spans(grid)
         if spans is not None:
             lo, hi = (jnp.clip(x, 0, grid.counts[1]) for x in spans[:2])
             allowed = jnp.maximum(hi - lo, 0).astype(jnp.float32).sum() * grid.batch * grid.heads
@@ -279,23 +304,35 @@ class BlockMask:
         rule = self.rule.a if isinstance(self.rule, Swapped) else self.rule and Swapped(self.rule)
         return _of_lists(lists, rule, self.shape[::-1], self.block[::-1])
 
-    def __and__(self, rule: Rule) -> BlockMask:
-        """Narrows the mask: blocks that `rule` empties are dropped, the others reclassified."""
-        if not isinstance(rule, Rule):
+    __array_ufunc__ = None  # NumPy leaves `array & mask` to the mask
+
+    def __and__(self, other: BlockMask | Rule | Array | np.ndarray) -> BlockMask:
+        """Narrows the mask: blocks that `other` empties are dropped, the others reclassified.
+
+        `other` is a rule, a bool array as `masks.array` takes it, or a BlockMask with blocks of the
+        same size.
+        """
+        if isinstance(other, (Array, np.ndarray)):
+            other = masks.array(other)
+        if isinstance(other, BlockMask):
+            return _intersection(self, other)
+        if not isinstance(other, Rule):
             return NotImplemented
         own, grid = self.kv_count.shape[:2], self.grid
-        batch = max(own[0], _carried_sizes(rule)[0])
+        batch = max(own[0], carried_sizes(other)[0])
         for name, size, asked in zip(("batch rows", "heads"), (batch, own[1]), (0, 1), strict=True):
-            if size == 1 and result_sizes(rule, 2, 2, by_number=True)[asked] > 1:
+            if size == 1 and result_sizes(other, 2, 2, by_number=True)[asked] > 1:
                 raise ValueError(
-                    f"{rule} distinguishes {name}, but this mask is shared by all {name}; "
+                    f"{other} distinguishes {name}, but this mask is shared by all {name}; "
                     "build it with BlockMask.from_rule(rule, shape, batch=…, heads=…)"
                 )
         grid = dataclasses.replace(grid, batch=batch)
-        rule = _numbered(rule, grid)
+        rule = numbered(other, grid)
         lists = narrowed(self.lists, rule, grid)
-        both = rule if self.rule is None else self.rule & rule
-        return _of_lists(lists, both, self.shape, self.block)
+        rule = rule if self.rule is None else self.rule & rule
+        return _of_lists(lists, rule, self.shape, self.block)
+
+    __rand__ = __and__  # rule & mask, array & mask
 
     def __getitem__(self, at: tuple[int, int]) -> BlockMask:
         """One batch row and head, `mask[b, n]`; an axis of size 1 takes any index."""
@@ -308,8 +345,9 @@ class BlockMask:
         rule = self.rule
         if rule is not None and result_sizes(rule, max(b + 1, 2), max(n + 1, 2)) != (1, 1):
             rule = Picked(rule, jnp.asarray(b), jnp.asarray(n))
-        picked = (x[index][None, None] for x in self.lists[:4])
-        return _of_lists(Lists._make([*picked, self.overflow]), rule, self.shape, self.block)
+        *arrays, overflow = self.lists
+        picked = (x[index][None, None] for x in arrays)
+        return _of_lists(Lists._make([*picked, overflow]), rule, self.shape, self.block)
 
     def partition_spec(
         self,
@@ -328,7 +366,9 @@ class BlockMask:
         )
         rule = None if self.rule is None else partition_spec(self.rule, batch, heads)
         spec = PartitionSpec(b, n, None)
-        return BlockMask(spec, spec, spec, spec, PartitionSpec(), rule, self.shape, self.block)
+        overflow = None if self.overflow is None else PartitionSpec()
+        specs = BlockMask(spec, spec, spec, spec, overflow, rule, self.shape, self.block)
+        return _marked(specs, self.is_packed)
 
     # ------------------------------------------------------------------------------------ pictures
 
@@ -344,83 +384,75 @@ class BlockMask:
         return draw.plot(self, b, n, axes)
 
 
+# A pytree, but not by register_dataclass: that would call __init__, which makes masks by hand.
+_STATIC = [x.name for x in dataclasses.fields(BlockMask) if x.metadata.get("static")]
+_LEAVES = [x.name for x in dataclasses.fields(BlockMask) if x.name not in _STATIC]
+
+
+def _flatten(mask: BlockMask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves, static = ([getattr(mask, name) for name in names] for names in (_LEAVES, _STATIC))
+    return tuple(leaves), tuple(static)
+
+
+def _flatten_with_keys(mask: BlockMask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves, static = _flatten(mask)
+    return tuple(zip(map(jax.tree_util.GetAttrKey, _LEAVES), leaves, strict=True)), static
+
+
+def _unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> BlockMask:
+    mask = object.__new__(BlockMask)
+    mask.__dict__.update(zip(_LEAVES, leaves, strict=True))
+    mask.__dict__.update(zip(_STATIC, static, strict=True))
+    return mask
+
+
+jax.tree_util.register_pytree_with_keys(BlockMask, _flatten_with_keys, _unflatten, _flatten)
+
+
 def _of_lists(
     lists: Lists, rule: Rule | None, shape: tuple[int, int], block: tuple[int, int]
 ) -> BlockMask:
     start, count, full, index, overflow = lists
-    return BlockMask(start, count, full, index, overflow, rule, shape, block)
+    return _marked(BlockMask(start, count, full, index, overflow, rule, shape, block), True)
 
 
-def _made(lists: Lists, rule: Rule | None, grid: Grid) -> BlockMask:
-    """A BlockMask of these lists; a list that was cut raises, unless it is traced."""
-    if not isinstance(lists.overflow, jax.core.Tracer) and bool(lists.overflow):
+def _marked(mask: BlockMask, is_packed: bool) -> BlockMask:
+    object.__setattr__(mask, "is_packed", is_packed)
+    return mask
+
+
+def _made(lists: Lists, rule: Rule | None, grid: Grid, holds_all: bool) -> BlockMask:
+    """A BlockMask of these lists; a list that was cut raises, unless it is traced.
+
+    holds_all: the capacity is an upper bound, so that no list can be cut.
+    """
+    is_known = not isinstance(lists.overflow, jax.core.Tracer)
+    if is_known and not holds_all and bool(lists.overflow):
         needed = int(jnp.max(lists.kv_start[..., -1] + lists.kv_count[..., -1]))
         raise ValueError(
             f"capacity {lists.kv_index.shape[-1]} is too small: a head lists {needed} blocks; "
             "raise capacity or leave it out"
         )
+    if is_known or holds_all:
+        lists = lists._replace(overflow=None)
     return _of_lists(cut_to_capacity(lists), rule, grid.shape, grid.block)
 
 
-# ------------------------------------------------------------------------------------------- checks
-
-
-def _a_rule(rule: Any) -> Rule:
-    if not isinstance(rule, Rule):
-        raise TypeError(
-            f"rule must be a rule of xsake.masks, got {type(rule).__name__}; "
-            "masks.rule(fn) wraps a function and masks.array(mask) a bool array"
+def _intersection(one: BlockMask, two: BlockMask) -> BlockMask:
+    """What both masks allow."""
+    if (one.shape, one.block) != (two.shape, two.block):
+        raise ValueError(
+            f"mask & mask needs equal shapes and blocks, got {one.shape} in blocks of {one.block} "
+            f"and {two.shape} in blocks of {two.block}; build both with the same block"
         )
-    return rule
-
-
-def _block(block: Any) -> tuple[int, int]:
-    pair = (block, block) if isinstance(block, (int, np.integer)) else tuple(block)
-    if len(pair) != 2 or any(not isinstance(x, (int, np.integer)) or x < 1 for x in pair):
-        raise ValueError(f"block must be a positive number or (block_q, block_k), got {block!r}")
-    return int(pair[0]), int(pair[1])
-
-
-def _grid(shape: Any, block: Any, batch: int, heads: int, rule: Rule) -> Grid:
-    """The checked grid; a batch or heads of 1 are widened to the sizes of the rule's arrays."""
-    shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
-    if len(shape) != 2 or any(not isinstance(x, (int, np.integer)) or x < 1 for x in shape):
-        raise ValueError(f"shape must be (T, S), two positive lengths, got {shape!r}")
-    rows, own_heads = _carried_sizes(rule)
-    batch, heads = rows if batch == 1 else batch, own_heads if heads == 1 else heads
-    return Grid((int(shape[0]), int(shape[1])), _block(block), batch, heads)
-
-
-def _checked_capacity(capacity: Any) -> int:
-    if not isinstance(capacity, (int, np.integer)) or capacity < 1:
-        raise ValueError(f"capacity must be a positive number of blocks, got {capacity!r}")
-    return int(capacity)
-
-
-def _capacity(rule: Rule, grid: Grid) -> int:
-    """Blocks that one head can list at most, whatever the rule's data: so that M is static."""
-    bound = rule.upper_bound()
-    with jax.ensure_compile_time_eval():
-        spans = bound.spans(grid)
-        if spans is not None:
-            lo, hi = (np.clip(np.asarray(x), 0, grid.counts[1]) for x in spans[:2])
-            return max(1, int(np.maximum(hi - lo, 0).sum()))
-        live = np.broadcast_to(bound.classify(grid)[0], (1, 1, *grid.counts))
-    return max(1, int(live.sum((-2, -1)).max()))
-
-
-def _carried_sizes(rule: Rule) -> tuple[int, int]:
-    """(batch rows, heads) of the arrays that a rule carries, 1 if they have no such axis."""
-    sizes = [dict(zip(axes, shape, strict=True)) for _, axes, shape in carried(rule)]
-    batch, heads = (max((size.get(axis, 1) for size in sizes), default=1) for axis in "bn")
-    return batch, heads
-
-
-def _numbered(rule: Rule, grid: Grid) -> Rule:
-    """The rule, checked, with arrays of global batch rows and heads if it depends on them."""
-    check_fits(rule, grid.batch, grid.heads, *grid.shape)
-    batch, heads = result_sizes(rule, grid.batch, grid.heads, by_number=True)
-    if batch == heads == 1:
-        return rule
-    b, n = (jnp.arange(size, dtype=jnp.int32) if size > 1 else None for size in (batch, heads))
-    return masks.numbered(rule, b, n)
+    sizes = zip(one.kv_count.shape[:2], two.kv_count.shape[:2], strict=True)
+    (batch, fewer), (heads, groups) = ((max(x), min(x)) for x in sizes)
+    if fewer not in (1, batch) or heads % groups:
+        raise ValueError(
+            f"mask & mask needs batch rows and heads that fit, got {one.kv_count.shape[:2]} and "
+            f"{two.kv_count.shape[:2]}"
+        )
+    grid = Grid(one.shape, one.block, batch, heads)
+    rules = [mask.rule for mask in (one, two) if mask.rule is not None]
+    rule = combine(rules) if rules else None
+    return _of_lists(both(one.lists, two.lists, grid), rule, one.shape, one.block)

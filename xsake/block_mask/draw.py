@@ -24,7 +24,13 @@ def title(mask: BlockMask) -> str:
     (T, S), (bq, bk) = mask.shape, mask.block
     lead = " × ".join(map(str, mask.kv_count.shape[:2]))
     rule = "" if mask.rule is None else f", {mask.rule}"
-    return f"BlockMask({lead} × {T} × {S} tokens, blocks {bq} × {bk}{rule})"
+    words = f"BlockMask({lead} × {T} × {S} tokens, blocks {bq} × {bk}{rule})"
+    if mask.overflow is None or isinstance(mask.overflow, jax.core.Tracer) or not mask.overflow:
+        return words
+    return (
+        f"OVERFLOW: lists were cut at the capacity of {mask.kv_index.shape[-1]} blocks, and "
+        f"attention with this mask is NaN; raise capacity\n{words}"
+    )
 
 
 def text(mask: BlockMask) -> str:
@@ -34,8 +40,16 @@ def text(mask: BlockMask) -> str:
     step = max(1, -(-max(mask.grid.counts) // MAX_ROWS))
     rows = [" ".join(marks) for marks in _marks(mask, step)]
     thinned = "" if step == 1 else f", each mark {step} × {step} blocks"
-    density = f"density {float(mask.density()):.3f}{thinned}; ■ full ◪ partial · empty"
-    return "\n".join([title(mask), density, *rows])
+    is_causal = mask.rule is not None and mask.rule.is_causal
+    of = "the causal blocks" if is_causal else "all blocks"
+    density = f"density {float(mask.density()):.3f} of {of}{thinned}; ■ full ◪ partial · empty"
+    return "\n".join([title(mask), density, *_which_head(mask), *rows])
+
+
+def _which_head(mask: BlockMask) -> list[str]:
+    """A line that names the head that is drawn, where there are several."""
+    batch, heads = mask.kv_count.shape[:2]
+    return [f"batch row 0 of {batch}, head 0 of {heads}:"] if batch * heads > 1 else []
 
 
 def plot(mask: BlockMask, b: int = 0, n: int = 0, axes: Axes | None = None) -> Axes:

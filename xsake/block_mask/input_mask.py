@@ -20,6 +20,7 @@ from jax import Array
 
 from xsake import masks
 from xsake.block_mask import BlockMask
+from xsake.masks.integers import int_array
 from xsake.masks.rule import Leaf, Rule
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def as_input_mask(
 
 def document_rule(segment_ids: Any, T: int, first: Any = None) -> Rule:
     """`masks.documents` of segment_ids [B, S] for all queries, or for T of them from `first` on."""
-    ids = jnp.asarray(segment_ids)
+    ids = int_array("segment_ids", segment_ids, 2)
     if first is None:
         return masks.documents(ids)
     return masks.documents(jnp.take(ids, first + jnp.arange(T), axis=1, mode="clip"), ids)

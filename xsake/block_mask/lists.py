@@ -6,13 +6,14 @@ Every function is pure, runs under jit and has static sizes; `capacity` is M, kv
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake.masks.integers import integers
 from xsake.masks.rule import Grid, Rule, Spans
 
 
@@ -23,7 +24,7 @@ class Lists(NamedTuple):
     kv_count: Array
     full_count: Array
     kv_index: Array
-    overflow: Array
+    overflow: Array | None  # None: no list can have been cut
 
 
 def cut_to_capacity(lists: Lists) -> Lists:
@@ -88,7 +89,7 @@ def transposed_by_counting(
 
     Lists (start, count, full [nq], index [M]) of distinct blocks become those of nk columns.
     """
-    rank = jnp.arange(n_columns, dtype=jnp.int32)
+    rank = jnp.arange(n_columns, dtype=jnp.int32)[None]
     column = index.at[start[:, None] + rank].get(mode="clip")
     column = jnp.where(rank < count[:, None], column, n_columns)  # dropped
     # one int32 counts full blocks in its lower 16 bits and partial ones in its upper 16
@@ -99,8 +100,8 @@ def transposed_by_counting(
     full_count, partial_count = seen[-1] & 0xFFFF, seen[-1] >> 16
     by_column = starts_of(full_count + partial_count)
     before = seen - units
-    rank = jnp.where(units == 1, before & 0xFFFF, full_count + (before >> 16))
-    offset = jnp.where(units > 0, by_column + rank, index.shape[0])  # dropped
+    rank = jnp.where(units == 1, before & 0xFFFF, full_count[None] + (before >> 16))
+    offset = jnp.where(units > 0, by_column[None] + rank, index.shape[0])  # dropped
     rows = jnp.zeros_like(index).at[offset].set(row, mode="drop")
     return by_column, full_count + partial_count, full_count, rows
 
@@ -115,6 +116,42 @@ def block_map(lists: Lists, nq: int, nk: int) -> Array:
         return flat.reshape(nq, nk)
 
     return jax.vmap(jax.vmap(one))(*entries_of(lists))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def repacked(lists: Lists, grid: Grid, capacity: int) -> Lists:
+    """Lists in any order, shared by rows or not, as lists of their own, row after row."""
+    nq, nk = grid.counts
+    rank = jnp.arange(nk, dtype=jnp.int32)
+
+    def one(start: Array, count: Array, full: Array, index: Array) -> Array:
+        offset = start[:, None] + rank[None]
+        column = index.at[offset].get(mode="fill", fill_value=nk)
+        listed = (rank[None] < count[:, None]) & (offset >= 0) & (column >= 0)
+        row = jnp.arange(nq, dtype=jnp.int32)[:, None]
+        kind = jnp.where(rank[None] < full[:, None], 2, 1).astype(jnp.int8)
+        # a block that a row lists twice is visited once
+        empty = jnp.zeros((nq, nk), jnp.int8)
+        return empty.at[row, jnp.where(listed, column, nk)].max(kind, mode="drop")
+
+    classes = jax.vmap(jax.vmap(one))(*lists[:4])
+    packed = lists_from_map(classes > 0, classes == 2, grid, capacity)
+    return packed._replace(overflow=lists.overflow)
+
+
+def both(one: Lists, two: Lists, grid: Grid) -> Lists:
+    """The blocks that two masks of the grid's batch and heads list, full where both are full."""
+
+    def classes(lists: Lists) -> Array:
+        found = block_map(lists, *grid.counts)
+        return jnp.repeat(found, grid.heads // found.shape[1], axis=1)
+
+    live = jnp.minimum(classes(one), classes(two))
+    capacity = min(one.kv_index.shape[-1], two.kv_index.shape[-1])
+    flags = [x.overflow for x in (one, two) if x.overflow is not None]
+    packed = lists_from_map(live > 0, live == 2, grid, capacity)
+    overflow = functools.reduce(jnp.logical_or, flags) if flags else None
+    return packed._replace(overflow=overflow)
 
 
 def lists_from_spans(spans: Spans, grid: Grid, capacity: int) -> Lists:
@@ -148,7 +185,7 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
     lead = np.broadcast_shapes(live.shape, full.shape)[:2]
     live, full = (jnp.broadcast_to(x, (*lead, nq, nk)) for x in (live, full))
     whole = jnp.arange(nk) < grid.shape[1] // grid.block[1]  # a block past S is partial
-    full = full & live & whole
+    full = full & live & whole[None, None, None]
     full_count, count = (x.sum(-1, dtype=jnp.int32) for x in (full, live))
     start = starts_of(count)
 
@@ -214,8 +251,30 @@ def classes_at(rule: Rule, grid: Grid, rows: Array, columns: Array) -> tuple[Arr
     return tuple(jnp.broadcast_to(x, size)[b, n, rows, columns] for x in rule.classify(grid))  # type: ignore[return-value]
 
 
-def listed_blocks(count: Array, index: Array, nk: int) -> Array:
-    """FlexAttention's padded lists as bool [B, H, Tb, nk]."""
-    named = jnp.arange(index.shape[-1]) < count[..., None]
-    hits = (index[..., None] == jnp.arange(nk)) & named[..., None]
-    return hits.any(-2)
+def flex_blocks(
+    counts: Any, indices: Any, nk: int, kind: str, lead: tuple[int, ...] | None = None
+) -> Array:
+    """FlexAttention's counts [B, H, Tb] and padded lists [B, H, Tb, _] as bool [B, H, Tb, nk].
+
+    kind: "" or "full_", for messages. lead: the [B, H, Tb] that the arrays must have.
+    """
+    names = f"{kind}kv_num_blocks", f"{kind}kv_indices"
+    count, index = (integers(name, x) for name, x in zip(names, (counts, indices), strict=True))
+    if index.ndim != 4 or count.shape != index.shape[:3] or lead not in (None, count.shape):
+        wanted = "[B, H, Tb]" if lead is None else list(lead)
+        raise ValueError(
+            f"{names[0]} must be {wanted} and {names[1]} the same with one more axis, "
+            f"got {list(count.shape)} and {list(index.shape)}"
+        )
+    named = jnp.arange(index.shape[-1])[None, None, None] < count[..., None]
+    if not any(isinstance(x, jax.core.Tracer) for x in (count, index)):
+        listed = np.asarray(index)[np.asarray(named)]
+        for name, values, most in (
+            (names[0], np.asarray(count), index.shape[-1]),
+            (names[1], listed, nk - 1),
+        ):
+            if values.size and not 0 <= values.min() <= values.max() <= most:
+                wrong = values[(values < 0) | (values > most)].flat[0]
+                raise ValueError(f"{name} must be from 0 to {most}, got {wrong}")
+    numbers = jnp.arange(nk).reshape(1, 1, 1, 1, nk)
+    return ((index[..., None] == numbers) & named[..., None]).any(-2)

@@ -6,25 +6,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int
 
+from xsake.masks.integers import int_array, uncut
 from xsake.masks.positional import first
-from xsake.masks.rule import (
-    EVERYTHING,
-    INT_MAX,
-    Grid,
-    Leaf,
-    Rule,
-    Tokens,
-    carries_data,
-    cut,
-    int_array,
-    leaf,
-)
+from xsake.masks.rule import EVERYTHING, Grid, Leaf, Rule, Tokens, carries_data, cut, leaf
 
 
 @carries_data
@@ -65,7 +56,7 @@ class Lengths(Rule):
     axes = {"query": ("b",), "key_value": ("b",)}
 
     def allows(self, tokens: Tokens) -> Array:
-        real = jnp.ones((1, 1), bool)
+        real = jnp.ones((), bool)
         if self.query is not None:
             real = real & (tokens.q_index < self.query[tokens.b_index])
         if self.key_value is not None:
@@ -118,7 +109,8 @@ class Documents(Rule):
         def summary(ids: Array, block: int) -> tuple[Array, Array, Array]:
             ids = cut(ids, block, -1, -1)
             real = ids >= 0
-            lo = jnp.where(real, ids, INT_MAX).min(-1)  # an empty block: lo > hi, overlaps nothing
+            # an empty block has lo > hi: it overlaps nothing
+            lo = jnp.where(real, ids, jnp.iinfo(ids.dtype).max).min(-1)
             return lo, ids.max(-1), real.all(-1)
 
         q_lo, q_hi, q_whole = (x[:, None, :, None] for x in summary(self.q_ids, grid.block[0]))
@@ -200,7 +192,27 @@ class Custom(Rule):
 
     def allows(self, tokens: Tokens) -> Array:
         at = tokens[:4] if self.function.reads == "positions" else tokens[4:]
-        return self.function.fn(*at, *self.arrays)
+        try:
+            found = self.function.fn(*at, *self.arrays)
+        except (jax.errors.TracerBoolConversionError, ValueError) as error:
+            if isinstance(error, ValueError) and "truth value of an array" not in str(error):
+                raise
+            raise TypeError(
+                f"{self} asks whether an array is true, with `if`, `and`, `or` or `not`; "
+                "combine conditions with & | ~ and choose with jnp.where"
+            ) from error
+        return self._bools(found)
+
+    def _bools(self, found: Any) -> Any:
+        """Integers other than 0 are true; combined bit by bit, 1 & 2 would be 0."""
+        if found is None:
+            raise TypeError(f"{self} returned None; it must return bools")
+        dtype = jnp.result_type(found)
+        if dtype == jnp.bool_:
+            return found
+        if jnp.issubdtype(dtype, jnp.integer):
+            return found != 0
+        raise TypeError(f"{self} returned {dtype}; it must return bools, such as q - k < 100")
 
     def upper_bound(self) -> Rule:
         return EVERYTHING
@@ -229,6 +241,7 @@ def rule(fn: Callable[..., Any], *arrays: ArrayLike, reads: str | None = None) -
 
     Args:
       fn: e.g. `lambda b, n, q, k: q - k < 100 * (n + 1)`; FlexAttention's mask_mod has this form.
+        Conditions are combined with & | ~. Integers other than 0 count as True.
       *arrays: what fn reads; they may be traced, and change without a recompile.
       reads: "positions": q and k are positions, b and n global; "indices": all four are local
         indices into this call's arrays. Default: "indices" if arrays are given, else "positions".
@@ -238,7 +251,7 @@ def rule(fn: Callable[..., Any], *arrays: ArrayLike, reads: str | None = None) -
     reads = reads or ("indices" if arrays else "positions")
     if reads not in ("positions", "indices"):
         raise ValueError(f'reads must be "positions" or "indices", got {reads!r}')
-    return Custom(_Function(fn, reads), tuple(map(jnp.asarray, arrays)))
+    return Custom(_Function(fn, reads), tuple(uncut("a rule's array", x) for x in arrays))
 
 
 @carries_data

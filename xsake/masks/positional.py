@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 import jax.numpy as jnp
 from jax import Array
 
+from xsake.masks.integers import minus, size_of
 from xsake.masks.rule import (
     EVERYTHING,
     Grid,
@@ -16,7 +17,6 @@ from xsake.masks.rule import (
     classify_by_tokens,
     index_range,
     plain,
-    size_of,
 )
 
 
@@ -35,33 +35,37 @@ class Window(Rule):
     def allows(self, tokens: Tokens) -> Array:
         sides = []
         if self.left is not None:
-            sides.append(tokens.k >= tokens.q - self.left)
+            sides.append(tokens.k >= minus(tokens.q, self.left))
         if self.right is not None:
-            sides.append(tokens.k <= tokens.q + self.right)
+            sides.append(minus(tokens.k, self.right) <= tokens.q)
         return sides[0] & sides[-1]
 
     def classify(self, grid: Grid) -> tuple[Array, Array]:
         (q_lo, q_hi), (k_lo, k_hi) = grid.q_range(), grid.k_range()
         live = full = jnp.ones((1, 1, *grid.counts), bool)
         if self.left is not None:
-            live, full = live & (k_hi >= q_lo - self.left), full & (k_lo >= q_hi - self.left)
+            live = live & (k_hi >= minus(q_lo, self.left))
+            full = full & (k_lo >= minus(q_hi, self.left))
         if self.right is not None:
-            live, full = live & (k_lo <= q_hi + self.right), full & (k_hi <= q_lo + self.right)
+            live = live & (minus(k_lo, self.right) <= q_hi)
+            full = full & (minus(k_hi, self.right) <= q_lo)
         return live, full
 
     def spans(self, grid: Grid) -> Spans | None:
-        bk, nk = grid.block[1], grid.counts[1]
-        q_lo, q_hi = index_range(grid.shape[0], grid.block[0])
+        (T, S), bk, nk = grid.shape, grid.block[1], grid.counts[1]
+        q_lo, q_hi = index_range(T, grid.block[0])
         live_lo = full_lo = jnp.zeros_like(q_lo)
         live_hi = full_hi = jnp.full_like(q_lo, nk)
         if self.left is not None:
+            left = min(self.left, T)  # a wider window shows no more, and sums do not wrap
             # the block that holds the first key seen by any query; past S there is none
-            live_lo = jnp.where(q_lo - self.left < grid.shape[1], (q_lo - self.left) // bk, nk)
+            live_lo = jnp.where(q_lo - left < S, (q_lo - left) // bk, nk)
             # the first kv block whose first key every query of the row block sees
-            full_lo = -((self.left - q_hi) // bk)
+            full_lo = -((left - q_hi) // bk)
         if self.right is not None:
-            live_hi = (q_hi + self.right) // bk + 1
-            full_hi = (q_lo + self.right + 1) // bk
+            right = min(self.right, S)
+            live_hi = (q_hi + right) // bk + 1
+            full_hi = (q_lo + right + 1) // bk
         return Spans(live_lo, live_hi, full_lo, full_hi)
 
     @property
@@ -121,16 +125,16 @@ class Chunked(Rule):
         return live, (q_lo == q_hi) & (k_lo == k_hi) & (q_lo == k_lo)
 
     def spans(self, grid: Grid) -> Spans | None:
-        bk = grid.block[1]
+        bk, size = grid.block[1], min(self.size, max(grid.shape))  # so that products do not wrap
         q_lo, q_hi = index_range(grid.shape[0], grid.block[0])
-        first, last = q_lo // self.size, q_hi // self.size
-        live_hi = -(-jnp.minimum((last + 1) * self.size, grid.shape[1]) // bk)
-        full_lo = -(-(first * self.size) // bk)
-        full_hi = jnp.where(first == last, (first + 1) * self.size // bk, full_lo)
+        first, last = q_lo // size, q_hi // size
+        live_hi = -(-jnp.minimum((last + 1) * size, grid.shape[1]) // bk)
+        full_lo = -(-(first * size) // bk)
+        full_hi = jnp.where(first == last, (first + 1) * size // bk, full_lo)
         # the last block may be cut at S inside the chunk: all tokens that it has are allowed
-        ends = (first == last) & ((first + 1) * self.size >= grid.shape[1])
+        ends = (first == last) & ((first + 1) * size >= grid.shape[1])
         full_hi = jnp.where(ends, grid.counts[1], full_hi)
-        begins = first * self.size
+        begins = first * size
         live_lo = jnp.where(begins < grid.shape[1], begins // bk, grid.counts[1])
         return Spans(live_lo, live_hi, full_lo, full_hi)
 
@@ -180,13 +184,20 @@ class Strided(Rule):
     stride: int
 
     def allows(self, tokens: Tokens) -> Array:
-        return (tokens.q - tokens.k) % self.stride == 0
+        return tokens.q % self.stride == tokens.k % self.stride  # q - k could wrap
 
     def classify(self, grid: Grid) -> tuple[Array, Array]:
+        if self.stride == 1:
+            return EVERYTHING.classify(grid)
         (q_lo, q_hi), (k_lo, k_hi) = grid.q_range(), grid.k_range()
-        nearest, farthest = q_lo - k_hi, q_hi - k_lo  # q - k takes every value between
-        live = farthest // self.stride * self.stride >= nearest
-        return live, live & ((nearest == farthest) | (self.stride == 1))
+        # q - k takes every value from q_lo - k_hi to q_hi - k_lo: is one a multiple of the stride?
+        # Differences of quotients and of rests do not wrap round, unlike those of positions.
+        largest = q_hi // self.stride - k_lo // self.stride
+        largest = largest - (q_hi % self.stride < k_lo % self.stride)
+        smallest = q_lo // self.stride - k_hi // self.stride
+        smallest = smallest + (q_lo % self.stride > k_hi % self.stride)
+        live = largest >= smallest
+        return live, live & (q_lo == q_hi) & (k_lo == k_hi)
 
     def __str__(self) -> str:
         return f"strided({self.stride})"
@@ -201,7 +212,10 @@ def dilated(window: Side | tuple[Side, Side], dilation: int) -> Rule:
     """A window with gaps: keys q + t·dilation for t from -left to right."""
     left, right = window_sides(window, SAME)
     step = size_of("dilation", dilation, 1)
-    reach = [None if side is None else side * step for side in (left, right)]
+    reach = [
+        None if side is None else size_of(f"window {side} · dilation {step}", side * step, 0)
+        for side in (left, right)
+    ]
     return _window_rule(*reach) & strided(step)
 
 
@@ -276,7 +290,7 @@ def random(density: float, seed: int = 0, block: int = 64) -> Rule:
     """
     if not 0 <= density <= 1:
         raise ValueError(f"random density must be from 0 to 1, got {density!r}")
-    return Random(float(density), size_of("seed", seed, 0), size_of("random block", block, 1))
+    return Random(float(density), size_of("seed", seed, 0, None), size_of("random block", block, 1))
 
 
 def longformer(window: Side | tuple[Side, Side], n_global: int) -> Rule:

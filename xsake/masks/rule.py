@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from xsake.masks.integers import integers
+
 # An Array. Typed Any because JAX puts other objects there while it rebuilds a pytree.
 Leaf = Any
 T = TypeVar("T")
-
-INT_MAX = np.iinfo(np.int32).max
 
 
 class Tokens(NamedTuple):
@@ -156,23 +156,41 @@ class Rule:
 
     def __call__(self, b: Any, n: Any, q: Any, k: Any) -> Array:
         """Whether query q of head n in batch row b sees key k; indices are positions here."""
-        return jnp.asarray(self.allows(Tokens.at(*map(jnp.asarray, (b, n, q, k)))))
+        given = zip("bnqk", (b, n, q, k), strict=True)
+        return jnp.asarray(self.allows(Tokens.at(*(integers(name, x) for name, x in given))))
 
-    def __and__(self, other: Rule) -> Rule:
+    __array_ufunc__ = None  # NumPy leaves `array & rule` to the rule
+
+    def __and__(self, other: Rule | Array | np.ndarray) -> Rule:
+        """Both rules; a bool array is taken as `masks.array` takes it."""
+        other = _as_rule(other)
         if not isinstance(other, Rule):
             return NotImplemented
         if other == EVERYTHING:
             return self
         return other if self == EVERYTHING else And(self, other)
 
-    def __or__(self, other: Rule) -> Rule:
+    def __or__(self, other: Rule | Array | np.ndarray) -> Rule:
+        """Either rule; a bool array is taken as `masks.array` takes it."""
+        other = _as_rule(other)
         return Or(self, other) if isinstance(other, Rule) else NotImplemented
+
+    __rand__, __ror__ = __and__, __or__  # array & rule
 
     def __invert__(self) -> Rule:
         return Not(self)
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _as_rule(x: Any) -> Any:
+    """A rule of a token mask; anything else as it is."""
+    if isinstance(x, (jax.Array, np.ndarray)):
+        from xsake.masks.carrying import array  # which imports this module
+
+        return array(x)
+    return x
 
 
 # ------------------------------------------------------------------------------------------ pieces
@@ -196,8 +214,9 @@ def cut(values: Array, block: int, axis: int, fill: Any) -> Array:
 
 def value_range(values: Array, block: int) -> tuple[Array, Array]:
     """Smallest and largest value of every block of the last axis."""
-    lo = cut(values, block, -1, INT_MAX).min(-1)
-    return lo, cut(values, block, -1, -INT_MAX).max(-1)
+    ends = jnp.iinfo(values.dtype)
+    lo = cut(values, block, -1, ends.max).min(-1)
+    return lo, cut(values, block, -1, ends.min).max(-1)
 
 
 def classify_by_tokens(rule: Rule, grid: Grid) -> tuple[Array, Array]:
@@ -242,31 +261,12 @@ def leaf() -> Any:
     return dataclasses.field(metadata={"leaf": True})
 
 
-def size_of(name: str, value: Any, least: int) -> int:
-    """A whole number of at least `least`, or an error that names it."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return int(value)
-
-
-def int_array(name: str, values: Any, ndim: int) -> Array:
-    """An integer array of `ndim` axes, a missing leading axis added."""
-    out = jnp.asarray(values)
-    if not jnp.issubdtype(out.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {out.dtype}")
-    if out.ndim == ndim - 1:
-        out = out[None]
-    if out.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} axes, got shape {out.shape}")
-    return out.astype(jnp.int32)
-
-
 @plain
 class Everything(Rule):
     """Every query sees every key."""
 
     def allows(self, tokens: Tokens) -> Array:
-        return jnp.ones((1, 1), bool)
+        return jnp.ones((), bool)
 
     def classify(self, grid: Grid) -> tuple[Array, Array]:
         yes = jnp.ones((1, 1, *grid.counts), bool)

@@ -39,7 +39,14 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from xsake import _jax
-from xsake.backends import Call, Sizes, first_order_only, kernel_rule, unaliased
+from xsake.backends import (
+    Call,
+    Sizes,
+    first_order_only,
+    kernel_rule,
+    reverse_only,
+    unaliased,
+)
 from xsake.backends.hopper import limits, tilings
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
@@ -65,7 +72,7 @@ def why_not(call: Call) -> str | None:
 def forward(call: Call) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
     settings = Settings(float(call.scale), call.soft_cap, call.options)
-    q, k, v = map(_pad_head, (call.q, call.k, call.v))
+    q, k, v = map(_pad_head, reverse_only("hopper", call.q, call.k, call.v))
     out, logsumexp = _attention(settings, q, k, v, call.mask)
     return out[..., : call.sizes.Hv], logsumexp
 

@@ -33,7 +33,7 @@ import jax
 from jax import Array
 
 from xsake import _jax
-from xsake.backends import Call, Sizes, first_order_only
+from xsake.backends import Call, Sizes, first_order_only, reverse_only
 from xsake.backends.xla import cpu_jax_0_10, output
 from xsake.backends.xla.bias import BiasBlocks, has_own_bias
 from xsake.backends.xla.chunks import device_steps
@@ -62,7 +62,8 @@ def forward(call: Call) -> tuple[Array, Array]:
     pairs = sizes.B * sizes.N * mask.kv_index.shape[-1] * math.prod(mask.block)
     steps = options.xla or device_steps(_jax.platform(), options.deterministic, mask.block, pairs)
     settings = Settings(float(call.scale), call.soft_cap, steps)
-    return _attention(settings, call.q, call.k, call.v, call.bias, call.mask)
+    q, k, v, bias = reverse_only("xla", call.q, call.k, call.v, call.bias)
+    return _attention(settings, q, k, v, bias, call.mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -69,9 +69,13 @@ def take(x: Array, b: Array, tokens: Array, n: Array, past: float | None = None)
     return x.at[at].get(mode="clip") if past is None else x.at[at].get(mode="fill", fill_value=past)
 
 
-def zeros(sizes: Sizes, length: int, block: int, size: int, dtype: Any) -> Array:
-    """Zeros that blocks are written or added to: [B, length rounded up to blocks, N, size]."""
-    return jnp.zeros((sizes.B, length + -length % block, sizes.N, size), dtype)
+def zeros(sizes: Sizes, length: int, block: int, size: int, dtype: Any, like: Array) -> Array:
+    """Zeros that blocks are written or added to: [B, length rounded up to blocks, N, size].
+
+    Inside `jax.shard_map` they vary as `like` does.
+    """
+    nothing = jnp.zeros((sizes.B, length + -length % block, sizes.N, size), dtype)
+    return _jax.vary(nothing, _jax.varying_axes(like))
 
 
 _WINDOWS = lax.ScatterDimensionNumbers(
@@ -153,7 +157,8 @@ class Visit(NamedTuple):
 
 
 def _tokens(block_numbers: Array, block: int) -> Array:
-    return (block_numbers[:, :, None] * block + jnp.arange(block)).reshape(len(block_numbers), -1)
+    tokens = block_numbers[:, :, None] * block + jnp.arange(block)[None, None]
+    return tokens.reshape(len(block_numbers), -1)
 
 
 @jax.tree_util.register_dataclass

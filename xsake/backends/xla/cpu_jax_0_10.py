@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from xsake import _jax
 from xsake.backends import Sizes, accumulator, list_index
 from xsake.backends.xla.chunks import Visit
 from xsake.backends.xla.output import Inputs, Online, masked, update
@@ -81,6 +82,7 @@ def visit_chains(inputs: Inputs) -> tuple[Array, Array]:
         jnp.zeros((count, bq), dtype),
         jnp.zeros((count, bq, Hv), dtype),
     )
+    nothing = _jax.vary(nothing, _jax.varying_axes(q))
     rows, made = _loop(mask, sizes, chains, step, nothing)
     out, lse = rows._replace(l=_keep_alive(rows.l, made)).result()
     blocks = mask.kv_count.shape[2]
@@ -170,6 +172,7 @@ def _loop(
         body = functools.partial(take_step, visits=visits, begins=begins, needs_rule=needs_rule)
         _, made = jax.eval_shape(body, length, (state, None))
         made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+        made = _jax.vary(made, _jax.varying_axes(*jax.tree.leaves(state)))
         state, made = lax.fori_loop(0, length, body, (state, made))
         all_made.append(made)
     return state, all_made

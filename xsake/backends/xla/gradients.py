@@ -161,9 +161,9 @@ def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | No
             put(dv_done, chunk, jnp.where(some, sums.dv, 0)),
         ), None
 
-    dq = None if settings.steps.dq_by_rows else zeros(sizes, T, bq, H, dtype)
-    dbias = None if biases is None else jnp.zeros(biases.padded.shape, dtype)
-    nothing: Any = dq, dbias, *(zeros(sizes, S, bk, size, dtype) for size in (H, Hv))
+    dq = None if settings.steps.dq_by_rows else zeros(sizes, T, bq, H, dtype, given.q)
+    dbias = None if biases is None else jnp.zeros_like(biases.padded, dtype)
+    nothing: Any = dq, dbias, *(zeros(sizes, S, bk, size, dtype, given.q) for size in (H, Hv))
     (dq, dbias, *by_head), _ = lax.scan(column_chunk, nothing, order)
     # dk and dv of a kv head are the sums over its query heads
     dk, dv = (x[:, :S].reshape(B, S, K, N // K, -1).sum(3) for x in by_head)
@@ -211,5 +211,5 @@ def _dq_by_rows(given: Given) -> Array:
         some = (chunk.count > 0)[:, None, None]
         return put(done, chunk, jnp.where(some, dq * settings.scale, 0)), None
 
-    nothing = zeros(sizes, sizes.T, bq, sizes.H, dtype)
+    nothing = zeros(sizes, sizes.T, bq, sizes.H, dtype, given.q)
     return lax.scan(rows, nothing, order)[0][:, : sizes.T]

@@ -96,7 +96,7 @@ def visit_chunks(inputs: Inputs) -> tuple[Array, Array]:
             done = tuple(put(x, chunk, blocks) for x, blocks in zip(done, found, strict=True))
         return done, None
 
-    nothing = tuple(zeros(sizes, T, bq, size, dtype) for size in (Hv, 1))
+    nothing = tuple(zeros(sizes, T, bq, size, dtype, q) for size in (Hv, 1))
     done: Any
     done, _ = lax.scan(put_rows, nothing, order)
     out, lse = done
