@@ -53,7 +53,7 @@ def demo(
     density: float = 0.43,
     low_density: float = 0.2,
     calibration: int = 4,
-    documents: int = 10,
+    documents: int = 8,
     steps: int = 60,
 ) -> None:
     """Calibrates the shipped model, compares HADS with fixed patterns, trains a tiny model.
