@@ -1,11 +1,12 @@
-"""Every measured number in README and docs comes from a result file."""
+"""Every measured number in README and docs comes from a result file; links lead somewhere."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-from tools import tables
+from tools import api, tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,3 +38,15 @@ def test_a_hand_written_number_is_detected():
     page = "<!-- table hopper hopper-2026-11-17.json -->\n999 TFLOP/s\n<!-- end -->"
     assert "999" not in tables.fill(page, ROOT / "benchmarks" / "results")
     assert not tables.without_tables(page)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_and_figures_lead_to_files_of_the_repository(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [x for x in targets if "://" not in x and not (page.parent / x).exists()]
+    assert not missing, f"{page.name} links to {missing}, which do not exist"
+
+
+@pytest.mark.parametrize("module", [x for x in api.MODULES if not x.startswith("!")])
+def test_the_api_reference_names_modules_that_exist(module):
+    assert importlib.util.find_spec(module) is not None
