@@ -96,7 +96,7 @@ def demo(
     with _part(f"3. Plan: heads share {density:.0%} of all blocks; a dark head keeps more of its"):
         plan = _plan(profile, density)
         plan.save(plans / "plan.safetensors")
-        console.print(str(plan))
+        console.print(str(plan), soft_wrap=True)
     held_out = cut(shipped.HELD_OUT_TEXT, documents)
     with _part(
         f"4. Compare with fixed patterns on {documents} × {LENGTH:,} tokens of Moby-Dick, which "
