@@ -1,13 +1,14 @@
-"""Every measured number in README and docs comes from a result file."""
+"""Every measured number in README and docs comes from a result file; links lead somewhere."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tools import tables
+from tools import api, tables
 
 ROOT = Path(__file__).parent.parent
+ENDS = (".py", "/__init__.py")  # of a module, of a package
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A number with a unit of measurement. Configured sizes (tokens, heads, bytes of an argument) and
 # ratios in definitions are exempt.
@@ -37,3 +38,16 @@ def test_a_hand_written_number_is_detected():
     page = "<!-- table hopper hopper-2026-11-17.json -->\n999 TFLOP/s\n<!-- end -->"
     assert "999" not in tables.fill(page, ROOT / "benchmarks" / "results")
     assert not tables.without_tables(page)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_and_figures_lead_to_files_of_the_repository(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [x for x in targets if "://" not in x and not (page.parent / x).exists()]
+    assert not missing, f"{page.name} links to {missing}, which do not exist"
+
+
+def test_the_api_reference_names_modules_that_exist():
+    modules = [x.replace(".", "/") for x in api.MODULES if not x.startswith("!")]
+    missing = [x for x in modules if not any((ROOT / f"{x}{end}").is_file() for end in ENDS)]
+    assert not missing

@@ -59,8 +59,9 @@ def write(folder: Path, modules: tuple[str, ...] = MODULES) -> None:
 
     # Shapes are strings, Float[Array, "B T N H"]; pdoc would evaluate them as forward references
     # and print the unions that they stand for.
-    pdoc.doc.safe_eval_type = _as_written
-    pdoc.doc_types.safe_eval_type = _as_written
+    readers: tuple[Any, ...] = (pdoc.doc, pdoc.doc_types)
+    for reader in readers:
+        reader.safe_eval_type = _as_written
     pdoc.render.configure(docformat="google", footer_text="XSAKE")
     pdoc.pdoc(*modules, output_directory=folder)
 

@@ -52,7 +52,7 @@ def demo(
     density: float = 0.43,
     low_density: float = 0.2,
     calibration: int = 4,
-    documents: int = 10,
+    documents: int = 8,
     steps: int = 60,
 ) -> None:
     """Calibrates the shipped model, compares HADS with fixed patterns, trains a tiny model.
@@ -101,7 +101,7 @@ def demo(
     with _part(f"3. Plan: heads share {density:.0%} of all blocks; a dark head keeps more of its"):
         plan = _plan(profile, density)
         plan.save(plans / "plan.safetensors")
-        console.print(str(plan))
+        console.print(str(plan), soft_wrap=True)
     held_out = cut(shipped.HELD_OUT_TEXT, documents)
     with _part(
         f"4. Compare with fixed patterns on {documents} × {LENGTH:,} tokens of Moby-Dick, which "
