@@ -312,6 +312,43 @@ def test_mask_and_rule_is_their_intersection(name):
         assert (found == 0).sum() > (full_size(mask.blocks(), sizes) == 0).sum()
 
 
+def test_derived_masks_carry_intervals():
+    """&, transpose, indexing and sharding keep them; a rule of another kind drops them."""
+    sizes, block = CASES["aligned"]
+    B, _, T, S = sizes
+    ids = np.sort(zoo(*sizes)["documents"][1])
+    mask = BlockMask.from_rule(masks.documents(ids), (T, S), block=block)
+    causal = mask & masks.causal()
+    made = BlockMask.from_rule(masks.documents(ids) & masks.causal(), (T, S), block=block)
+    assert (causal.intervals == made.intervals).all()
+    assert causal.intervals.shape == (B, 1, 2, T)
+    q, k = np.ogrid[:T, :S]
+    for derived, see in (
+        (causal, causal.to_dense()),
+        (causal.transpose(), np.swapaxes(causal.to_dense(), 2, 3)),
+        (causal[1, 0], causal.to_dense()[1:]),
+    ):
+        lo, hi = np.moveaxis(np.asarray(derived.intervals), 2, 0)[..., None]
+        assert (((k >= lo) & (k < hi)) == see).all()
+    spec = causal.partition_spec("rows").intervals
+    assert spec == jax.sharding.PartitionSpec("rows", None, None, None)
+    assert (mask & masks.strided(3)).intervals is None
+    assert BlockMask.from_rule(masks.causal(), (T, S), block=block).intervals is None
+
+
+def test_lists_of_a_rule_without_arrays_are_constants():
+    """Under jit too, and equal to those that a compiled call would compute."""
+    shape, size = (300, 200), dict(block=(32, 16))
+    window = masks.sliding_window(40, 3)
+    traced = jax.make_jaxpr(lambda: BlockMask.from_rule(window, shape, **size).lists)()
+    assert not traced.eqns
+    constant = BlockMask.from_rule(window, shape, **size)
+    computed = BlockMask.from_rule(window, shape, **size, capacity=constant.kv_index.shape[-1])
+    for x, y in zip(constant.lists, computed.lists, strict=True):
+        assert x.dtype == y.dtype
+        assert (x == y).all()
+
+
 def test_indexing_takes_one_head_of_one_row():
     sizes, block = CASES["unaligned"]
     for name in ("documents", "causal", "function with a table"):

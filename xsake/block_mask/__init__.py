@@ -29,19 +29,23 @@ from xsake.block_mask import draw
 from xsake.block_mask.lists import (
     Lists,
     block_map,
+    constant_spans,
     cut_to_capacity,
     listed_blocks,
     lists_from_map,
+    lists_from_spans,
     lists_of_blocks,
     lists_of_rule,
     narrowed,
     transposed,
 )
+from xsake.masks import intervals
 from xsake.masks.carrying import Picked, Swapped
 from xsake.masks.rule import (
     Grid,
     Leaf,
     Rule,
+    Spans,
     Tokens,
     carried,
     check_fits,
@@ -57,6 +61,7 @@ else:
 __all__ = ["BLOCK", "BlockMask"]
 
 BLOCK = 128  # tokens of a block on each side, unless asked otherwise
+MAX_CONSTANT = 1 << 16  # listed blocks of a rule without arrays up to which lists are constants
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +83,9 @@ class BlockMask:
     kv_index: Leaf  # int32 [B|1, N|K|1, M]  block numbers, row after row; the tail is never read
     overflow: Leaf  # bool []  a list did not fit into M and was cut: results would be wrong
     rule: Any  # Rule | None: decides inside partial blocks; None allows all of them
+    # int32 [B|1, 1, 2, T] | None: the keys that the rule allows a query, from the first integer to
+    # before the second (masks/intervals.py); for rules with arrays, where they are of that kind
+    intervals: Leaf
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (T, S) in tokens
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (block_q, block_k)
 
@@ -116,8 +124,18 @@ class BlockMask:
         rule = masks.at_positions(_a_rule(rule), q_positions, kv_positions)
         grid = _grid(shape, block, batch, heads, rule)
         rule = _numbered(rule, grid)
-        capacity = _capacity(rule, grid) if capacity is None else _checked_capacity(capacity)
-        return _made(lists_of_rule(rule, grid, capacity), rule, grid)
+        if capacity is not None:
+            lists, pairs = lists_of_rule(rule, grid, _checked_capacity(capacity))
+            return _made(lists, pairs, rule, grid)
+        bound = rule.upper_bound()
+        spans = constant_spans(bound, grid)
+        size = _capacity(bound, grid, spans)
+        if spans is None or bound != rule or size > MAX_CONSTANT:
+            lists, pairs = lists_of_rule(rule, grid, size)
+            return _made(lists, pairs, rule, grid)
+        # Known now, also under jit: a compiled call spends no time on them.
+        lists = lists_from_spans(spans, grid, size, np)
+        return _of_lists(Lists._make(map(jnp.asarray, lists)), None, rule, grid.shape, grid.block)
 
     @staticmethod
     def from_dense(
@@ -157,11 +175,15 @@ class BlockMask:
                 f"but blocks has {list(blocks.shape[2:])}"
             )
         ruled = _numbered(ruled, grid)
-        size = _capacity(ruled, grid) if capacity is None else _checked_capacity(capacity)
-        lists = lists_of_blocks(blocks, ruled, grid, size)
+        if capacity is None:
+            bound = ruled.upper_bound()
+            size = _capacity(bound, grid, constant_spans(bound, grid))
+        else:
+            size = _checked_capacity(capacity)
+        lists, pairs = lists_of_blocks(blocks, ruled, grid, size)
         if capacity is None:  # every block that the rule allows fits
             lists = lists._replace(overflow=jnp.zeros((), bool))
-        return _made(lists, None if rule is None else ruled, grid)
+        return _made(lists, pairs, None if rule is None else ruled, grid)
 
     @staticmethod
     def from_kv_blocks(
@@ -210,7 +232,8 @@ class BlockMask:
             )
         capacity = grid.counts[0] * grid.counts[1]
         lists = lists_from_map(partial | full, full & ~partial, grid, capacity)
-        return _made(lists, None if rule is None else _numbered(rule, grid), grid)
+        rule = None if rule is None else _numbered(rule, grid)
+        return _made(lists, intervals.intervals_with_data(rule, grid.shape), rule, grid)
 
     # ----------------------------------------------------------------------------------- contents
 
@@ -277,7 +300,9 @@ class BlockMask:
         """
         lists = transposed(self.lists, self.grid.counts[1])
         rule = self.rule.a if isinstance(self.rule, Swapped) else self.rule and Swapped(self.rule)
-        return _of_lists(lists, rule, self.shape[::-1], self.block[::-1])
+        pairs = self.intervals
+        pairs = None if pairs is None else intervals.transposed(pairs, self.shape[1])
+        return _of_lists(lists, pairs, rule, self.shape[::-1], self.block[::-1])
 
     def __and__(self, rule: Rule) -> BlockMask:
         """Narrows the mask: blocks that `rule` empties are dropped, the others reclassified."""
@@ -295,7 +320,14 @@ class BlockMask:
         rule = _numbered(rule, grid)
         lists = narrowed(self.lists, rule, grid)
         both = rule if self.rule is None else self.rule & rule
-        return _of_lists(lists, both, self.shape, self.block)
+        return _of_lists(lists, self._intervals_with(rule, both), both, self.shape, self.block)
+
+    def _intervals_with(self, rule: Rule, both: Rule) -> Array | None:
+        """The intervals of this mask's rule & another one."""
+        if self.intervals is None:
+            return intervals.intervals_with_data(both, self.shape)
+        pairs = intervals.intervals_of(rule, self.shape)
+        return None if pairs is None else intervals.intersection(self.intervals, pairs)
 
     def __getitem__(self, at: tuple[int, int]) -> BlockMask:
         """One batch row and head, `mask[b, n]`; an axis of size 1 takes any index."""
@@ -309,7 +341,11 @@ class BlockMask:
         if rule is not None and result_sizes(rule, max(b + 1, 2), max(n + 1, 2)) != (1, 1):
             rule = Picked(rule, jnp.asarray(b), jnp.asarray(n))
         picked = (x[index][None, None] for x in self.lists[:4])
-        return _of_lists(Lists._make([*picked, self.overflow]), rule, self.shape, self.block)
+        pairs = self.intervals
+        if pairs is not None and pairs.shape[0] > 1:
+            pairs = pairs[b][None]
+        lists = Lists._make([*picked, self.overflow])
+        return _of_lists(lists, pairs, rule, self.shape, self.block)
 
     def partition_spec(
         self,
@@ -328,7 +364,12 @@ class BlockMask:
         )
         rule = None if self.rule is None else partition_spec(self.rule, batch, heads)
         spec = PartitionSpec(b, n, None)
-        return BlockMask(spec, spec, spec, spec, PartitionSpec(), rule, self.shape, self.block)
+        pairs = None
+        if self.intervals is not None:
+            rows = batch if self.intervals.shape[0] > 1 else None
+            pairs = PartitionSpec(rows, None, None, None)
+        whole = PartitionSpec()
+        return BlockMask(spec, spec, spec, spec, whole, rule, pairs, self.shape, self.block)
 
     # ------------------------------------------------------------------------------------ pictures
 
@@ -345,13 +386,17 @@ class BlockMask:
 
 
 def _of_lists(
-    lists: Lists, rule: Rule | None, shape: tuple[int, int], block: tuple[int, int]
+    lists: Lists,
+    pairs: Array | None,
+    rule: Rule | None,
+    shape: tuple[int, int],
+    block: tuple[int, int],
 ) -> BlockMask:
     start, count, full, index, overflow = lists
-    return BlockMask(start, count, full, index, overflow, rule, shape, block)
+    return BlockMask(start, count, full, index, overflow, rule, pairs, shape, block)
 
 
-def _made(lists: Lists, rule: Rule | None, grid: Grid) -> BlockMask:
+def _made(lists: Lists, pairs: Array | None, rule: Rule | None, grid: Grid) -> BlockMask:
     """A BlockMask of these lists; a list that was cut raises, unless it is traced."""
     if not isinstance(lists.overflow, jax.core.Tracer) and bool(lists.overflow):
         needed = int(jnp.max(lists.kv_start[..., -1] + lists.kv_count[..., -1]))
@@ -359,7 +404,7 @@ def _made(lists: Lists, rule: Rule | None, grid: Grid) -> BlockMask:
             f"capacity {lists.kv_index.shape[-1]} is too small: a head lists {needed} blocks; "
             "raise capacity or leave it out"
         )
-    return _of_lists(cut_to_capacity(lists), rule, grid.shape, grid.block)
+    return _of_lists(cut_to_capacity(lists), pairs, rule, grid.shape, grid.block)
 
 
 # ------------------------------------------------------------------------------------------- checks
@@ -397,14 +442,15 @@ def _checked_capacity(capacity: Any) -> int:
     return int(capacity)
 
 
-def _capacity(rule: Rule, grid: Grid) -> int:
-    """Blocks that one head can list at most, whatever the rule's data: so that M is static."""
-    bound = rule.upper_bound()
+def _capacity(bound: Rule, grid: Grid, spans: Spans | None) -> int:
+    """Blocks that one head can list at most: so that M is static.
+
+    bound: the rule's upper bound, whatever its data. spans: those of the bound.
+    """
+    if spans is not None:
+        lo, hi = (np.clip(x, 0, grid.counts[1]) for x in spans[:2])
+        return max(1, int(np.maximum(hi - lo, 0).sum()))
     with jax.ensure_compile_time_eval():
-        spans = bound.spans(grid)
-        if spans is not None:
-            lo, hi = (np.clip(np.asarray(x), 0, grid.counts[1]) for x in spans[:2])
-            return max(1, int(np.maximum(hi - lo, 0).sum()))
         live = np.broadcast_to(bound.classify(grid)[0], (1, 1, *grid.counts))
     return max(1, int(live.sum((-2, -1)).max()))
 

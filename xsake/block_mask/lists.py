@@ -6,13 +6,14 @@ Every function is pure, runs under jit and has static sizes; `capacity` is M, kv
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake.masks import intervals
 from xsake.masks.rule import Grid, Rule, Spans
 
 
@@ -33,25 +34,36 @@ def cut_to_capacity(lists: Lists) -> Lists:
     return lists._replace(kv_count=count, full_count=jnp.minimum(lists.full_count, count))
 
 
-def starts_of(count: Array) -> Array:
+def starts_of(count: Array | np.ndarray, xp: Any = jnp) -> Any:
     """Where each list begins when lists of these lengths are concatenated."""
-    return jnp.cumsum(count, axis=-1, dtype=jnp.int32) - count
+    return xp.cumsum(count, axis=-1, dtype=jnp.int32) - count
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def lists_of_rule(rule: Rule, grid: Grid, capacity: int) -> Lists:
-    """Lists of all blocks in which the rule may allow a token pair."""
+def lists_of_rule(rule: Rule, grid: Grid, capacity: int) -> tuple[Lists, Array | None]:
+    """Lists of all blocks in which the rule may allow a token pair; and the rule's intervals."""
+    pairs = intervals.intervals_with_data(rule, grid.shape)
     spans = rule.spans(grid)
     if spans is not None:
-        return lists_from_spans(spans, grid, capacity)
-    return lists_from_map(*rule.classify(grid), grid, capacity)
+        return lists_from_spans(spans, grid, capacity), pairs
+    return lists_from_map(*rule.classify(grid), grid, capacity), pairs
+
+
+def constant_spans(rule: Rule, grid: Grid) -> Spans | None:
+    """The spans of a rule without arrays, as NumPy arrays, also under jit."""
+    with jax.ensure_compile_time_eval():
+        spans = rule.spans(grid)
+    return None if spans is None else Spans._make(map(np.asarray, spans))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def lists_of_blocks(blocks: Array, rule: Rule, grid: Grid, capacity: int) -> Lists:
-    """The blocks marked True [B, N, nq, nk], without those that the rule empties."""
+def lists_of_blocks(
+    blocks: Array, rule: Rule, grid: Grid, capacity: int
+) -> tuple[Lists, Array | None]:
+    """The blocks marked True [B, N, nq, nk], without those that the rule empties; intervals."""
     live, full = rule.classify(grid)
-    return lists_from_map(blocks & live, blocks & full, grid, capacity)
+    lists = lists_from_map(blocks & live, blocks & full, grid, capacity)
+    return lists, intervals.intervals_with_data(rule, grid.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(2,))
@@ -117,26 +129,29 @@ def block_map(lists: Lists, nq: int, nk: int) -> Array:
     return jax.vmap(jax.vmap(one))(*entries_of(lists))
 
 
-def lists_from_spans(spans: Spans, grid: Grid, capacity: int) -> Lists:
-    """Lists of a rule whose live blocks are contiguous in every row: O(M), no nq x nk array."""
-    nk = grid.counts[1]
-    lo, hi, full_lo, full_hi = (jnp.clip(x, 0, nk).astype(jnp.int32) for x in spans)
-    hi = jnp.maximum(hi, lo)
-    full_hi = jnp.minimum(full_hi, min(grid.shape[1] // grid.block[1], nk))  # past S: partial
-    full_lo, full_hi = jnp.maximum(full_lo, lo), jnp.minimum(full_hi, hi)
-    none = full_hi <= full_lo
-    full_lo, full_hi = jnp.where(none, lo, full_lo), jnp.where(none, lo, full_hi)
-    count, full = hi - lo, full_hi - full_lo
-    start = starts_of(count)
+def lists_from_spans(spans: Spans, grid: Grid, capacity: int, xp: Any = jnp) -> Lists:
+    """Lists of a rule whose live blocks are contiguous in every row: O(M), no nq x nk array.
 
-    rows = rows_of_entries(start, capacity)
-    rank = jnp.arange(capacity, dtype=jnp.int32) - start[rows]
+    xp: jax.numpy, or NumPy for spans of NumPy arrays.
+    """
+    nk = grid.counts[1]
+    lo, hi, full_lo, full_hi = (xp.clip(x, 0, nk).astype(jnp.int32) for x in spans)
+    hi = xp.maximum(hi, lo)
+    full_hi = xp.minimum(full_hi, min(grid.shape[1] // grid.block[1], nk))  # past S: partial
+    full_lo, full_hi = xp.maximum(full_lo, lo), xp.minimum(full_hi, hi)
+    none = full_hi <= full_lo
+    full_lo, full_hi = xp.where(none, lo, full_lo), xp.where(none, lo, full_hi)
+    count, full = hi - lo, full_hi - full_lo
+    start = starts_of(count, xp)
+
+    rows = rows_of_entries(start, capacity, xp)
+    rank = xp.arange(capacity, dtype=jnp.int32) - start[rows]
     # the rank among the partial blocks: first those left of the full ones, then those right
     behind = rank - full[rows]
     left = full_lo[rows] - lo[rows]
-    partial = jnp.where(behind < left, lo[rows] + behind, full_hi[rows] + behind - left)
-    index = jnp.where(behind < 0, full_lo[rows] + rank, partial)
-    index = jnp.clip(index, 0, nk - 1)  # the tail is never read, but stays a valid block number
+    partial = xp.where(behind < left, lo[rows] + behind, full_hi[rows] + behind - left)
+    index = xp.where(behind < 0, full_lo[rows] + rank, partial)
+    index = xp.clip(index, 0, nk - 1)  # the tail is never read, but stays a valid block number
     overflow = start[-1] + count[-1] > capacity
     lead = (x[None, None] for x in (start, count, full, index))
     return Lists._make([*lead, overflow])
@@ -167,10 +182,12 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
     return Lists(start, count, full_count, index, overflow)
 
 
-def rows_of_entries(start: Array, entries: int) -> Array:
+def rows_of_entries(start: Array | np.ndarray, entries: int, xp: Any = jnp) -> Any:
     """The row block that each of the first `entries` elements of kv_index belongs to."""
-    element = jnp.arange(entries, dtype=jnp.int32)
-    return jnp.searchsorted(start, element, side="right").astype(jnp.int32) - 1
+    element = xp.arange(entries, dtype=jnp.int32)
+    # Unrolled, the search is one kernel; a loop costs a GPU a launch for each of its steps.
+    how = {} if xp is np else {"method": "scan_unrolled"}
+    return xp.searchsorted(start, element, side="right", **how).astype(jnp.int32) - 1
 
 
 def entries_of(lists: Lists) -> tuple[Array, Array, Array, Array]:
