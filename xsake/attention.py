@@ -31,7 +31,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake import masks
-from xsake.backends import Call, Sizes, hopper, reference, xla
+from xsake.backends import Call, Sizes, hopper, kernel_rule, reference, xla
 from xsake.backends.options import Options
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.rule import Rule, check_fits, combine, result_sizes
@@ -174,15 +174,21 @@ def dot_product_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The chosen backend, and for each backend why it cannot run the call, None if it can."""
+    """The chosen backend, and for each backend why it cannot run the call, None if it can.
+
+    partial_blocks: what the kernels of `hopper` evaluate in partial blocks, if it is chosen.
+    """
 
     chosen: str
     reasons: dict[str, str | None]
+    partial_blocks: str | None = None
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
         words = {name: why or "can run" for name, why in self.reasons.items()}
         words[self.chosen] = "chosen"
+        if self.partial_blocks is not None:
+            words[self.chosen] += f"; partial blocks: {self.partial_blocks}"
         return "\n".join(f"{name:<{width}}  {why}" for name, why in words.items())
 
 
@@ -241,8 +247,11 @@ def _choose(implementation: str | None, call: Call) -> Explanation:
     if implementation is not None:
         if (reason := reasons[implementation]) is not None:
             raise ValueError(f"implementation {implementation!r} cannot run this call: it {reason}")
-        return Explanation(implementation, reasons)
-    return Explanation(next(name for name, why in reasons.items() if why is None), reasons)
+        chosen = implementation
+    else:
+        chosen = next(name for name, why in reasons.items() if why is None)
+    form = kernel_rule.form(call.mask) if chosen == "hopper" else None
+    return Explanation(chosen, reasons, form)
 
 
 def _with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
