@@ -10,7 +10,7 @@
     work_table.py          one record for each work tile, longest first
     scheduler.py           which CTA computes which work tile
     pipeline.py            TMA copies into rings of shared-memory tiles
-    rule_tile.py           the rule inside a tile
+    rule_tile.py           the rule inside a tile; interval_tile.py: an interval of columns per row
     kernel.py              launch, roles and steps of the forward and both backward kernels
     barriers.py            which named barrier has which use
     layouts.py, ptx.py     register layouts and shared-memory tiles; inline PTX
