@@ -26,6 +26,7 @@ from xsake.masks.rule import INT_MAX, And, Everything, Or, Rule
 NOT_AN_INTERVAL = -1  # both integers of every query of a batch row that the rule itself decides
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def intervals_of(rule: Rule | None, shape: tuple[int, int]) -> Array | None:
     """The rule as (lo, hi) of every query, int32 [B|1, 1, 2, T]; None if it is not of this kind."""
     if rule is None:
@@ -65,6 +66,7 @@ def intersection(a: Array, b: Array) -> Array:
     return jnp.where((a < 0) | (b < 0), NOT_AN_INTERVAL, both)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def transposed(intervals: Array, keys: int) -> Array:
     """For every key the queries that see it, int32 [B|1, 1, 2, S]."""
     lo, hi = intervals[..., 0, :], intervals[..., 1, :]
