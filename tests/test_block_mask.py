@@ -13,6 +13,7 @@ import pytest
 from tests import oracle
 from tests.specs import to_rule, zoo
 from xsake import BlockMask, dot_product_attention, masks
+from xsake.masks import intervals
 
 # B, N, T, S and block: aligned, unaligned, T > S, a block larger than either side.
 CASES = {
@@ -344,6 +345,43 @@ def test_masks_and_rules_and_arrays_intersect_in_any_order():
         assert (
             full_size(both.to_dense(), sizes) == full_size(one.to_dense(), sizes) & tokens
         ).all()
+
+
+def test_derived_masks_carry_intervals(monkeypatch):
+    """&, transpose, indexing and sharding keep them; a rule of another kind drops them."""
+    monkeypatch.setattr(intervals, "are_read", lambda: True)  # as on a GPU
+    sizes, block = CASES["aligned"]
+    B, _, T, S = sizes
+    ids = np.sort(zoo(*sizes)["documents"][1])
+    mask = BlockMask.from_rule(masks.documents(ids), (T, S), block=block)
+    causal = mask & masks.causal()
+    assert causal.intervals.shape == (B, 1, 2, T)
+    q, k = np.ogrid[:T, :S]
+    see = ((ids[:, :, None] == ids[:, None]) & (ids[:, :, None] >= 0) & (k <= q))[:, None]
+    for derived, want in (
+        (causal, see),
+        (causal.transpose(), see.swapaxes(2, 3)),
+        (causal[1, 0], see[1:]),
+    ):
+        lo, hi = np.moveaxis(np.asarray(derived.intervals), 2, 0)[..., None]
+        assert (((k >= lo) & (k < hi)) == want).all()
+    spec = causal.partition_spec("rows").intervals
+    assert spec == jax.sharding.PartitionSpec("rows", None, None, None)
+    assert (mask & masks.strided(3)).intervals is None
+    assert BlockMask.from_rule(masks.causal(), (T, S), block=block).intervals is None
+
+
+def test_lists_of_a_rule_without_arrays_are_constants():
+    """Under jit too, and equal to those that a compiled call would compute."""
+    shape, size = (300, 200), dict(block=(32, 16))
+    window = masks.sliding_window(40, 3)
+    traced = jax.make_jaxpr(lambda: BlockMask.from_rule(window, shape, **size).lists)()
+    assert not traced.eqns
+    constant = BlockMask.from_rule(window, shape, **size)
+    computed = BlockMask.from_rule(window, shape, **size, capacity=constant.kv_index.shape[-1])
+    for x, y in zip(constant.lists[:4], computed.lists[:4], strict=True):
+        assert x.dtype == y.dtype
+        assert (x == y).all()
 
 
 def test_indexing_takes_one_head_of_one_row():

@@ -13,6 +13,7 @@ import pytest
 from tests import oracle
 from tests.specs import has_data, shifted_by_table, to_rule, zoo
 from xsake import BlockMask, masks
+from xsake.masks import intervals
 
 SIZES = [(2, 3, 48, 48), (1, 2, 33, 57)]  # B, N, T, S
 NAMES = list(zoo(*SIZES[0]))
@@ -36,6 +37,75 @@ def traced_tokens(rule, B, N, T, S):
 def test_a_rule_means_what_the_oracle_says(name, sizes):
     spec = zoo(*sizes)[name]
     assert (traced_tokens(to_rule(spec), *sizes) == oracle.allowed(spec, *sizes)).all()
+
+
+def interval_specs(B, T, S):
+    """Rules with arrays by whether their batch rows are in order: (spec, in order) each."""
+    rng = np.random.default_rng(0)
+    ids, kv_ids = (np.sort(rng.integers(0, 5, (B, L))) for L in (T, S))
+    mixed, padded, left, middle, largest = (ids.copy() for _ in range(5))
+    mixed[1] = mixed[1, ::-1]
+    padded[:, T - 3 :] = -1
+    left[:, :3] = -1
+    middle[0, 5] = -1
+    largest[0, -1] = 2**31 - 1  # the integer that stands for padding
+    rising, kv_rising = (np.cumsum(rng.integers(0, 3, (B, L)), -1) - 4 for L in (T, S))
+    lengths, kv_lengths = np.array([0, T - 3]), np.array([S, 5])
+    causal = ("causal",)
+    return {
+        "in order": (("and", ("documents", ids, kv_ids), causal), [True, True]),
+        "one row out of order": (("documents", mixed, kv_ids), [True, False]),
+        "keys out of order": (("documents", ids, kv_ids[:, ::-1]), [False, False]),
+        "padding at the end": (("and", ("documents", padded, kv_ids), causal), [True, True]),
+        "padding at the start": (("documents", left, kv_ids), [True, True]),
+        "padding in the middle": (("documents", middle, kv_ids), [False, True]),
+        "the largest id": (("documents", largest, kv_ids), [False, True]),
+        "lengths": (("and", ("lengths", lengths, kv_lengths), causal), [True, True]),
+        "prefix": (("or", ("prefix", kv_lengths), causal), [True, True]),
+        "chunks": (("and", ("chunked", 7), ("lengths", None, kv_lengths)), [True, True]),
+        "rising": (("positions", ("sliding_window", 5, 2), rising, kv_rising), [True, True]),
+        "falling": (("positions", causal, rising[:, ::-1], None), [False, False]),
+        "everywhere": (
+            ("and", ("sliding_window", 2**31 - 1, 0), ("prefix", kv_lengths)),
+            [True] * 2,
+        ),
+    }
+
+
+def test_intervals_are_the_keys_that_a_rule_allows():
+    """By query and by key; batch rows that are out of order are marked, never wrong."""
+    B, N, T, S = 2, 1, 12, 15
+    specs = interval_specs(B, T, S)
+
+    def both(rules):
+        found = {name: intervals.intervals_of(rule, (T, S)) for name, rule in rules.items()}
+        return {name: (x, intervals.transposed(x, S)) for name, x in found.items()}
+
+    rules = {name: to_rule(spec) for name, (spec, _) in specs.items()}
+    for name, (by_query, by_key) in jax.jit(both)(rules).items():  # one program
+        spec, in_order = specs[name]
+        see = oracle.allowed(spec, B, N, T, S)[:, 0]
+        (q_lo, q_hi), (k_lo, k_hi) = (
+            np.moveaxis(np.broadcast_to(x[:, 0], (B, *x.shape[2:])), 1, 0)
+            for x in (by_query, by_key)
+        )
+        assert ((q_lo >= 0).all(-1) == in_order).all(), name
+        assert ((k_lo >= 0).all(-1) == in_order).all(), name
+        q, k = np.ogrid[:T, :S]
+        for b in np.flatnonzero(in_order):
+            assert (((k >= q_lo[b, :, None]) & (k < q_hi[b, :, None])) == see[b]).all(), name
+            assert (((q >= k_lo[b]) & (q < k_hi[b])) == see[b]).all(), name
+        always = intervals.always_intervals(rules[name])
+        assert all(in_order) or not always, name
+
+
+@pytest.mark.parametrize("name", ["strided", "documents or first", "not documents", "array"])
+def test_rules_of_another_kind_have_no_intervals(name):
+    """Two intervals, gaps, complements: the rule itself decides."""
+    specs = zoo(*SIZES[1])
+    specs["documents or first"] = ("or", specs["documents"], ("first", 3))
+    rule = to_rule(specs[name])
+    assert jax.eval_shape(lambda: intervals.intervals_of(rule, SIZES[1][2:])) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

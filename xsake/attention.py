@@ -36,6 +36,7 @@ from xsake.backends import (
     Sizes,
     accumulator,
     hopper,
+    kernel_rule,
     reference,
     run_forward,
     with_sinks,
@@ -187,17 +188,20 @@ class Explanation:
     """The chosen backend, and for each backend why it cannot run the call, None if it can.
 
     `chosen` is None if the backend `asked` for by name cannot run the call, which then raises.
+    `partial_blocks` is what the kernels of `hopper` evaluate in partial blocks, if it is chosen.
     """
 
     chosen: str | None
     reasons: dict[str, str | None]
     asked: str | None = None
+    partial_blocks: str | None = None
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
         words = {name: why or "can run" for name, why in self.reasons.items()}
         if self.chosen is not None:
-            words[self.chosen] = "chosen"
+            form = self.partial_blocks
+            words[self.chosen] = "chosen" + ("" if form is None else f"; partial blocks: {form}")
         elif self.asked is not None:
             words[self.asked] = f"asked for, but {self.reasons[self.asked]}"
         return "\n".join(f"{name:<{width}}  {why}" for name, why in words.items())
@@ -258,7 +262,9 @@ def _choose(asked: str | None, call: Call) -> Explanation:
         return Explanation(None, dict.fromkeys(BACKENDS, "is not run: an axis is empty"), asked)
     reasons = {name: backend.why_not(call) for name, backend in BACKENDS.items()}
     able = [name for name, why in reasons.items() if why is None and asked in (None, name)]
-    return Explanation(able[0] if able else None, reasons, asked)
+    chosen = able[0] if able else None
+    form = kernel_rule.form(call.mask) if chosen == "hopper" else None
+    return Explanation(chosen, reasons, asked, form)
 
 
 def _is_empty(call: Call) -> bool:

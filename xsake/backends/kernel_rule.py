@@ -6,6 +6,10 @@
 
 Kernels evaluate a KernelRule, never a Rule. At present Mosaic GPU decides which operations a user's
 function may have (`_LOWERS`).
+
+Windows, and masks with intervals, become an interval of keys for each query (`by_query`), or of
+queries for each key (`by_key`). A kernel takes the one whose integers it reads once per work tile.
+Where the data may be out of order, the translated rule is its `otherwise`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 
-from xsake.masks import carrying, positional
+from xsake.block_mask import BlockMask
+from xsake.masks import carrying, intervals, positional
+from xsake.masks.integers import INT_MAX
 from xsake.masks.rule import And, Everything, Not, Or, Rule, Tokens
 
 
@@ -31,9 +37,19 @@ class KernelRule(NamedTuple):
     token indices, rows and columns int32 tiles of the arrays below.
     """
 
-    allows: Callable[..., Array]
-    rows: tuple[Array, ...] = ()  # int32 [B|1, T] each, by query
-    columns: tuple[Array, ...] = ()  # int32 [B|1, S] each, by key
+    allows: Callable[..., Array] | None
+    rows: tuple[Array, ...] = ()  # int32 [B|1, T] or [B|1, integers, T] each, by query
+    columns: tuple[Array, ...] = ()  # int32 [B|1, S] or [B|1, integers, S] each, by key
+    # Instead of `allows`: a token is allowed with indices of the other axis from lo to hi - 1, none
+    # of them past the last key. (lo, hi) are its two integers of rows or columns; a rule without
+    # arrays computes bounds(index).
+    is_interval: bool = False
+    bounds: Callable[[Any], tuple[Any, Any]] | None = None
+    # What decides in batch rows where the first integers, of rows or columns, are negative.
+    otherwise: KernelRule | None = None
+
+
+FAR = 1 << 29  # tokens: beyond any sequence, and sums of two of them fit in int32
 
 
 class UnsupportedRuleError(ValueError):
@@ -60,6 +76,68 @@ def translate(rule: Rule | None, T: int, S: int) -> KernelRule | None:
         return expression(Tokens.at(b, n, q, k), rows, columns)
 
     return KernelRule(allows, tuple(found.rows), tuple(found.columns))
+
+
+def by_query(mask: BlockMask) -> KernelRule | None:
+    """The mask's rule for kernels over row blocks: where it can, an interval of keys a query."""
+    T, S = mask.shape
+    if mask.intervals is not None:
+        return KernelRule(None, rows=(mask.intervals[:, 0],), **_given_intervals(mask))
+    if (window := _window(mask.rule)) is None:
+        return translate(mask.rule, T, S)
+    left, right = window
+
+    def keys(q: Any) -> tuple[Any, Any]:
+        return q - left, jnp.minimum(q + (right + 1), S)
+
+    return KernelRule(None, is_interval=True, bounds=keys)
+
+
+def by_key(mask: BlockMask) -> KernelRule | None:
+    """The mask's rule for kernels over kv blocks: where it can, an interval of queries a key."""
+    T, S = mask.shape
+    if mask.intervals is not None:
+        queries = intervals.transposed(mask.intervals, S)
+        return KernelRule(None, columns=(queries[:, 0],), **_given_intervals(mask))
+    if (window := _window(mask.rule)) is None:
+        return translate(mask.rule, T, S)
+    left, right = window
+
+    def queries_of(k: Any) -> tuple[Any, Any]:  # none for a key past the last one
+        return jnp.where(k < S, k - right, INT_MAX), k + (left + 1)
+
+    return KernelRule(None, is_interval=True, bounds=queries_of)
+
+
+def _given_intervals(mask: BlockMask) -> dict[str, Any]:
+    always = intervals.always_intervals(mask.rule)
+    otherwise = None if always else translate(mask.rule, *mask.shape)
+    return {"is_interval": True, "otherwise": otherwise}
+
+
+def _window(rule: Rule | None) -> tuple[int, int] | None:
+    """(left, right) of a window or of a conjunction of windows; a far one stands for no limit."""
+    match rule:
+        case positional.Window():
+            left, right = (FAR if x is None else min(x, FAR) for x in (rule.left, rule.right))
+            return left, right
+        case And():
+            a, b = _window(rule.a), _window(rule.b)
+            return None if a is None or b is None else (min(a[0], b[0]), min(a[1], b[1]))
+    return None
+
+
+def form(mask: BlockMask) -> str:
+    """What a kernel evaluates in a partial block, in words."""
+    if mask.rule is None or isinstance(mask.rule, Everything):
+        return "no rule"
+    if _window(mask.rule) is not None:
+        return "a window around each query"
+    if mask.intervals is None:
+        return "the rule, for every token pair"
+    if intervals.always_intervals(mask.rule):
+        return "an interval of keys for each query"
+    return "an interval of keys for each query; the rule in batch rows that are not in order"
 
 
 @dataclasses.dataclass

@@ -72,7 +72,12 @@ def groups() -> Iterator[dict[str, list[Case]]]:
         for B, T in ((4, 4096), (1, 16384)):
             random = [[hopper_case(B, T, H, d) for d in ds] for ds in ((0.43, 0.20), (0.10,))]
             causal = Case(f"{B}·16·{T}·{H} causal", B, T, N=16, H=H, dtype="bfloat16", rule=CAUSAL)
-            for classes in (random, [[causal]]):
+            window = dataclasses.replace(
+                causal, name=f"{B}·16·{T}·{H} window", rule=masks.sliding_window(1023, 0)
+            )
+            # Its list is sparse in a long sequence only.
+            windows = [[window]] if T >= tiling_table.LONG else []
+            for classes in (random, [[causal]], windows):
                 sizes = Sizes(B, T, T, 16, 16, H, H)
                 yield {
                     tiling_table.call_class(sizes, mask_of(cases[0])): cases for cases in classes

@@ -42,12 +42,14 @@ from xsake.block_mask.lists import (
     cut_to_capacity,
     flex_blocks,
     lists_from_map,
+    lists_from_spans,
     lists_of_blocks,
     lists_of_rule,
     narrowed,
     repacked,
     transposed,
 )
+from xsake.masks import intervals
 from xsake.masks.carrying import Picked, Swapped
 from xsake.masks.rule import (
     Grid,
@@ -67,6 +69,7 @@ else:
 __all__ = ["BLOCK", "BlockMask"]
 
 BLOCK = 128  # tokens of a block on each side, unless asked otherwise
+MAX_CONSTANT = 1 << 16  # listed blocks of a rule without arrays up to which lists are constants
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -90,6 +93,9 @@ class BlockMask:
     kv_index: Leaf  # int32 [B|1, N|K|1, M]  block numbers, row after row; the tail is never read
     overflow: Leaf  # bool []  a list did not fit into M and was cut; None: none can have been
     rule: Any  # Rule | None: decides inside partial blocks; None allows all of them
+    # int32 [B|1, 1, 2, T] | None: the keys that the rule allows a query, from the first integer to
+    # before the second (masks/intervals.py); for rules with arrays, where they are of that kind
+    intervals: Leaf
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (T, S) in tokens
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (block_q, block_k)
     # Whether the lists lie row after row. A mask made by hand, or by `dataclasses.replace`, has
@@ -132,8 +138,17 @@ class BlockMask:
         rule = masks.at_positions(a_rule(rule), q_positions, kv_positions)
         grid = checked_grid(shape, block, batch, heads, rule)
         rule = numbered(rule, grid)
-        size = largest_capacity(rule, grid) if capacity is None else checked_capacity(capacity)
-        return _made(lists_of_rule(rule, grid, size), rule, grid, capacity is None)
+        if capacity is not None:
+            lists = lists_of_rule(rule, grid, checked_capacity(capacity))
+            return _made(lists, rule, grid, holds_all=False)
+        bound, size = rule.upper_bound(), largest_capacity(rule, grid)
+        spans = bound.spans(grid)
+        if spans is None or bound != rule or size > MAX_CONSTANT:
+            return _made(lists_of_rule(rule, grid, size), rule, grid, holds_all=True)
+        # Known now, also under jit: a compiled call spends no time on them.
+        *arrays, _ = lists_from_spans(spans, grid, size, np)
+        lists = Lists._make([*map(jnp.asarray, arrays), None])
+        return _of_lists(lists, None, rule, grid.shape, grid.block)
 
     @staticmethod
     def from_dense(
@@ -217,7 +232,8 @@ class BlockMask:
         if full_kv_indices is not None:
             full = flex_blocks(full_kv_num_blocks, full_kv_indices, nk, "full_", partial.shape[:3])
         lists = lists_from_map(partial | full, full & ~partial, grid, rows * grid.counts[1])
-        return _made(lists, None if rule is None else numbered(rule, grid), grid, True)
+        rule = None if rule is None else numbered(rule, grid)
+        return _made(lists, rule, grid, holds_all=True)
 
     # ----------------------------------------------------------------------------------- contents
 
@@ -247,7 +263,7 @@ class BlockMask:
             size = min(size, max(1, int(np.asarray(self.kv_count).sum(-1).max())))
         given = Lists._make([*map(jnp.asarray, arrays), self.overflow])
         lists = repacked(given, grid, size)
-        return _of_lists(lists, self.rule, self.shape, self.block)
+        return _of_lists(lists, self.intervals, self.rule, self.shape, self.block)
 
     def blocks(self) -> Array:
         """Every block's class, int8 [B|1, N|K|1, nq, nk]: 0 empty, 1 partial, 2 full."""
@@ -302,7 +318,9 @@ class BlockMask:
         """
         lists = transposed(self.lists, self.grid.counts[1])
         rule = self.rule.a if isinstance(self.rule, Swapped) else self.rule and Swapped(self.rule)
-        return _of_lists(lists, rule, self.shape[::-1], self.block[::-1])
+        pairs = self.intervals
+        pairs = None if pairs is None else intervals.transposed(pairs, self.shape[1])
+        return _of_lists(lists, pairs, rule, self.shape[::-1], self.block[::-1])
 
     __array_ufunc__ = None  # NumPy leaves `array & mask` to the mask
 
@@ -329,10 +347,17 @@ class BlockMask:
         grid = dataclasses.replace(grid, batch=batch)
         rule = numbered(other, grid)
         lists = narrowed(self.lists, rule, grid)
-        rule = rule if self.rule is None else self.rule & rule
-        return _of_lists(lists, rule, self.shape, self.block)
+        both = rule if self.rule is None else self.rule & rule
+        return _of_lists(lists, self._intervals_with(rule, both), both, self.shape, self.block)
 
     __rand__ = __and__  # rule & mask, array & mask
+
+    def _intervals_with(self, rule: Rule, both: Rule) -> Array | None:
+        """The intervals of this mask's rule & another one."""
+        if self.intervals is None:
+            return intervals.intervals_with_data(both, self.shape)
+        pairs = intervals.intervals_of(rule, self.shape)
+        return None if pairs is None else intervals.intersection(self.intervals, pairs)
 
     def __getitem__(self, at: tuple[int, int]) -> BlockMask:
         """One batch row and head, `mask[b, n]`; an axis of size 1 takes any index."""
@@ -347,7 +372,11 @@ class BlockMask:
             rule = Picked(rule, jnp.asarray(b), jnp.asarray(n))
         *arrays, overflow = self.lists
         picked = (x[index][None, None] for x in arrays)
-        return _of_lists(Lists._make([*picked, overflow]), rule, self.shape, self.block)
+        pairs = self.intervals
+        if pairs is not None and pairs.shape[0] > 1:
+            pairs = pairs[b][None]
+        lists = Lists._make([*picked, overflow])
+        return _of_lists(lists, pairs, rule, self.shape, self.block)
 
     def partition_spec(
         self,
@@ -366,8 +395,12 @@ class BlockMask:
         )
         rule = None if self.rule is None else partition_spec(self.rule, batch, heads)
         spec = PartitionSpec(b, n, None)
+        pairs = None
+        if self.intervals is not None:
+            rows = batch if self.intervals.shape[0] > 1 else None
+            pairs = PartitionSpec(rows, None, None, None)
         overflow = None if self.overflow is None else PartitionSpec()
-        specs = BlockMask(spec, spec, spec, spec, overflow, rule, self.shape, self.block)
+        specs = BlockMask(spec, spec, spec, spec, overflow, rule, pairs, self.shape, self.block)
         return _marked(specs, self.is_packed)
 
     # ------------------------------------------------------------------------------------ pictures
@@ -410,10 +443,14 @@ jax.tree_util.register_pytree_with_keys(BlockMask, _flatten_with_keys, _unflatte
 
 
 def _of_lists(
-    lists: Lists, rule: Rule | None, shape: tuple[int, int], block: tuple[int, int]
+    lists: Lists,
+    pairs: Array | None,
+    rule: Rule | None,
+    shape: tuple[int, int],
+    block: tuple[int, int],
 ) -> BlockMask:
     start, count, full, index, overflow = lists
-    return _marked(BlockMask(start, count, full, index, overflow, rule, shape, block), True)
+    return _marked(BlockMask(start, count, full, index, overflow, rule, pairs, shape, block), True)
 
 
 def _marked(mask: BlockMask, is_packed: bool) -> BlockMask:
@@ -435,7 +472,8 @@ def _made(lists: Lists, rule: Rule | None, grid: Grid, holds_all: bool) -> Block
         )
     if is_known or holds_all:
         lists = lists._replace(overflow=None)
-    return _of_lists(cut_to_capacity(lists), rule, grid.shape, grid.block)
+    pairs = intervals.intervals_with_data(rule, grid.shape)
+    return _of_lists(cut_to_capacity(lists), pairs, rule, grid.shape, grid.block)
 
 
 def _intersection(one: BlockMask, two: BlockMask) -> BlockMask:
@@ -455,4 +493,5 @@ def _intersection(one: BlockMask, two: BlockMask) -> BlockMask:
     grid = Grid(one.shape, one.block, batch, heads)
     rules = [mask.rule for mask in (one, two) if mask.rule is not None]
     rule = combine(rules) if rules else None
-    return _of_lists(both(one.lists, two.lists, grid), rule, one.shape, one.block)
+    pairs = intervals.intervals_with_data(rule, one.shape)
+    return _of_lists(both(one.lists, two.lists, grid), pairs, rule, one.shape, one.block)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake import masks
 from xsake.masks.rule import Grid, Rule, carried, check_fits, result_sizes
@@ -50,13 +52,18 @@ def checked_capacity(capacity: Any) -> int:
 def largest_capacity(rule: Rule, grid: Grid) -> int:
     """Blocks that one head can list at most, whatever the rule's data: so that M is static."""
     bound = rule.upper_bound()
+    if (spans := bound.spans(grid)) is not None:
+        lo, hi = (np.clip(x, 0, grid.counts[1]) for x in spans[:2])
+        return max(1, int(np.maximum(hi - lo, 0).sum()))
     with jax.ensure_compile_time_eval():
-        spans = bound.spans(grid)
-        if spans is not None:
-            lo, hi = (np.clip(np.asarray(x), 0, grid.counts[1]) for x in spans[:2])
-            return max(1, int(np.maximum(hi - lo, 0).sum()))
-        live = np.broadcast_to(bound.classify(grid)[0], (1, 1, *grid.counts))
-    return max(1, int(live.sum((-2, -1)).max()))
+        return max(1, int(_most_live(bound, grid)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _most_live(bound: Rule, grid: Grid) -> Array:
+    """The largest number of blocks that a head can list, under a rule without arrays."""
+    live = jnp.broadcast_to(bound.classify(grid)[0], (1, 1, *grid.counts))
+    return live.sum((-2, -1)).max()
 
 
 def carried_sizes(rule: Rule) -> tuple[int, int]:

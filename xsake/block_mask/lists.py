@@ -27,6 +27,7 @@ class Lists(NamedTuple):
     overflow: Array | None  # None: no list can have been cut
 
 
+@jax.jit
 def cut_to_capacity(lists: Lists) -> Lists:
     """Cuts every list at the end of kv_index: after an overflow nothing is read outside it."""
     space = jnp.maximum(lists.kv_index.shape[-1] - lists.kv_start, 0)
@@ -34,9 +35,9 @@ def cut_to_capacity(lists: Lists) -> Lists:
     return lists._replace(kv_count=count, full_count=jnp.minimum(lists.full_count, count))
 
 
-def starts_of(count: Array) -> Array:
+def starts_of(count: Array | np.ndarray, xp: Any = jnp) -> Any:
     """Where each list begins when lists of these lengths are concatenated."""
-    return jnp.cumsum(count, axis=-1, dtype=jnp.int32) - count
+    return xp.cumsum(count, axis=-1, dtype=jnp.int32) - count
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -154,26 +155,29 @@ def both(one: Lists, two: Lists, grid: Grid) -> Lists:
     return packed._replace(overflow=overflow)
 
 
-def lists_from_spans(spans: Spans, grid: Grid, capacity: int) -> Lists:
-    """Lists of a rule whose live blocks are contiguous in every row: O(M), no nq x nk array."""
-    nk = grid.counts[1]
-    lo, hi, full_lo, full_hi = (jnp.clip(x, 0, nk).astype(jnp.int32) for x in spans)
-    hi = jnp.maximum(hi, lo)
-    full_hi = jnp.minimum(full_hi, min(grid.shape[1] // grid.block[1], nk))  # past S: partial
-    full_lo, full_hi = jnp.maximum(full_lo, lo), jnp.minimum(full_hi, hi)
-    none = full_hi <= full_lo
-    full_lo, full_hi = jnp.where(none, lo, full_lo), jnp.where(none, lo, full_hi)
-    count, full = hi - lo, full_hi - full_lo
-    start = starts_of(count)
+def lists_from_spans(spans: Spans, grid: Grid, capacity: int, xp: Any = jnp) -> Lists:
+    """Lists of a rule whose live blocks are contiguous in every row: O(M), no nq x nk array.
 
-    rows = rows_of_entries(start, capacity)
-    rank = jnp.arange(capacity, dtype=jnp.int32) - start[rows]
+    xp: jax.numpy, or NumPy for spans of NumPy arrays.
+    """
+    nk = grid.counts[1]
+    lo, hi, full_lo, full_hi = (xp.clip(x, 0, nk).astype(jnp.int32) for x in spans)
+    hi = xp.maximum(hi, lo)
+    full_hi = xp.minimum(full_hi, min(grid.shape[1] // grid.block[1], nk))  # past S: partial
+    full_lo, full_hi = xp.maximum(full_lo, lo), xp.minimum(full_hi, hi)
+    none = full_hi <= full_lo
+    full_lo, full_hi = xp.where(none, lo, full_lo), xp.where(none, lo, full_hi)
+    count, full = hi - lo, full_hi - full_lo
+    start = starts_of(count, xp)
+
+    rows = rows_of_entries(start, capacity, xp)
+    rank = xp.arange(capacity, dtype=jnp.int32) - start[rows]
     # the rank among the partial blocks: first those left of the full ones, then those right
     behind = rank - full[rows]
     left = full_lo[rows] - lo[rows]
-    partial = jnp.where(behind < left, lo[rows] + behind, full_hi[rows] + behind - left)
-    index = jnp.where(behind < 0, full_lo[rows] + rank, partial)
-    index = jnp.clip(index, 0, nk - 1)  # the tail is never read, but stays a valid block number
+    partial = xp.where(behind < left, lo[rows] + behind, full_hi[rows] + behind - left)
+    index = xp.where(behind < 0, full_lo[rows] + rank, partial)
+    index = xp.clip(index, 0, nk - 1)  # the tail is never read, but stays a valid block number
     overflow = start[-1] + count[-1] > capacity
     lead = (x[None, None] for x in (start, count, full, index))
     return Lists._make([*lead, overflow])
@@ -204,10 +208,12 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
     return Lists(start, count, full_count, index, overflow)
 
 
-def rows_of_entries(start: Array, entries: int) -> Array:
+def rows_of_entries(start: Array | np.ndarray, entries: int, xp: Any = jnp) -> Any:
     """The row block that each of the first `entries` elements of kv_index belongs to."""
-    element = jnp.arange(entries, dtype=jnp.int32)
-    return jnp.searchsorted(start, element, side="right").astype(jnp.int32) - 1
+    element = xp.arange(entries, dtype=jnp.int32)
+    # Unrolled, the search is one kernel; a loop costs a GPU a launch for each of its steps.
+    how = {} if xp is np else {"method": "scan_unrolled"}
+    return xp.searchsorted(start, element, side="right", **how).astype(jnp.int32) - 1
 
 
 def entries_of(lists: Lists) -> tuple[Array, Array, Array, Array]:
@@ -243,7 +249,7 @@ def classes_at(rule: Rule, grid: Grid, rows: Array, columns: Array) -> tuple[Arr
     """(live, full) of single blocks; no nq x nk array where the rule has spans."""
     spans = rule.spans(grid)
     if spans is not None:
-        live_lo, live_hi, full_lo, full_hi = (x[rows] for x in spans)
+        live_lo, live_hi, full_lo, full_hi = (jnp.asarray(x)[rows] for x in spans)
         live, full = ((columns >= live_lo) & (columns < live_hi)), (columns >= full_lo)
         return live, full & (columns < full_hi)
     size = (*rows.shape[:2], *grid.counts)

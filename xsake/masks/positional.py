@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from xsake.masks.integers import minus, size_of
@@ -54,12 +55,12 @@ class Window(Rule):
     def spans(self, grid: Grid) -> Spans | None:
         (T, S), bk, nk = grid.shape, grid.block[1], grid.counts[1]
         q_lo, q_hi = index_range(T, grid.block[0])
-        live_lo = full_lo = jnp.zeros_like(q_lo)
-        live_hi = full_hi = jnp.full_like(q_lo, nk)
+        live_lo = full_lo = np.zeros_like(q_lo)
+        live_hi = full_hi = np.full_like(q_lo, nk)
         if self.left is not None:
             left = min(self.left, T)  # a wider window shows no more, and sums do not wrap
             # the block that holds the first key seen by any query; past S there is none
-            live_lo = jnp.where(q_lo - left < S, (q_lo - left) // bk, nk)
+            live_lo = np.where(q_lo - left < S, (q_lo - left) // bk, nk)
             # the first kv block whose first key every query of the row block sees
             full_lo = -((left - q_hi) // bk)
         if self.right is not None:
@@ -128,14 +129,14 @@ class Chunked(Rule):
         bk, size = grid.block[1], min(self.size, max(grid.shape))  # so that products do not wrap
         q_lo, q_hi = index_range(grid.shape[0], grid.block[0])
         first, last = q_lo // size, q_hi // size
-        live_hi = -(-jnp.minimum((last + 1) * size, grid.shape[1]) // bk)
+        live_hi = -(-np.minimum((last + 1) * size, grid.shape[1]) // bk)
         full_lo = -(-(first * size) // bk)
-        full_hi = jnp.where(first == last, (first + 1) * size // bk, full_lo)
+        full_hi = np.where(first == last, (first + 1) * size // bk, full_lo)
         # the last block may be cut at S inside the chunk: all tokens that it has are allowed
         ends = (first == last) & ((first + 1) * size >= grid.shape[1])
-        full_hi = jnp.where(ends, grid.counts[1], full_hi)
+        full_hi = np.where(ends, grid.counts[1], full_hi)
         begins = first * size
-        live_lo = jnp.where(begins < grid.shape[1], begins // bk, grid.counts[1])
+        live_lo = np.where(begins < grid.shape[1], begins // bk, grid.counts[1])
         return Spans(live_lo, live_hi, full_lo, full_hi)
 
     def __str__(self) -> str:
@@ -164,7 +165,7 @@ class First(Rule):
         return k_lo < self.n, k_hi < self.n
 
     def spans(self, grid: Grid) -> Spans | None:
-        zero = jnp.zeros(grid.counts[0], jnp.int32)
+        zero = np.zeros(grid.counts[0], np.int32)
         full = grid.counts[1] if self.n >= grid.shape[1] else self.n // grid.block[1]
         return Spans(zero, zero + -(-self.n // grid.block[1]), zero, zero + full)
 

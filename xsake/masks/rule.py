@@ -39,12 +39,15 @@ class Tokens(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """For every row block, [nq] each: half-open ranges of its live and of its full kv blocks."""
+    """For every row block, [nq] each: half-open ranges of its live and of its full kv blocks.
 
-    live_lo: Array
-    live_hi: Array
-    full_lo: Array
-    full_hi: Array
+    NumPy arrays: only rules without arrays have spans, so they are known while a call is traced.
+    """
+
+    live_lo: np.ndarray
+    live_hi: np.ndarray
+    full_lo: np.ndarray
+    full_hi: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +85,12 @@ class Grid:
 
     def q_index_range(self) -> tuple[Array, Array]:
         """First and last query index of every row block, [1, 1, nq, 1]."""
-        lo, hi = index_range(self.shape[0], self.block[0])
+        lo, hi = map(jnp.asarray, index_range(self.shape[0], self.block[0]))
         return lo[None, None, :, None], hi[None, None, :, None]
 
     def k_index_range(self) -> tuple[Array, Array]:
         """First and last key index of every kv block, [1, 1, 1, nk]."""
-        lo, hi = index_range(self.shape[1], self.block[1])
+        lo, hi = map(jnp.asarray, index_range(self.shape[1], self.block[1]))
         return lo[None, None, None, :], hi[None, None, None, :]
 
     def q_range(self) -> tuple[Array, Array]:
@@ -196,10 +199,10 @@ def _as_rule(x: Any) -> Any:
 # ------------------------------------------------------------------------------------------ pieces
 
 
-def index_range(length: int, block: int) -> tuple[Array, Array]:
+def index_range(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """First and last index of every block, the last one cut at `length`."""
-    lo = jnp.arange(-(-length // block)) * block
-    return lo, jnp.minimum(lo + block, length) - 1
+    lo = np.arange(-(-length // block), dtype=np.int32) * block
+    return lo, np.minimum(lo + block, length) - 1
 
 
 def cut(values: Array, block: int, axis: int, fill: Any) -> Array:
@@ -273,7 +276,7 @@ class Everything(Rule):
         return yes, yes
 
     def spans(self, grid: Grid) -> Spans | None:
-        zero = jnp.zeros(grid.counts[0], jnp.int32)
+        zero = np.zeros(grid.counts[0], np.int32)
         return Spans(zero, zero + grid.counts[1], zero, zero + grid.counts[1])
 
     def __str__(self) -> str:
@@ -303,7 +306,7 @@ class And(Rule):
         a, b = self.a.spans(grid), self.b.spans(grid)
         if a is None or b is None:
             return None
-        starts, ends = jnp.maximum, jnp.minimum
+        starts, ends = np.maximum, np.minimum
         return Spans(*(f(x, y) for f, x, y in zip((starts, ends) * 2, a, b, strict=True)))
 
     @property

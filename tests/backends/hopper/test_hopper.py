@@ -65,7 +65,9 @@ def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False, **
     return text.count("@mosaic_gpu")
 
 
-@pytest.mark.parametrize("names", [["none"], ["causal"], ["function"], list(RULES)], ids=len)
+@pytest.mark.parametrize(
+    "names", [["none"], ["causal"], ["function"], ["documents"], list(RULES)], ids=len
+)
 @needs_newer_jax
 def test_every_rule_lowers_for_cuda(names):
     """Layout inference and verification of the forward and the fused backward; all rules as one."""
@@ -225,7 +227,7 @@ def test_a_small_forward_agrees_when_interpreted(block, ctas, tiling, capsys, mo
         v,
         mask.lists,
         block=block,
-        rule=kernel_rule.translate(mask.rule, *mask.shape),
+        rule=kernel_rule.by_query(mask),
         scale=0.125,
         tiling=ForwardTiling(**tiling),
         interpret=plgpu.InterpretGPUParams(detect_races=True),
@@ -243,7 +245,10 @@ def test_a_small_forward_agrees_when_interpreted(block, ctas, tiling, capsys, mo
 
 @needs_interpreter
 def test_a_small_backward_agrees_when_interpreted(monkeypatch):
-    """Seven products over blocks of 64, where one warpgroup hands its sums to the other."""
+    """Seven products over blocks of 64, where one warpgroup hands its sums to the other.
+
+    The documents of the first batch row are in order, those of the second are not.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import backward_kernel as hopper_backward
@@ -251,13 +256,16 @@ def test_a_small_backward_agrees_when_interpreted(monkeypatch):
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
-        jnp.asarray(rng.standard_normal((1, 136, 1, 64)), jnp.bfloat16) for _ in range(4)
+        jnp.asarray(rng.standard_normal((2, 72, 1, 64)), jnp.bfloat16) for _ in range(4)
     )
-    mask = mask_of(masks.causal(), 136, (64, 64))
+    ids = np.stack([np.arange(72) // 20, np.arange(72) % 3])
+    ids[:, 69:] = -1
+    mask = mask_of(masks.documents(ids) & masks.causal(), 72, (64, 64))
     exact = [np.asarray(x, np.float64) for x in (q, k, v)]
-    seen = {"allowed": oracle.allowed(("causal",), 1, 1, 136, 136), "scale": 0.125}
+    spec = ("and", ("documents", ids, ids), ("causal",))
+    seen = {"allowed": oracle.allowed(spec, 2, 1, 72, 72), "scale": 0.125}
     out, lse = oracle.attention(*exact, **seen)
-    d_lse = rng.standard_normal(lse.shape)
+    d_lse = np.where(np.isfinite(lse), rng.standard_normal(lse.shape), 0)
     want = oracle.attention_grads(*exact, **seen, d_out=np.asarray(d_out, np.float64), d_lse=d_lse)
     got = hopper_backward.backward(
         q,
@@ -269,7 +277,8 @@ def test_a_small_backward_agrees_when_interpreted(monkeypatch):
         jnp.asarray(np.moveaxis(d_lse, 2, 1), jnp.float32),
         mask.lists,
         block=mask.block,
-        rule=kernel_rule.translate(mask.rule, *mask.shape),
+        rule=kernel_rule.by_key(mask),
+        row_rule=kernel_rule.by_query(mask),
         scale=0.125,
         tiling=BackwardTiling(fused=False, schedule="counter"),
         interpret=plgpu.InterpretGPUParams(),

@@ -10,7 +10,7 @@
     work_table.py          one record for each work tile, longest first
     scheduler.py           which CTA computes which work tile
     pipeline.py            TMA copies into rings of shared-memory tiles
-    rule_tile.py           the rule inside a tile
+    rule_tile.py           the rule inside a tile; interval_tile.py: an interval of columns per row
     kernel.py              launch, roles and steps of the forward and both backward kernels
     barriers.py            which named barrier has which use
     layouts.py, ptx.py     register layouts and shared-memory tiles; inline PTX
@@ -135,7 +135,7 @@ def run_forward(
         v,
         mask.lists,
         block=mask.block,
-        rule=kernel_rule.translate(mask.rule, *mask.shape),
+        rule=kernel_rule.by_query(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
         tiling=tiling or tilings.measured_forward(Sizes.of(q, k, v), mask),
@@ -164,7 +164,8 @@ def run_backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array
         None if d_logsumexp is None else jnp.moveaxis(d_logsumexp, 2, 1),
         mask.lists,
         block=mask.block,
-        rule=kernel_rule.translate(mask.rule, *mask.shape),
+        rule=kernel_rule.by_key(mask),
+        row_rule=kernel_rule.by_query(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
         tiling=tiling,

@@ -53,8 +53,7 @@ class _Context(NamedTuple):
     """What the compute role reads and writes besides its work tiles."""
 
     index: Any  # flat index of the transposed lists
-    rows: Any  # the rule's arrays per query
-    columns: Any  # the rule's arrays per key
+    rule_refs: Any  # the rule's arrays
     outs: dict[str, Any]  # refs in global memory, by name
     scratch: _Scratch
 
@@ -168,11 +167,11 @@ class ColumnsKernel(GradientKernel):
 
     def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **buffers):
         """One CTA: what its warpgroups do."""
-        rows, columns, written = self.rule.split(refs)
+        rule_refs, written = self.rule.split(refs)
         work, others = self.scheduler.work_of(table, buffers)
         scratch = _Scratch(**others)
         outs = dict(zip(self.out_names, written, strict=True))
-        context = _Context(index, rows, columns, outs, scratch)
+        context = _Context(index, rule_refs, outs, scratch)
         self.run_roles(
             lambda wg: self.compute(wg, work, context),
             lambda: self.memory(q, k, v, d_out, lse, delta, work, index, scratch),

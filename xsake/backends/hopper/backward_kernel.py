@@ -53,6 +53,7 @@ def backward(
     *,
     block: tuple[int, int] = (128, 128),
     rule: KernelRule | None = None,
+    row_rule: KernelRule | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     tiling: BackwardTiling = DEFAULT_TILING,
@@ -61,7 +62,8 @@ def backward(
     """dq [B, T, N, H], dk [B, S, K, H], dv [B, S, K, Hv] in the dtype of q.
 
     q, out, d_out [B, T, N, H|Hv], k, v [B, S, K, H|Hv], lse and d_lse float32 [B, N, T] as the
-    forward returns them. `lists` name the kv blocks of every row block, full ones first.
+    forward returns them. `lists` name the kv blocks of every row block, full ones first. A kernel
+    over row blocks takes `row_rule` where it is given: the same rule in the form that suits it.
     """
     if tiling.cast not in CASTS:
         raise ValueError(f"cast is {tiling.cast!r}, which is none of {CASTS}")
@@ -82,7 +84,6 @@ def backward(
         interpret=interpret,
     )
     padded = tuple(pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (q, k, v, d_out))
-    rule_arrays = rule_operands(rule, shape)
     common = dict(
         scale=1 / math.sqrt(H) if scale is None else scale,
         soft_cap=soft_cap,
@@ -93,12 +94,15 @@ def backward(
     together = H + Hv <= MAX_COLUMNS
     for names in (("dk", "dv"),) if together else (("dk",), ("dv",)):
         columns = ColumnsKernel(shape, rule, tiling, results=names, fused=fused, **common)
-        operands = (*padded, *statistics, prepared.table, prepared.row_blocks, *rule_arrays)
+        lists_by_column = prepared.table, prepared.row_blocks
+        operands = (*padded, *statistics, *lists_by_column, *rule_operands(rule, shape))
         gradients |= columns(operands, prepared.zeros, prepared.counters, interpret)
     if not fused:
         table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
+        rule = row_rule or rule
         rows = RowsKernel(shape, rule, tiling, **common)
-        operands = (*padded, *statistics, table, lists.kv_index.reshape(-1), *rule_arrays)
+        lists_by_row = table, lists.kv_index.reshape(-1)
+        operands = (*padded, *statistics, *lists_by_row, *rule_operands(rule, shape))
         gradients["dq"] = rows(operands, interpret)
     dk, dv = (_sum_heads(gradients[x][:, :S], shape.group) for x in ("dk", "dv"))
     return gradients["dq"][:, :T], dk, dv

@@ -1,5 +1,6 @@
 """dq of a row block over the kv blocks that it sees: the second kernel of the unfused backward."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -75,11 +76,11 @@ class RowsKernel(GradientKernel):
 
     def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **buffers):
         """One CTA: what its warpgroups do."""
-        rows, columns, (dq,) = self.rule.split(refs)
+        rule_refs, (dq,) = self.rule.split(refs)
         work, others = self.scheduler.work_of(table, buffers)
         scratch = _Scratch(**others)
         self.run_roles(
-            lambda wg: self.compute(wg, lse, delta, work, index, rows, columns, dq, scratch),
+            lambda wg: self.compute(wg, lse, delta, work, index, rule_refs, dq, scratch),
             lambda: self.memory(q, k, v, d_out, work, index, scratch),
         )
 
@@ -106,14 +107,14 @@ class RowsKernel(GradientKernel):
         v_ring = Ring(self.v_stages, lambda x: plgpu.barrier_wait(scratch.v_free.at[x]), load_v)
         stream(self, work, index, k_ring, v_ring, residents)
 
-    def compute(self, wg, lse_gmem, delta_gmem, work, index, rows, columns, dq_gmem, scratch):
+    def compute(self, wg, lse_gmem, delta_gmem, work, index, rule_refs, dq_gmem, scratch):
         """64 queries of every work tile: dq over its steps, then one store."""
         handover = Handover(scratch.piece_smem, scratch.piece_ready, scratch.piece_taken)
 
         def compute_tile(tile, done):
             steps = tile.count * self.splits
             tile_steps = _TileSteps(
-                self, wg, tile, done, lse_gmem, delta_gmem, index, rows, columns, scratch
+                self, wg, tile, done, lse_gmem, delta_gmem, index, rule_refs, scratch
             )
             H = self.shape.sizes.H
             (dq,) = self.accumulate_unless_empty(tile_steps.accumulate, tile, ((ROWS, H),))
@@ -133,13 +134,14 @@ class _TileSteps:
     """The steps of one work tile on one compute warpgroup; `done` steps came before."""
 
     def __init__(
-        self, kernel, wg, work_tile, done, lse_gmem, delta_gmem, index, rows, columns, scratch
+        self, kernel, wg, work_tile, done, lse_gmem, delta_gmem, index, rule_refs, scratch
     ):
         self.kernel, self.wg, self.work_tile, self.done = kernel, wg, work_tile, done
-        self.index, self.columns, self.scratch = index, columns, scratch
+        self.index, self.rule_refs, self.scratch = index, rule_refs, scratch
         self.first_query = kernel.first_row(work_tile, wg)
         self.queries = pl.ds(self.first_query, ROWS)
-        self.row_values = kernel.rule.load(rows, work_tile, self.first_query, ROWS, ROW)
+        self.row_values = self.load_rows(kernel.rule, rule_refs)
+        self.decides = kernel.rule.decides(rule_refs, work_tile, self.first_query)
         self.lse, self.delta = (
             plgpu.load(x.at[work_tile.b, work_tile.n, self.queries], layout=ROW, optimized=False)
             for x in (lse_gmem, delta_gmem)
@@ -150,9 +152,8 @@ class _TileSteps:
         scratch = self.scratch
         plgpu.barrier_wait(scratch.q_ready)
         plgpu.barrier_wait(scratch.d_out_ready)
-        self.kernel.run_steps(
-            self.wg, self.work_tile, self.done, self.ds_of, lambda t, ds: self.add(dq_ref, t, ds)
-        )
+        add = functools.partial(self.add, dq_ref)
+        self.kernel.run_steps(self.wg, self.work_tile, self.done, self.decides, self.ds_of, add)
         plgpu.barrier_arrive(scratch.q_free)
         return (dq_ref[...],)
 
@@ -163,12 +164,12 @@ class _TileSteps:
         v = scratch.v_smem.at[slot].transpose((1, 0))
         s = self.issue_scores(t)
         plgpu.barrier_wait(scratch.v_ready.at[slot])
-        if not masked:
+        if masked is None:
             dp = kernel.issue(kernel.own_rows(self.wg, scratch.d_out_smem), v)
-        s = kernel.settle(s, wait_n=0 if masked else 1)
+        s = kernel.settle(s, wait_n=1 if masked is None else 0)
         lse = lax.broadcast_in_dim(self.lse, s.shape, [0])
-        _, slope = kernel.probabilities(s, lse, masked, lambda: self.allowed(t))
-        if masked:  # dp is issued only now: the rule needed its registers
+        _, slope = kernel.probabilities(s, lse, masked, functools.partial(self.keep, t))
+        if masked is not None:  # dp is issued only now: the rule needed its registers
             slope = lax.optimization_barrier(slope)
             dp = kernel.issue(kernel.own_rows(self.wg, scratch.d_out_smem), v)
         dp = kernel.settle(dp, 0)
@@ -193,17 +194,17 @@ class _TileSteps:
         q = kernel.own_rows(self.wg, scratch.q_smem)
         return kernel.issue(q, scratch.k_smem.at[slot].transpose((1, 0)))
 
-    def allowed(self, t):
-        """The pairs of step t that the rule allows."""
-        rule, step = self.kernel.rule, self.kernel.step
+    def load_rows(self, rule, refs):
+        """A rule's values of this warpgroup's 64 queries."""
+        return rule.load(refs.rows, self.work_tile, self.first_query, ROWS, ROW)
+
+    def keep(self, t, p, rule):
+        """p of step t with zeros where the rule forbids."""
+        refs, row_values, step = self.rule_refs, self.row_values, self.kernel.step
+        if rule is not self.kernel.rule:
+            refs = refs.otherwise
+            row_values = self.load_rows(rule, refs)
         first_key = self.kernel.first_token(self.index, self.work_tile, t)
-        column_values = rule.load(self.columns, self.work_tile, first_key, step, COLUMN)
-        return rule.allowed(
-            self.work_tile,
-            self.first_query,
-            first_key,
-            (0, 1),
-            self.row_values,
-            column_values,
-            step,
-        )
+        column_values = rule.load(refs.columns, self.work_tile, first_key, step, COLUMN)
+        at = self.work_tile, self.first_query, first_key
+        return rule.keep(p, 0.0, *at, (0, 1), row_values, column_values)

@@ -23,11 +23,12 @@ class ColumnSteps:
 
     def __init__(self, kernel, wg, work_tile, done, context):
         self.kernel, self.wg, self.work_tile, self.done = kernel, wg, work_tile, done
-        self.index, self.rows, columns, self.outs, self.scratch = context
+        self.index, self.rule_refs, self.outs, self.scratch = context
         self.lse_smem, self.delta_smem = kernel.statistics(self.scratch)
         self.steps = work_tile.count * kernel.splits
         self.first_key = kernel.first_row(work_tile, wg)
-        self.column_values = kernel.rule.load(columns, work_tile, self.first_key, ROWS, ROW)
+        self.column_values = self.load_columns(kernel.rule, self.rule_refs)
+        self.decides = kernel.rule.decides(self.rule_refs, work_tile, self.first_key)
 
     def accumulate(self, *accumulators):
         """dk and dv, or one of them, over all steps."""
@@ -37,7 +38,7 @@ class ColumnSteps:
             plgpu.barrier_wait(scratch.v_ready)
         refs = dict(zip(kernel.sizes, accumulators, strict=True))
         add = functools.partial(self.add_products, refs)
-        kernel.run_steps(self.wg, self.work_tile, self.done, self.p_and_ds, add)
+        kernel.run_steps(self.wg, self.work_tile, self.done, self.decides, self.p_and_ds, add)
         plgpu.barrier_arrive(scratch.k_free)
         return tuple(ref[...] for ref in refs.values())
 
@@ -67,9 +68,9 @@ class ColumnSteps:
         s = self.issue_scores(t)
         plgpu.barrier_wait(scratch.d_out_ready.at[self.d_out_slot(t)])
         # In a masked step of 64 queries, dp is issued after the rule, which needs the registers.
-        dp_first = kernel.has_dk and (not masked or kernel.step > ROWS)
+        dp_first = kernel.has_dk and (masked is None or kernel.step > ROWS)
         dp = self.issue_dp(t) if dp_first else None
-        in_flight = not masked and kernel.step == ROWS  # load lse, delta while products run
+        in_flight = masked is None and kernel.step == ROWS  # load lse, delta while products run
         pairs = []
         for at in range(0, kernel.step, ROWS):
             columns = pl.ds(at, ROWS)
@@ -79,7 +80,7 @@ class ColumnSteps:
             )
             s, lse = self.settle_and_load(s, int(dp_first) if at == 0 else None, lse, in_flight)
             p, slope = kernel.probabilities(
-                self.part(s, at), lse, masked, functools.partial(self.allowed, t, at)
+                self.part(s, at), lse, masked, functools.partial(self.keep, t, at)
             )
             if not kernel.has_dk:
                 pairs.append((p.astype(dtype), None))
@@ -128,20 +129,20 @@ class ColumnSteps:
         """64 columns of a tile."""
         return tile if self.kernel.step == ROWS else tile[:, first : first + ROWS]
 
-    def allowed(self, t, at):
-        """The pairs that the rule allows among 64 queries, from query `at` of step t."""
-        rule = self.kernel.rule
+    def load_columns(self, rule, refs):
+        """A rule's values of this warpgroup's 64 keys."""
+        return rule.load(refs.columns, self.work_tile, self.first_key, ROWS, ROW)
+
+    def keep(self, t, at, p, rule):
+        """pT of 64 queries, from query `at` of step t, with zeros where the rule forbids."""
+        refs, column_values = self.rule_refs, self.column_values
+        if rule is not self.kernel.rule:
+            refs = refs.otherwise
+            column_values = self.load_columns(rule, refs)
         first_query = self.first_query(t) + at
-        row_values = rule.load(self.rows, self.work_tile, first_query, ROWS, COLUMN)
-        return rule.allowed(
-            self.work_tile,
-            first_query,
-            self.first_key,
-            (1, 0),
-            row_values,
-            self.column_values,
-            ROWS,
-        )
+        row_values = rule.load(refs.rows, self.work_tile, first_query, ROWS, COLUMN)
+        tile_at = self.work_tile, first_query, self.first_key
+        return rule.keep(p, 0.0, *tile_at, (1, 0), row_values, column_values)
 
     # Products
 

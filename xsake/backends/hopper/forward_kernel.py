@@ -163,9 +163,9 @@ class _Kernel(BlockKernel):
         """One CTA: what its warpgroups do."""
         work, others = self.scheduler.work_of(table, buffers)
         scratch = _Scratch(**others)
-        rows, columns, outs = self.rule.split(refs)
+        rule_refs, outs = self.rule.split(refs)
         self.run_roles(
-            lambda wg: self.compute(wg, work, index, rows, columns, outs, scratch),
+            lambda wg: self.compute(wg, work, index, rule_refs, outs, scratch),
             lambda: self.memory(q_gmem, k_gmem, v_gmem, work, index, scratch),
         )
 
@@ -213,12 +213,12 @@ class _Kernel(BlockKernel):
 
     # Compute warpgroups
 
-    def compute(self, wg, work, index, rows, columns, outs, scratch):
+    def compute(self, wg, work, index, rule_refs, outs, scratch):
         """64 rows of every work tile: online softmax over its visits, then one store."""
 
         def compute_tile(tile, done):
             after = done + tile.count * self.splits
-            steps = self.steps_of(wg, tile, done, index, rows, columns, scratch)
+            steps = self.steps_of(wg, tile, done, index, rule_refs, scratch)
             if self.alternate:  # a warpgroup without a step of its own waits for Q too
                 pl.when(tile.count > 0)(lambda: plgpu.barrier_wait(scratch.q_ready))
             acc, m, l = steps.overlapped() if self.tiling.overlap else steps.in_sequence()
@@ -236,22 +236,26 @@ class _Kernel(BlockKernel):
         pl.when(wg == 0)(lambda: self.await_turn(wg))
         plgpu.wait_smem_to_gmem(0)
 
-    def steps_of(self, wg, tile, done, index, rows, columns, scratch):
+    def steps_of(self, wg, tile, done, index, rule_refs, scratch):
         """The steps of a work tile; `done` steps of other work tiles came before."""
         q_rows = scratch.q_smem.at[pl.ds(0 if self.alternate else wg * ROWS, ROWS)]
         first_row = self.first_row(tile, wg)
-        row_values = self.rule.load(rows, tile, first_row, ROWS, ROW)
+        row_values = self.rule.load(rule_refs.rows, tile, first_row, ROWS, ROW)
+        decides = self.rule.decides(rule_refs, tile, first_row)
 
-        def mask(s, t):
-            """The scores of step t with -inf where the rule forbids."""
+        def mask(s, t, rule):
+            """The scores of step t with -inf where the rule, or its otherwise, forbids."""
+            refs, values = rule_refs, row_values
+            if rule is not self.rule:  # the slower case, which leaves registers to the other one
+                refs = rule_refs.otherwise
+                values = rule.load(refs.rows, tile, first_row, ROWS, ROW)
             first_key = self.first_token(index, tile, t)
-            column_values = self.rule.load(columns, tile, first_key, self.step, COLUMN)
-            allowed = self.rule.allowed(
-                tile, first_row, first_key, (0, 1), row_values, column_values, self.step
-            )
-            return jnp.where(allowed, s, -jnp.inf)
+            column_values = rule.load(refs.columns, tile, first_key, self.step, COLUMN)
+            at = tile, first_row, first_key
+            return rule.keep(s, -jnp.inf, *at, (0, 1), values, column_values)
 
-        return TileSteps(self, wg, done, self.own_steps(wg, tile, done), mask, q_rows, scratch)
+        own_steps = self.own_steps(wg, tile, done)
+        return TileSteps(self, wg, done, own_steps, decides, mask, q_rows, scratch)
 
     def store(self, tile, wg, acc, m, l, outs, scratch):
         """out = acc / l and logsumexp = m + log l; zeros and -inf in rows that saw no key."""

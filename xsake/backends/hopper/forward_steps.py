@@ -6,6 +6,8 @@ With `overlap`, a warpgroup issues the scores of its next step before the values
 that its softmax overlaps with its own products too.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -27,11 +29,15 @@ class TileSteps:
 
     done: steps of all work tiles before this one.
     own_steps: (first, full, count) as BlockKernel.own_steps returns them.
-    mask_step: (s, step of the work tile) -> s with -inf where the rule forbids.
+    decides: as RuleTile.decides returns it.
+    mask_step: (s, step of the work tile, rule) -> s with -inf where the rule forbids.
+
+    A step's `masked` is the rule that masks it; None: no rule does.
     """
 
-    def __init__(self, kernel, wg, done, own_steps, mask_step, q_rows, scratch):
+    def __init__(self, kernel, wg, done, own_steps, decides, mask_step, q_rows, scratch):
         self.kernel, self.wg, self.done = kernel, wg, done
+        self.decides = decides
         self.first, self.full, self.count = own_steps
         self.mask_step = mask_step
         self.q_rows, self.scratch = q_rows, scratch
@@ -130,7 +136,7 @@ class TileSteps:
                     self.kernel.pass_turn(self.wg)
                     # The rule's values per key need 32 registers, which p occupies until its
                     # product ends.
-                    crowded = masked and self.kernel.rule.column_arrays > 0
+                    crowded = masked is not None and masked.column_arrays > 0
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if crowded else 1)
                     self.free_k(t)
                     for ref, new in zip(new_refs, softmax(s, m, l), strict=True):
@@ -148,12 +154,12 @@ class TileSteps:
 
     def loop(self, begin, step, carry):
         """Full steps without masking, then partial steps with it."""
-        carry = lax.fori_loop(begin, self.full, lambda t, c: step(t, c, masked=False), carry)
-        if not self.kernel.rule.has_partial:
-            return carry
-        return lax.fori_loop(
-            jnp.maximum(self.full, begin), self.count, lambda t, c: step(t, c, masked=True), carry
-        )
+        carry = lax.fori_loop(begin, self.full, lambda t, c: step(t, c, masked=None), carry)
+        loops = self.kernel.rule.partial_steps(self.full, self.count, self.decides)
+        for rule, first, end in loops:
+            masked_step = functools.partial(step, masked=rule)
+            carry = lax.fori_loop(jnp.maximum(first, begin), end, masked_step, carry)
+        return carry
 
     # Softmax
 
@@ -176,7 +182,7 @@ class TileSteps:
             m_new = jnp.where(m_new - m > kernel.tiling.lazy_rescale, m_new, m)
         # A row with nothing allowed so far keeps m = -inf; subtracting 0 instead makes its p and
         # shrink zeros, not NaN.
-        base = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
+        base = m_new if masked is None else jnp.where(m_new == -jnp.inf, 0.0, m_new)
         p = jnp.exp2(s * scale - over_columns(base, s))
         shrink = jnp.exp2(m - base)  # rescales what was summed under the old maximum
         return p, m_new, l * shrink + p.sum(axis=1), shrink
@@ -184,11 +190,23 @@ class TileSteps:
     def first_softmax(self, s):
         """(p, m, l) of a work tile's first step."""
         _, m, l = self.init()
-        s = self.logits(s, jnp.int32(0), masked=False)
-        if self.kernel.rule.has_partial:
-            s = lax.cond(self.full > 0, lambda: s, lambda: self.mask(s, jnp.int32(0)))
-        p, m, l, _ = self.softmax(s, m, l, self.kernel.rule.has_partial)
+        rule = self.kernel.rule if self.kernel.rule.has_partial else None
+        s = self.logits(s, jnp.int32(0), masked=None)
+        if rule is not None:
+            s = lax.cond(self.full > 0, lambda: s, lambda: self.mask_first(s, rule))
+        p, m, l, _ = self.softmax(s, m, l, rule)
         return p, m, l
+
+    def mask_first(self, s, rule):
+        """Scores of the first step, which is partial, with -inf where the rule forbids."""
+        first = jnp.int32(0)
+        if self.decides is None:
+            return self.mask(s, first, rule)
+        return lax.cond(
+            self.decides,
+            lambda: self.mask(s, first, rule),
+            lambda: self.mask(s, first, rule.otherwise),
+        )
 
     def logits(self, s, t, masked):
         """Logits of step t, divided by the scale or the soft cap; -inf where the rule forbids."""
@@ -197,11 +215,11 @@ class TileSteps:
             # tanh x = 1 - 2 / (1 + e^2x): tanh.approx errs by 5e-4, too much times a cap of 50.
             growth = jnp.exp2(s * (2 * LOG2E * kernel.scale / kernel.soft_cap))
             s = 1.0 - 2.0 / (1.0 + growth)
-        return self.mask(s, t) if masked else s
+        return s if masked is None else self.mask(s, t, masked)
 
-    def mask(self, s, t):
+    def mask(self, s, t, rule):
         """Scores of step t with -inf where the rule forbids."""
-        return self.mask_step(s, self.step_of(t))
+        return self.mask_step(s, self.step_of(t), rule)
 
     def rescale(self, acc, shrink):
         """acc * shrink; lazily, a warp skips it when none of its rows has a new maximum."""

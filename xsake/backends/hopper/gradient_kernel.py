@@ -1,5 +1,6 @@
 """What both backward kernels share: their steps, the probabilities, products and result stores."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,10 +35,11 @@ class GradientKernel(BlockKernel):
         self.check_stages(stages)
         return stages, 1 if self.reuse_operand_smem else stages
 
-    def run_steps(self, wg, work_tile, done, ds_of, add):
+    def run_steps(self, wg, work_tile, done, decides, ds_of, add):
         """add(t, ds_of(t, masked)) for every step t of a work tile that is this warpgroup's.
 
-        Full steps come first, then partial ones, with the rule.
+        Full steps come first, then partial ones, where `masked` is the rule. decides: as
+        RuleTile.decides returns it.
         """
         first_step, full, count = self.own_steps(wg, work_tile, done)
 
@@ -45,18 +47,18 @@ class GradientKernel(BlockKernel):
             t = first_step + t * self.stride if self.alternate else t
             add(t, ds_of(t, masked))
 
-        pl.loop(0, full)(lambda t: step(t, False))
-        if self.rule.has_partial:
-            pl.loop(full, count)(lambda t: step(t, True))
+        pl.loop(0, full)(lambda t: step(t, None))
+        for rule, first, end in self.rule.partial_steps(full, count, decides):
+            pl.loop(first, end)(functools.partial(step, masked=rule))
 
-    def probabilities(self, s, lse, masked, allowed):
+    def probabilities(self, s, lse, masked, keep):
         """p, and p times the slope of the soft cap; both zero where the rule forbids.
 
-        masked: whether the step is partial. allowed(): its allowed pairs.
+        masked: the rule of a partial step, or None. keep(p, rule): p, and 0 where it forbids.
         """
 
         def mask(p):
-            return jnp.where(allowed(), p, 0.0) if masked else p
+            return p if masked is None else keep(p, masked)
 
         if self.soft_cap is None:
             p = mask(jnp.exp2(s * (self.scale * LOG2E) - lse))

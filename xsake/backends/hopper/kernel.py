@@ -36,8 +36,8 @@ class BlockKernel:
         self.shape = shape
         self.tiling = tiling
         self.scale, self.soft_cap = scale, soft_cap
-        self.rule = RuleTile(rule, shape)
         self.interpret = bool(interpret)
+        self.rule = RuleTile(rule, shape, self.interpret)
         self.tile_block, self.visit_block = shape.block[axis], shape.block[1 - axis]
         if self.visit_block % step:
             raise ValueError(

@@ -1,49 +1,108 @@
 """The mask's rule inside one tile of a kernel."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.backends.hopper.layouts import ROWS, TILE, pad_tokens
+from xsake.backends.hopper.interval_tile import keep_columns
+from xsake.backends.hopper.layouts import ROW, TILE
+
+
+class RuleRefs(NamedTuple):
+    """A rule's arrays in global memory."""
+
+    rows: Any  # per query
+    columns: Any  # per key
+    otherwise: Any = None  # those of the rule's `otherwise`
 
 
 class RuleTile:
     """A KernelRule as the kernels evaluate it."""
 
-    def __init__(self, rule, shape):
+    def __init__(self, rule, shape, interpret):
         self.allows = rule.allows
+        self.interpret = interpret
+        self.is_interval, self.bounds = rule.is_interval, rule.bounds
         self.row_arrays = len(rule.rows)
         self.column_arrays = len(rule.columns)
         self.S = shape.sizes.S
-        self.has_short_block = shape.has_short_block
+        # Whether keys past the last one have to be masked.
+        self.ends_inside = shape.has_short_block and not rule.is_interval
         # Without a rule the only partial blocks are those that reach past the last key.
-        self.has_partial = rule.allows is not None or shape.has_short_block
+        has_rule = rule.allows is not None or rule.is_interval
+        self.has_partial = has_rule or shape.has_short_block
+        self.otherwise = (
+            None if rule.otherwise is None else RuleTile(rule.otherwise, shape, interpret)
+        )
 
-    def split(self, refs) -> tuple[Any, Any, Any]:
-        """(the rule's arrays per query, those per key, the refs that follow)."""
+    def split(self, refs) -> tuple[RuleRefs, Any]:
+        """(the rule's arrays, the refs that follow)."""
         rows, refs = refs[: self.row_arrays], refs[self.row_arrays :]
-        return rows, refs[: self.column_arrays], refs[self.column_arrays :]
+        columns, refs = refs[: self.column_arrays], refs[self.column_arrays :]
+        if self.otherwise is None:
+            return RuleRefs(rows, columns), refs
+        otherwise, refs = self.otherwise.split(refs)
+        return RuleRefs(rows, columns, otherwise), refs
+
+    def decides(self, refs, work_tile, first):
+        """Whether this rule decides in a work tile that begins at token `first`.
+
+        None: it always does, because it has no `otherwise`.
+        """
+        if self.otherwise is None:
+            return None
+        (marked,) = refs.rows or refs.columns
+        return marked[_batch_row(marked, work_tile), 0, first] >= 0
+
+    def partial_steps(self, full, count, decides):
+        """(rule, first step, end) of each loop over partial steps: this rule's, its otherwise's."""
+        if not self.has_partial:
+            return ()
+        if decides is None:
+            return ((self, full, count),)
+        own = jnp.where(decides, count, full)
+        return (self, full, own), (self.otherwise, own, count)
 
     def load(self, refs, work_tile, first, length, layout):
-        """The values of `length` tokens from `first`, one vector for each array of the rule."""
-        return [
-            plgpu.load(
-                x.at[work_tile.b if x.shape[0] > 1 else 0, pl.ds(first, length)],
-                layout=layout,
-                optimized=False,
-            )
-            for x in refs
-        ]
+        """The values of `length` tokens from `first`, one vector for each integer of a token."""
 
-    def allowed(self, work_tile, first_query, first_key, dims, row_values, column_values, width):
-        """The pairs that the rule allows in a tile [64, width]: bools.
+        def vector(ref):
+            return plgpu.load(ref.at[pl.ds(first, length)], layout=layout, optimized=False)
+
+        values = []
+        for ref in refs:
+            of_row = ref.at[_batch_row(ref, work_tile)]
+            if len(ref.shape) == 2:
+                values.append(vector(of_row))
+            else:
+                values += [vector(of_row.at[i]) for i in range(ref.shape[1])]
+        return values
+
+    def keep(self, x, fill, work_tile, first_query, first_key, dims, row_values, column_values):
+        """A tile x [64, columns] with `fill` where the rule forbids.
 
         dims: the tile's axis of queries and its axis of keys.
         """
-        shape = (ROWS, width)
+        at = work_tile, first_query, first_key
+        if not self.is_interval:
+            return jnp.where(self._allowed(*at, dims, row_values, column_values, x.shape), x, fill)
+        first_row, first_column = ((first_query, first_key)[dims.index(i)] for i in (0, 1))
+        limits = row_values or column_values
+        if self.bounds is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=ROW)
+            limits = self.bounds(row + first_row)
+        lo, hi = (limit - first_column for limit in limits)
+        if not self.interpret:
+            return keep_columns(x, lo, hi, fill)
+        column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+        lo, hi = (lax.broadcast_in_dim(limit, x.shape, [0]) for limit in (lo, hi))
+        return jnp.where((column >= lo) & (column < hi), x, fill)
+
+    def _allowed(self, work_tile, first_query, first_key, dims, row_values, column_values, shape):
+        """The pairs that the rule allows in a tile of this shape: bools."""
         q_index, k_index = (
             plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=TILE) + first
             for dim, first in zip(dims, (first_query, first_key), strict=True)
@@ -58,7 +117,7 @@ class RuleTile:
                 [lax.broadcast_in_dim(x, shape, [dims[0]]) for x in row_values],
                 [lax.broadcast_in_dim(x, shape, [dims[1]]) for x in column_values],
             )
-        if self.has_short_block:
+        if self.ends_inside:
             inside = k_index < self.S
             allowed = inside if allowed is None else allowed & inside
         return allowed
@@ -69,6 +128,18 @@ def rule_operands(rule, shape):
 
     A tile may read past the end; what it finds there is masked.
     """
-    rows = tuple(pad_tokens(x, shape.padded_rows) for x in rule.rows)
-    columns = tuple(pad_tokens(x, shape.padded_keys) for x in rule.columns)
-    return (*rows, *columns)
+    rows = tuple(_pad(x, shape.padded_rows) for x in rule.rows)
+    columns = tuple(_pad(x, shape.padded_keys) for x in rule.columns)
+    otherwise = () if rule.otherwise is None else rule_operands(rule.otherwise, shape)
+    return (*rows, *columns, *otherwise)
+
+
+def _pad(x, length):
+    """x with zeros on its last axis, up to `length` tokens."""
+    if x.shape[-1] == length:
+        return x
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, length - x.shape[-1]),))
+
+
+def _batch_row(ref, work_tile):
+    return work_tile.b if ref.shape[0] > 1 else 0

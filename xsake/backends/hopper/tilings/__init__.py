@@ -28,17 +28,17 @@ def call_class(sizes: Sizes, mask: BlockMask) -> str:
     """What is known of a call when it is compiled: "128 short sparse".
 
     The kernel's head size; the length; and the lists. "one": all heads of all batch rows share a
-    list. Otherwise "sparse" if the capacity of a list is below 15% of all blocks, else "mixed".
+    list, "one sparse" if its capacity is below 15% of all blocks, e.g. a window. Otherwise "sparse"
+    or "mixed".
     """
     size = limits.padded_head_size(max(sizes.H, sizes.Hv))
     length = "short" if sizes.T < LONG else "long"
     row_blocks, kv_blocks = mask.grid.counts
+    is_sparse = mask.kv_index.shape[-1] < SPARSE * row_blocks * kv_blocks
     if mask.kv_count.shape[0] * mask.kv_count.shape[1] == 1:
-        lists = "one"
-    elif mask.kv_index.shape[-1] < SPARSE * row_blocks * kv_blocks:
-        lists = "sparse"
+        lists = "one sparse" if is_sparse else "one"
     else:
-        lists = "mixed"
+        lists = "sparse" if is_sparse else "mixed"
     return f"{size} {length} {lists}"
 
 
@@ -53,7 +53,8 @@ def measured_backward(sizes: Sizes, mask: BlockMask) -> BackwardTiling:
 
 
 def _fields(direction: str, sizes: Sizes, mask: BlockMask) -> dict[str, Any]:
-    record = _table()[direction].get(call_class(sizes, mask))
+    name, records = call_class(sizes, mask), _table()[direction]
+    record = records.get(name) or records.get(name.replace("one sparse", "one"))
     return {} if record is None else dict(record["tiling"])
 
 

@@ -1,0 +1,73 @@
+"""Intervals instead of the rule in partial blocks of the Hopper kernels."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from tests import oracle
+from tests.conditions import needs_interpreter
+from xsake import BlockMask, _jax, masks
+from xsake.backends import kernel_rule
+
+RULES = {
+    "causal": masks.sliding_window(300, None) & masks.causal(),
+    "lengths": masks.lengths(query=jnp.array([400])) & masks.causal(),
+    "documents": masks.documents(jnp.arange(500) // 130) & masks.causal(),
+    "not": ~masks.first(20),
+}
+
+
+@needs_interpreter
+def test_documents_agree_when_interpreted(monkeypatch):
+    """By intervals in the first batch row, by the rule in the second, whose ids are not sorted."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import forward_kernel as hopper_forward
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 120, 1, 64)), jnp.bfloat16) for _ in range(3))
+    ids = np.stack([np.arange(120) // 50, np.arange(120) % 3])
+    ids[:, 115:] = -1
+    mask = BlockMask.from_rule(masks.documents(ids) & masks.causal(), (120, 120), block=(128, 64))
+    assert (np.asarray(mask.intervals)[:, 0, 0, 0] < 0).tolist() == [False, True]
+    out, lse = hopper_forward.forward(
+        q,
+        k,
+        v,
+        mask.lists,
+        block=mask.block,
+        rule=kernel_rule.by_query(mask),
+        scale=0.125,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    want, want_lse = oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(("and", ("documents", ids, ids), ("causal",)), 2, 1, 120, 120),
+        scale=0.125,
+    )
+    assert oracle.relative_error(out, want) <= 1e-2
+    assert oracle.relative_error(jnp.moveaxis(lse, 1, 2), want_lse, floor=1.0) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("causal", "a window around each query"),
+        ("lengths", "an interval of keys for each query"),
+        ("documents", "an interval of keys for each query; the rule in batch rows that are not"),
+        ("not", "the rule, for every token pair"),
+    ],
+)
+def test_explain_says_what_partial_blocks_evaluate(name, form, monkeypatch):
+    """On a machine that claims to be an H200."""
+    monkeypatch.setattr(_jax, "why_no_hopper", lambda needs: None)
+    q = jax.ShapeDtypeStruct((1, 500, 1, 64), jnp.bfloat16)
+    explanation = xsake.explain(q, q, q, mask=RULES[name])
+    assert explanation.chosen == "hopper"
+    assert explanation.partial_blocks.startswith(form)
+    assert form in str(explanation)

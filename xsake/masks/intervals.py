@@ -1,0 +1,247 @@
+"""Rules whose visible keys are one interval for each query, as two integers a query.
+
+    query q sees keys lo[q] … hi[q] - 1;  lo and hi do not decrease with q
+
+causal, windows, chunks, prefixes, lengths, documents in order, rising positions, and their
+conjunctions are of this kind. Because lo and hi do not decrease, the queries that see a key are one
+interval too (`transposed`). Whether documents and positions are in order is known on the device
+only: where they are not, the intervals of a batch row are all marked NOT_AN_INTERVAL, and the rule
+itself has to decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from xsake import _jax
+from xsake.masks import carrying, positional
+from xsake.masks.integers import INT_MAX
+from xsake.masks.rule import And, Everything, Or, Rule
+
+NOT_AN_INTERVAL = -1  # both integers of every query of a batch row that the rule itself decides
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def intervals_of(rule: Rule | None, shape: tuple[int, int]) -> Array | None:
+    """The rule as (lo, hi) of every query, int32 [B|1, 1, 2, T]; None if it is not of this kind."""
+    if rule is None:
+        return None
+    T, S = shape
+    found = _find(rule, _At(T, S, jnp.arange(T, dtype=jnp.int32)[None]))
+    if found is None:
+        return None
+    lo, hi, in_order = found
+    lo, hi = (
+        jnp.full((1, T), default, jnp.int32) if x is None else jnp.broadcast_to(x, (x.shape[0], T))
+        for x, default in ((lo, 0), (hi, S))
+    )
+    pair = jnp.stack(jnp.broadcast_arrays(lo, hi), axis=1)
+    if in_order is not None:
+        pair = jnp.where(in_order[:, None, None], pair, NOT_AN_INTERVAL)
+    return pair[:, None]
+
+
+def intervals_with_data(rule: Rule | None, shape: tuple[int, int]) -> Array | None:
+    """`intervals_of` a rule that carries int32 arrays, where a kernel would read them.
+
+    Rules without arrays are as fast as their intervals, and kernels take no other integers.
+    """
+    if rule is None or not rule.has_data or not are_read():
+        return None
+    integers = (x for x in jax.tree.leaves(rule) if jnp.issubdtype(x.dtype, jnp.integer))
+    return intervals_of(rule, shape) if all(x.dtype == jnp.int32 for x in integers) else None
+
+
+def are_read() -> bool:
+    """Whether a kernel reads intervals: on GPUs only, so that other devices do not compute them."""
+    return _jax.platform() == "gpu"
+
+
+def always_intervals(rule: Rule) -> bool:
+    """Whether no batch row can be marked NOT_AN_INTERVAL, given that the rule is of this kind."""
+    checked = carrying.Documents, carrying.Positioned
+    return not any(isinstance(part, checked) for part in _parts(rule))
+
+
+def intersection(a: Array, b: Array) -> Array:
+    """The intervals of the conjunction of two rules."""
+    both = jnp.concatenate(
+        [jnp.maximum(a[..., :1, :], b[..., :1, :]), jnp.minimum(a[..., 1:, :], b[..., 1:, :])],
+        axis=-2,
+    )
+    return jnp.where((a < 0) | (b < 0), NOT_AN_INTERVAL, both)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def transposed(intervals: Array, keys: int) -> Array:
+    """For every key the queries that see it, int32 [B|1, 1, 2, S]."""
+    lo, hi = intervals[..., 0, :], intervals[..., 1, :]
+    key = jnp.arange(keys, dtype=jnp.int32)[None]
+    # The first query whose hi is beyond the key, and the first one whose lo is.
+    pair = jnp.stack([_search(x[:, 0], key, side="right") for x in (hi, lo)], axis=1)
+    return jnp.where(lo[..., None, :1] < 0, NOT_AN_INTERVAL, pair[:, None])
+
+
+class _At(NamedTuple):
+    """Where a rule is translated."""
+
+    T: int
+    S: int
+    q: Array  # positions of the queries, int32 [B|1, T]
+    kv_positions: Array | None = None  # int32 [B|1, S]; None: the indices
+    has_positions: bool = False  # whether any positions are given
+
+
+class _Found(NamedTuple):
+    """An interval of key indices for each query."""
+
+    lo: Array | None  # int32 [B|1, T|1]; None: 0
+    hi: Array | None  # int32 [B|1, T|1]; None: S
+    # bool [B|1]: whether this is an interval, and neither end decreases; None: always
+    in_order: Array | None = None
+
+
+def _find(rule: Rule, at: _At) -> _Found | None:
+    match rule:
+        case Everything():
+            return _Found(None, None)
+        case And() | Or():
+            a, b = _find(rule.a, at), _find(rule.b, at)
+            if a is None or b is None:
+                return None
+            return _and(a, b) if isinstance(rule, And) else _or(a, b)
+        case positional.Window():
+            first = None if rule.left is None else _add(at.q, -rule.left)
+            return _positions(at, first, None if rule.right is None else _add(at.q, rule.right))
+        case positional.First():
+            return _positions(at, None, _add(jnp.zeros((1, 1), jnp.int32), rule.n - 1))
+        case carrying.Prefix():
+            return _positions(at, None, _add(rule.lengths[:, None], -1))
+        case positional.Chunked() if not at.has_positions:
+            size = min(rule.size, INT_MAX)
+            first = at.q // size * size
+            return _positions(at, first, _add(first, size - 1))
+        case carrying.Lengths():
+            return _lengths(rule, at)
+        case carrying.Documents():
+            return _documents(rule, at)
+        case carrying.Positioned():
+            return _positioned(rule, at)
+    return None
+
+
+def _and(a: _Found, b: _Found) -> _Found:
+    return _Found(
+        _either(jnp.maximum, a.lo, b.lo),
+        _either(jnp.minimum, a.hi, b.hi),
+        _either(jnp.logical_and, a.in_order, b.in_order),
+    )
+
+
+def _or(a: _Found, b: _Found) -> _Found | None:
+    """The union, if both begin at the first key or both end at the last one."""
+    in_order = _either(jnp.logical_and, a.in_order, b.in_order)
+    if a.lo is None and b.lo is None:
+        return _Found(
+            None, None if a.hi is None or b.hi is None else jnp.maximum(a.hi, b.hi), in_order
+        )
+    if a.hi is None and b.hi is None:
+        return _Found(
+            None if a.lo is None or b.lo is None else jnp.minimum(a.lo, b.lo), None, in_order
+        )
+    return None
+
+
+def _either(combine: Any, a: Array | None, b: Array | None) -> Array | None:
+    return b if a is None else a if b is None else combine(a, b)
+
+
+def _add(x: Array, number: int) -> Array:
+    """x + number, which stays within int32."""
+    number = max(-INT_MAX, min(number, INT_MAX))
+    if number >= 0:
+        return jnp.minimum(x, INT_MAX - number) + number
+    return jnp.maximum(x, -INT_MAX - 1 - number) + number
+
+
+def _positions(at: _At, first: Array | None, last: Array | None) -> _Found:
+    """The keys at positions first … last; None: no limit on that side."""
+    if at.kv_positions is None:
+        lo = None if first is None else jnp.clip(first, 0, at.S)
+        return _Found(lo, None if last is None else jnp.clip(last, -1, at.S - 1) + 1)
+    lo = None if first is None else _search(at.kv_positions, first, side="left")
+    hi = None if last is None else _search(at.kv_positions, last, side="right")
+    return _Found(lo, hi, _rises(at.kv_positions).all(-1))
+
+
+def _positioned(rule: carrying.Positioned, at: _At) -> _Found | None:
+    at = at._replace(has_positions=True)
+    if rule.q_positions is not None:
+        at = at._replace(q=rule.q_positions)
+    if rule.kv_positions is not None:
+        at = at._replace(kv_positions=rule.kv_positions)
+    found = _find(rule.a, at)
+    if found is None or rule.q_positions is None:
+        return found
+    return _and(found, _Found(None, None, _rises(rule.q_positions).all(-1)))
+
+
+def _lengths(rule: carrying.Lengths, at: _At) -> _Found:
+    lo = hi = None
+    if rule.query is not None:  # a query past its length sees keys from S on, which is none
+        lo = jnp.where(jnp.arange(at.T)[None] < rule.query[:, None], 0, at.S).astype(jnp.int32)
+    if rule.key_value is not None:
+        hi = jnp.clip(rule.key_value, 0, at.S)[:, None]
+    return _Found(lo, hi)
+
+
+def _documents(rule: carrying.Documents, at: _At) -> _Found:
+    """The run of keys with the query's id; ids in order, padding before or after all of them."""
+
+    def keys(ids: Array) -> Array:
+        """The ids, where padding sorts before all documents if it is first, else after them."""
+        return jnp.where(ids >= 0, ids, jnp.where(ids[:, :1] < 0, -1, INT_MAX))
+
+    q, kv = keys(rule.q_ids), keys(rule.kv_ids)
+    lo, hi = (_search(kv, q, side=side) for side in ("left", "right"))
+    hi = jnp.where(rule.q_ids >= 0, hi, lo)
+    # A document whose id is that of padding would see it.
+    q_in_order, kv_in_order = _rises(q) & (rule.q_ids < INT_MAX), _rises(kv)
+    if at.T == at.S:  # one reduction; where both are the same ids, XLA drops the second half
+        return _Found(lo, hi, (q_in_order & kv_in_order).all(-1))
+    return _Found(lo, hi, q_in_order.all(-1) & kv_in_order.all(-1))
+
+
+def _rises(x: Array) -> Array:
+    """Whether each element of the last axis is at least as large as the one before it."""
+    before = lax.pad(x, jnp.int32(-INT_MAX - 1), [(0, 0, 0)] * (x.ndim - 1) + [(1, -1, 0)])
+    return x >= before
+
+
+def _search(rising: Array, values: Array, side: str) -> Array:
+    """np.searchsorted for every batch row: [B|1, L], [B|1, V] -> int32 [B|1, V].
+
+    Unrolled: a loop costs a GPU a launch for each of its steps.
+    """
+    search = functools.partial(jnp.searchsorted, side=side, method="scan_unrolled")
+    shared = [x.shape[0] == 1 for x in (rising, values)]
+    arrays = [x[0] if one else x for x, one in zip((rising, values), shared, strict=True)]
+    if all(shared):
+        return search(*arrays)[None].astype(jnp.int32)
+    axes = tuple(None if one else 0 for one in shared)
+    return jax.vmap(search, in_axes=axes)(*arrays).astype(jnp.int32)
+
+
+def _parts(rule: Rule) -> Iterator[Rule]:
+    """The rule and all rules that it is made of."""
+    yield rule
+    for field in dataclasses.fields(rule):  # type: ignore[arg-type]
+        if isinstance(part := getattr(rule, field.name), Rule):
+            yield from _parts(part)
