@@ -5,6 +5,7 @@ Where nothing else is said, masks leave every query a key: without one, Flax ret
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import jax
@@ -15,7 +16,8 @@ import pytest
 from flax import linen, nnx
 
 from tests import oracle
-from xsake import BlockMask, masks
+from tests.hads.test_plan import profile_of
+from xsake import BlockMask, hads, masks
 from xsake.integrations import flax as integration
 from xsake.integrations.flax import attention
 from xsake.masks.rule import Rule, Tokens
@@ -23,7 +25,7 @@ from xsake.masks.rule import Rule, Tokens
 B, T, N, WIDTH = 2, 12, 2, 8
 VOCABULARY = 11
 RULE = masks.causal() & (masks.first(1) | masks.sliding_window(3, 0))
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (B, T + 1)))
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (B, T + 1))
 LIMIT = 1e-5  # of losses, gradients and parameters that are about 1
 
 
@@ -100,10 +102,11 @@ def trained(kind, **attention_fn):
     return jax.tree.leaves((first, one, second, two, parameters))
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_a_model_trains_as_with_flaxs_own_attention(kind):
+@pytest.mark.parametrize(("kind", "backend"), [("nnx", "xla"), ("linen", "reference")])
+def test_a_model_trains_as_with_flaxs_own_attention(kind, backend):
     """With the float mask of make_causal_mask, traced."""
-    for ours, theirs in zip(trained(kind, attention_fn=attention()), trained(kind), strict=True):
+    attend = attention(implementation=backend)
+    for ours, theirs in zip(trained(kind, attention_fn=attend), trained(kind), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=LIMIT)
 
 
@@ -116,7 +119,7 @@ def passed(monkeypatch):
     calls = []
 
     def record(q, k, v, bias, mask, **more):
-        calls.append(dict(shape=q.shape, bias=bias, mask=mask, **more))
+        calls.append(dict(bias=bias, mask=mask, **more))
         return v
 
     monkeypatch.setattr(integration, "dot_product_attention", record)
@@ -136,23 +139,29 @@ SEE = oracle.allowed(
     ("and", ("causal",), ("or", ("first", 1), ("sliding_window", 3, 0))), B, N, T, T
 )[0, 0]
 PADDING = np.arange(T) < np.array([T, T // 2])[:, None, None, None]  # [B, 1, 1, T]
-A_BLOCK_MASK = BlockMask.from_rule(RULE, (T, T), block=16)
+
+
+@functools.cache
+def a_block_mask():
+    return BlockMask.from_rule(RULE, (T, T), block=16)
+
+
 # (the mask of `attention`, the mask of the call)
 WAYS = {
-    "rule": (RULE, PADDING),
-    "int array": (SEE.astype(np.int32), PADDING),
-    "float array": (SEE.astype(np.float32), PADDING.astype(np.float32)),
-    "block mask": (A_BLOCK_MASK, PADDING),
-    "rule in the call": (PADDING, RULE),
-    "block mask in the call": (masks.array(PADDING), A_BLOCK_MASK),
-    "all in the call": (None, PADDING & SEE),
+    "rule": lambda: (RULE, PADDING),
+    "int array": lambda: (SEE.astype(np.int32), PADDING),
+    "float array": lambda: (SEE.astype(np.float32), PADDING.astype(np.float32)),
+    "block mask": lambda: (a_block_mask(), PADDING),
+    "rule in the call": lambda: (PADDING, RULE),
+    "block mask in the call": lambda: (masks.array(PADDING), a_block_mask()),
+    "all in the call": lambda: (None, PADDING & SEE),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_mask_of_the_module_and_that_of_the_call_are_intersected(way, passed):
     q = np.zeros((B, T, N, 4), np.float32)
-    mask, call_mask = WAYS[way]
+    mask, call_mask = WAYS[way]()
     attention(mask)(q, q, q, mask=call_mask)
     np.testing.assert_array_equal(
         seen(passed[0]["mask"]), np.broadcast_to(SEE & PADDING, (B, N, T, T))
@@ -160,18 +169,26 @@ def test_the_mask_of_the_module_and_that_of_the_call_are_intersected(way, passed
 
 
 def test_a_plan_gives_the_mask_of_its_layer(passed):
-    """Any InputMask: it is called with the layer, q and k."""
+    """It is called with the layer, q and k."""
     q, k = (np.full((1, T, N, 4), value, np.float32) for value in (1, 2))
     calls = []
 
     def plan(*arguments):
         calls.append(arguments)
-        return A_BLOCK_MASK
+        return a_block_mask()
 
     attention(plan, layer=3)(q, k, k)
     ((layer, given_q, given_k),) = calls
     assert (layer, np.max(given_q), np.max(given_k)) == (3, 1, 2)
-    assert passed[0]["mask"] is A_BLOCK_MASK
+    assert passed[0]["mask"] is a_block_mask()
+
+
+def test_a_plan_of_hads_is_taken():
+    plan = hads.make(profile_of(heads=N), 0.5, "output", "mean_query")
+    q = jax.ShapeDtypeStruct((B, plan.terms.length, N, 4), jnp.float32)
+    assert jax.eval_shape(attention(plan, layer=1), q, q, q).shape == q.shape
+    with pytest.raises(ValueError, match="layer 2 is out of range"):
+        jax.eval_shape(attention(plan, layer=2), q, q, q)
 
 
 def test_any_number_of_batch_axes():
@@ -216,11 +233,12 @@ def test_a_traced_mask_of_other_numbers_makes_the_output_nan():
 
     @jax.jit
     def run(mask):
-        return attention(implementation="reference")(q, q, q, mask=mask)
+        attend = functools.partial(attention(implementation="reference"), mask=mask)
+        return jax.value_and_grad(lambda q: attend(q, q, q).sum())(q)
 
     causal = np.tri(4, dtype=np.float32)
-    assert np.isfinite(run(causal)).all()
-    assert np.isnan(run((1 - causal) * -1e9)).all()
+    assert all(np.isfinite(x).all() for x in run(causal))
+    assert all(np.isnan(x).all() for x in run((1 - causal) * -1e9))
 
 
 # ----------------------------------------------------------------------------------------- refusals
@@ -302,7 +320,7 @@ REFUSED = {
         "causal.*position.*decode=True",
     ),
     "block mask for one query": (
-        lambda: call(attention(A_BLOCK_MASK), queries=1, mask=LAST),
+        lambda: call(attention(a_block_mask()), queries=1, mask=LAST),
         ValueError,
         r"12 queries.*attention\(rule, decode=True\)",
     ),

@@ -28,7 +28,7 @@ from xsake.attention import Tensor, dot_product_attention
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, as_input_mask
-from xsake.masks.rule import Rule
+from xsake.masks.rule import Rule, combine
 
 __all__ = ["Attend", "attention"]
 
@@ -47,8 +47,8 @@ def attention(
 
     A mask that a Flax module is called with may be a rule or a BlockMask too, or an array: bool, or
     0 and 1 in another dtype, as `make_causal_mask` gives it. An array with other values raises;
-    under jit, where values cannot be read, it makes the output NaN. Softmax is always in float32,
-    and a query that sees no key gets zeros where Flax gives a mean of the values.
+    under jit, where values cannot be read, it makes output and gradients NaN. Softmax is always in
+    float32, and a query that sees no key gets zeros where Flax gives a mean of the values.
 
     Args:
       mask: for every call: a rule of `xsake.masks`, an array broadcastable to [B, N, T, S], a
@@ -124,7 +124,7 @@ class Attend:
         both = _intersection(fixed, given)
         out = dot_product_attention(q, k, v, bias, both, is_causal=is_causal, **self.settings)
         if is_binary is not None:
-            out = jnp.where(is_binary, out, jnp.nan)
+            out = out * jnp.where(is_binary, 1, jnp.nan).astype(out.dtype)  # gradients are NaN too
         return out.reshape(*batch, *out.shape[1:])
 
     def _fixed_mask(self, q: Array, k: Array) -> Rule | BlockMask | None:
@@ -264,9 +264,13 @@ def _for_one_query(
             f"the BlockMask of attention(mask) is for {fixed.shape[0]} queries, but this call, "
             "perhaps a step of decode mode, has one; give its rule: attention(rule, decode=True)"
         )
-    rule = masks.causal() if is_causal else None
-    rule = fixed if rule is None else rule if fixed is None else fixed & rule
-    if rule is None or decode is False:
+    rules = [] if fixed is None else [fixed]
+    if is_causal:
+        rules.append(masks.causal())
+    if not rules:
+        return None
+    rule = combine(rules)
+    if decode is False:
         return rule
     if decode is None:
         raise ValueError(
