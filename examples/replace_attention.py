@@ -4,6 +4,9 @@ python examples/replace_attention.py
 
 The model calls its attention as attend(q, k, v). First this is jax.nn.dot_product_attention, then
 xsake.dot_product_attention with the same arguments, then with a mask that skips blocks.
+
+A model with nnx.MultiHeadAttention or linen.MultiHeadDotProductAttention needs one argument only:
+attention_fn=xsake.integrations.flax.attention(rule).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake import BlockMask, masks
+from xsake import BlockMask, _jax, masks
 
 B, T, S, N, K, H = 2, 32, 48, 4, 2, 8
 
@@ -401,6 +402,19 @@ def test_explain_explains_a_backend_that_cannot_run():
     assert "asked for, but needs a Hopper GPU" in str(explanation)
     with pytest.raises(ValueError, match="cudnn"):
         xsake.explain(x, x, x, implementation="cudnn")
+
+
+def test_a_gpu_that_does_not_report_its_multiprocessors_is_refused(monkeypatch):
+    """Instead of being scheduled as an H200; without a GPU, kernels are lowered for one."""
+    assert _jax.platform() == "gpu" or _jax.multiprocessors() == _jax.H200_MULTIPROCESSORS
+    devices = [types.SimpleNamespace(device_kind="NVIDIA H100", core_count=114)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert _jax.multiprocessors() == 114
+    for count in ({}, {"core_count": None}, {"core_count": 0}):
+        devices[0] = types.SimpleNamespace(device_kind="NVIDIA H100", **count)
+        with pytest.raises(RuntimeError, match=r"core_count of this NVIDIA H100.*'xla'"):
+            _jax.multiprocessors()
 
 
 def test_explain_names_the_backend_that_is_used():

@@ -430,13 +430,29 @@ def test_a_drawing_says_its_head_its_denominator_and_an_overflow():
     assert "OVERFLOW" not in str(build(bits & False))
 
 
-def test_plot_gives_axes():
+def test_a_plot_names_its_head_has_a_legend_and_is_not_clipped():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
     from matplotlib.axes import Axes
 
-    axes = BlockMask.from_rule(masks.causal(), (64, 64), block=16).plot()
-    assert isinstance(np.ravel(axes)[0], Axes)
+    rule = masks.causal() & (masks.first(1) | masks.sliding_window(300) | masks.strided(300))
+    rule = rule & masks.chunked(1000) & masks.sliding_window(2000)  # too long for one line
+    dense = np.ones((3, 4, 4), bool)
+    axes = BlockMask.from_dense(dense, rule, shape=(64, 60), block=16).plot(n=1)
+    assert isinstance(axes, Axes)
+    assert axes.get_title().endswith("head 1 of 3")
+    legend = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["full", "partial", "empty"]
+    assert [*axes.get_xlim(), *axes.get_ylim()] == [0, 60, 64, 0]
+    assert axes.images[0].get_extent() == [0, 64, 64, 0]  # a block is 16 tokens wide at the end too
+    figure = axes.figure
+    figure.draw_without_rendering()
+    everything, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert min(everything.p0) >= 0
+    assert everything.x1 <= width
+    assert everything.y1 <= height
+    plt.close(figure)
 
 
 def test_a_million_tokens_need_no_square_array():

@@ -27,6 +27,7 @@ MODULES = (
     "xsake.hads.budget",
     "xsake.hads.plan",
     "xsake.hads.baselines",
+    "xsake.integrations",
     "xsake.model",
     "xsake.model.huggingface",
     "xsake.model.observer",

@@ -16,6 +16,7 @@ from matplotlib import pyplot as plt
 
 from xsake import BlockMask, hads, masks, shipped
 from xsake.bench.method_times import activations
+from xsake.block_mask import draw
 from xsake.data.documents import load_documents
 from xsake.model import huggingface
 from xsake.model.observer import Observer
@@ -24,7 +25,7 @@ FOLDER = Path("docs/figures")
 LENGTH, BLOCK, DENSITY, DOCUMENTS = 2048, 64, 0.3, 2
 # Without it, the file would hold the version of matplotlib.
 METADATA = {"Software": None}
-COLORS = mpl.colors.ListedColormap(["#f4f4f4", "#8fb8de", "#1f4e79"])  # empty, partial, full
+COLORS = mpl.colors.ListedColormap(list(draw.COLORS.values()))  # empty, partial, full
 
 
 def _subplots(columns: int, size: tuple[float, float]) -> tuple[Any, Any]:

@@ -309,6 +309,56 @@ def test_jax_nn_calls_work_unchanged(extra, backend):
         assert oracle.relative_error(x, y) <= limit
 
 
+def in_many_ways_at_once(backend, arrays, ids):
+    """out, lse, and the gradients by q, k, v, bias and sinks."""
+    *inputs, d_out, d_lse = arrays
+
+    def attend(q, k, v, bias, sinks):
+        return xsake.dot_product_attention(
+            q, k, v, bias, is_causal=True, local_window_size=(5, 3), q_segment_ids=ids,
+            sinks=sinks, implementation=backend, return_residual=True,
+        )  # fmt: skip
+
+    out, pull_back = jax.vjp(attend, *inputs)
+    return *out, *pull_back((d_out, d_lse))
+
+
+def many_inputs():
+    """(q, k, v, bias, sinks, d_out, d_lse in float64, ids); odd lengths, grouped heads."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out, d_lse = oracle.random_inputs(rng, 2, 21, 21, 4, 2, 8).values()
+    bias, sinks = rng.standard_normal((1, 4, 21, 21)), rng.standard_normal(4)
+    return (q, k, v, bias, sinks, d_out, d_lse), np.arange(21)[None] // 8
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_float64_stays_float64_throughout(backend):
+    """Within 1e-12, some thousand roundings of 1e-16: any float32 on the way would make it 1e-8."""
+    arrays, ids = many_inputs()
+    *inputs, d_out, d_lse = arrays
+    call = dict(zip(("q", "k", "v", "bias", "sinks"), inputs, strict=True))
+    window = "and", ("causal",), ("sliding_window", 5, 3)
+    call["allowed"] = oracle.allowed(("and", window, ("documents", ids)), 2, 4, 21, 21)
+    grads = oracle.attention_grads(**call, d_out=d_out, d_lse=d_lse)
+    with jax.enable_x64(True):
+        run = jax.jit(in_many_ways_at_once, static_argnums=0, compiler_options=FAST_COMPILATION)
+        got = run(backend, arrays, ids)
+    want = (*oracle.attention(**call), *grads.values())
+    for name, x, y in zip(("out", "lse", *grads), got, want, strict=True):
+        assert x.dtype == np.float64, name
+        assert oracle.relative_error(x, y) <= 1e-12, name
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_nothing_relies_on_rank_promotion(backend):
+    """Some users make JAX raise where arrays of different rank are combined."""
+    arrays, ids = many_inputs()
+    arrays = [jax.ShapeDtypeStruct(x.shape, np.float32) for x in arrays]
+    with jax.numpy_rank_promotion("raise"):
+        out, *_ = jax.eval_shape(lambda *x: in_many_ways_at_once(backend, x, ids), *arrays)
+    assert out.shape == arrays[0].shape
+
+
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_three_axes_mean_a_batch_of_one(backend):
     """[T, N, H] in, [T, N, Hv] and [T, N] out, as jax.nn allows."""

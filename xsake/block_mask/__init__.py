@@ -413,7 +413,7 @@ class BlockMask:
         return draw.text(self)
 
     def plot(self, b: int = 0, n: int = 0, axes: Axes | None = None) -> Axes:
-        """Plots one head on matplotlib axes, which it returns: dark full, light partial."""
+        """Plots one head on matplotlib axes, which it returns, with a legend at their right."""
         return draw.plot(self, b, n, axes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +18,8 @@ else:
     Axes = BlockMask = Any  # matplotlib is optional, and BlockMask imports this module
 
 MAX_ROWS = 32  # of a drawing
+TITLE_COLUMNS = 56  # of a plot; a longer line would be wider than matplotlib's default figure
+COLORS = {"empty": "#f4f4f4", "partial": "#8fb8de", "full": "#1f4e79"}
 
 
 def title(mask: BlockMask) -> str:
@@ -53,22 +56,35 @@ def _which_head(mask: BlockMask) -> list[str]:
 
 
 def plot(mask: BlockMask, b: int = 0, n: int = 0, axes: Axes | None = None) -> Axes:
-    """One head on matplotlib axes: dark full, light partial."""
+    """One head on matplotlib axes, with a title that names it and a legend at the right."""
     import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
 
     if axes is None:
-        axes = plt.subplots()[1]
-    T, S = mask.shape
+        axes = plt.subplots(layout="constrained")[1]
+    (T, S), (nq, nk), (bq, bk) = mask.shape, mask.grid.counts, mask.block
     axes.imshow(
         np.asarray(mask[b, n].blocks())[0, 0],
-        cmap="Greys",
+        cmap=ListedColormap(list(COLORS.values())),
         vmin=0,
         vmax=2,
-        extent=(0, S, T, 0),
+        extent=(0, nk * bk, nq * bq, 0),
         interpolation="nearest",
     )
-    axes.set(xlabel="key", ylabel="query", title=f"{mask.rule or 'blocks'} · head {n}")
+    axes.set(xlabel="key", ylabel="query", xlim=(0, S), ylim=(T, 0))
+    lines = textwrap.wrap(str(mask.rule or "blocks"), TITLE_COLUMNS)
+    axes.set_title("\n".join([*lines, _head(mask, b, n)]), fontsize=10)
+    patches = [Patch(facecolor=x, edgecolor="#bbbbbb", label=name) for name, x in COLORS.items()]
+    axes.legend(handles=patches[::-1], loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return axes
+
+
+def _head(mask: BlockMask, b: int, n: int) -> str:
+    """What a plot shows: "head 2 of 4", with the batch row where there are several."""
+    batch, heads = mask.kv_count.shape[:2]
+    head = f"head {n} of {heads}" if heads > 1 else "every head"
+    return f"batch row {b} of {batch}, {head}" if batch > 1 else head
 
 
 def _marks(mask: BlockMask, step: int) -> np.ndarray:
