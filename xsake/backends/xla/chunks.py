@@ -232,6 +232,7 @@ class Chunk:
             return step(visit(rank, rank < self.count[:, None]), state)
 
         if steps.one_loop:
+            state = _jax.vary(state, _jax.varying_axes(self.count))
             return lax.fori_loop(0, -(-self.count.max() // width), any_block, state)
         last = left[:, None] + ranks
         state = step(visit(last, last >= 0), state)
