@@ -93,11 +93,11 @@ class BlockMask:
     kv_index: Leaf  # int32 [B|1, N|K|1, M]  block numbers, row after row; the tail is never read
     overflow: Leaf  # bool []  a list did not fit into M and was cut; None: none can have been
     rule: Any  # Rule | None: decides inside partial blocks; None allows all of them
-    # int32 [B|1, 1, 2, T] | None: the keys that the rule allows a query, from the first integer to
-    # before the second (masks/intervals.py); for rules with arrays, where they are of that kind
-    intervals: Leaf
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (T, S) in tokens
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (block_q, block_k)
+    # int32 [B|1, 1, 2, T] | None: the keys that the rule allows a query, from the first integer to
+    # before the second (masks/intervals.py); on GPUs, for rules with arrays that are of that kind
+    intervals: Leaf = None
     # Whether the lists lie row after row. A mask made by hand, or by `dataclasses.replace`, has
     # False.
     is_packed: bool = dataclasses.field(default=False, init=False, metadata={"static": True})
@@ -400,7 +400,7 @@ class BlockMask:
             rows = batch if self.intervals.shape[0] > 1 else None
             pairs = PartitionSpec(rows, None, None, None)
         overflow = None if self.overflow is None else PartitionSpec()
-        specs = BlockMask(spec, spec, spec, spec, overflow, rule, pairs, self.shape, self.block)
+        specs = BlockMask(spec, spec, spec, spec, overflow, rule, self.shape, self.block, pairs)
         return _marked(specs, self.is_packed)
 
     # ------------------------------------------------------------------------------------ pictures
@@ -450,7 +450,7 @@ def _of_lists(
     block: tuple[int, int],
 ) -> BlockMask:
     start, count, full, index, overflow = lists
-    return _marked(BlockMask(start, count, full, index, overflow, rule, pairs, shape, block), True)
+    return _marked(BlockMask(start, count, full, index, overflow, rule, shape, block, pairs), True)
 
 
 def _marked(mask: BlockMask, is_packed: bool) -> BlockMask:
