@@ -6,9 +6,10 @@
 PYTHON ?= python3
 # Extras in addition to cli and dev, separated by commas: make setup EXTRAS=cuda
 EXTRAS ?=
-# pytest-xdist: number of worker processes (0: none), and its --dist mode
+# pytest-xdist: number of worker processes (0: none), and its --dist mode: tests of a file share
+# programs and fixtures, so a file stays with one worker
 WORKERS ?= 2
-DIST ?= worksteal
+DIST ?= loadfile --no-loadscope-reorder
 # `make pytest SAMPLE=n` runs one in n of the tests that do not depend on the JAX version
 SAMPLE ?= 1
 # Extra arguments for pytest: make pytest PYTEST_ARGS="tests/test_readme.py -x"

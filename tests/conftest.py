@@ -25,6 +25,24 @@ if importlib.metadata.version("jax").startswith("0.10."):
     # Newer versions always use the fusion emitters.
     WITHOUT_OPTIMIZER.append("--xla_cpu_use_fusion_emitters=false")
 
+# Files are given to the workers in this order, then as they are collected: those that take longest
+# first, so that no worker is left with a long one at the end.
+LONGEST_FIRST = [
+    "tests/train/test_kill.py",
+    "tests/backends/test_conformance.py",
+    "tests/test_probes.py",
+    "tests/train/test_loop.py",
+    "tests/test_block_mask.py",
+    "tests/backends/xla/test_xla.py",
+    "tests/test_properties.py",
+    "tests/parallel/test_mesh.py",
+    "tests/model/test_generate.py",
+    "tests/test_readme.py",
+    "tests/test_examples.py",
+    "tests/model/test_transformer.py",
+    "tests/backends/hopper/test_hopper.py",
+]
+
 BY_VERSION = "tests/backends/hopper/"  # kernels, which older versions cannot even trace
 
 
@@ -59,6 +77,11 @@ def pytest_collection_modifyitems(config, items):
         by_version = item.get_closest_marker("by_version") or item.nodeid.startswith(BY_VERSION)
         return by_version or zlib.crc32(item.nodeid.encode()) % every == 0
 
+    def place(item):
+        file = item.nodeid.partition("::")[0]
+        return LONGEST_FIRST.index(file) if file in LONGEST_FIRST else len(LONGEST_FIRST)
+
+    items.sort(key=place)
     left_out = [item for item in items if not runs(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -27,7 +27,7 @@ OUTPUT, GRADIENT = 2e-6, 1e-5  # float32, as a share of the largest number of th
 def random_arrays(*sizes, seed=0):
     """q, k, v, d_out, d_lse in float32; sizes are B, T, S, N, K, H[, Hv]."""
     floats = oracle.random_inputs(np.random.default_rng(seed), *sizes)
-    return tuple(jnp.asarray(x, jnp.float32) for x in floats.values())
+    return tuple(jnp.asarray(np.float32(x)) for x in floats.values())
 
 
 @functools.partial(

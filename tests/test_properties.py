@@ -1,6 +1,6 @@
 """Random calls against the oracle: forward, logsumexp and every gradient, on every CPU backend.
 
-14 signatures x 10 contents, each on both backends. Each signature compiles once, whatever its
+14 signatures x 5 contents, each on both backends. Each signature compiles once, whatever its
 contents: hence few signatures and many contents. With --slow 30 contents, and 8 random signatures;
 `make fuzz` draws more of those.
 """
@@ -161,7 +161,7 @@ def test_results_match_the_oracle_for_any_array_values(name, request):
     signature = SIGNATURES[name]
 
     @settings(
-        max_examples=30 if request.config.getoption("--slow") else 10,
+        max_examples=30 if request.config.getoption("--slow") else 5,
         deadline=None,
         derandomize=True,
         database=None,

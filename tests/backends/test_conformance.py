@@ -97,8 +97,16 @@ REFERENCE_ON_A_CPU = {
     "float16",
     "bfloat16 head blocks",
 }
-# Sizes that matter to the Hopper kernels; to `xla` they are sizes like any other.
+# Sizes and rules that matter to the Hopper kernels. To `xla` these are sizes like any other, and it
+# evaluates every rule alike; test_masks.py and test_block_mask.py have them all.
 FOR_HOPPER = {
+    "chunked, causal",
+    "dilated",
+    "longformer",
+    "not",
+    "prefix",
+    "strided",
+    "window, causal",
     "heads of 256",
     "values half as wide",
     "values twice as wide",

@@ -40,6 +40,7 @@ from xsake.block_mask.lists import (
     block_map,
     both,
     cut_to_capacity,
+    density_against,
     flex_blocks,
     lists_from_map,
     lists_from_spans,
@@ -47,6 +48,7 @@ from xsake.block_mask.lists import (
     lists_of_rule,
     narrowed,
     repacked,
+    token_map,
     transposed,
 )
 from xsake.masks import intervals
@@ -55,7 +57,6 @@ from xsake.masks.rule import (
     Grid,
     Leaf,
     Rule,
-    Tokens,
     combine,
     partition_spec,
     result_sizes,
@@ -277,16 +278,8 @@ class BlockMask:
           heads: query heads; a mask with fewer is repeated over consecutive groups of them.
         """
         own_batch, own_heads = self.kv_count.shape[:2]
-        batch, heads = batch or own_batch, heads or own_heads
-        (T, S), (bq, bk) = self.shape, self.block
-        classes = self.blocks()
-        if own_heads not in (1, heads):
-            classes = jnp.repeat(classes, heads // own_heads, axis=1)
-        tokens = jnp.repeat(jnp.repeat(classes, bq, axis=2), bk, axis=3)[:, :, :T, :S]
-        if self.rule is None:
-            return tokens > 0
-        index = jnp.ogrid[:batch, :heads, :T, :S]
-        return (tokens == 2) | (tokens == 1) & self.rule.allows(Tokens.at(*index))
+        grid = dataclasses.replace(self.grid, batch=batch or own_batch, heads=heads or own_heads)
+        return token_map(self.lists, self.rule, grid)
 
     def density(self, against: Rule | None = None) -> Array:
         """Blocks visited ÷ blocks that causality allows (÷ all, if the rule is not causal).
@@ -297,16 +290,7 @@ class BlockMask:
         if against is None:
             is_causal = self.rule is not None and self.rule.is_causal
             against = masks.causal() if is_causal else masks.everything()
-        grid = self.grid
-        spans = a_rule(against).spans(grid)
-        if spans is not None:
-            lo, hi = (jnp.clip(x, 0, grid.counts[1]) for x in spans[:2])
-            allowed = jnp.maximum(hi - lo, 0).astype(jnp.float32).sum() * grid.batch * grid.heads
-        else:
-            live = against.classify(grid)[0]
-            size = (grid.batch, grid.heads, *grid.counts)
-            allowed = jnp.broadcast_to(live, size).sum(dtype=jnp.float32)
-        return self.kv_count.astype(jnp.float32).sum() / allowed
+        return density_against(self.kv_count, a_rule(against), self.grid)
 
     # ------------------------------------------------------------------------------- derived masks
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from xsake.masks.integers import integers
-from xsake.masks.rule import Grid, Rule, Spans
+from xsake.masks.rule import Grid, Rule, Spans, Tokens
 
 
 class Lists(NamedTuple):
@@ -119,6 +119,32 @@ def block_map(lists: Lists, nq: int, nk: int) -> Array:
     return jax.vmap(jax.vmap(one))(*entries_of(lists))
 
 
+@functools.partial(jax.jit, static_argnums=(2,))
+def token_map(lists: Lists, rule: Rule | None, grid: Grid) -> Array:
+    """Every token pair, bool [B|1, N|1, T, S], for the grid's batch and heads."""
+    (T, S), (bq, bk) = grid.shape, grid.block
+    classes = block_map(lists, *grid.counts)
+    if (own := classes.shape[1]) not in (1, grid.heads):
+        classes = jnp.repeat(classes, grid.heads // own, axis=1)
+    tokens = jnp.repeat(jnp.repeat(classes, bq, axis=2), bk, axis=3)[:, :, :T, :S]
+    if rule is None:
+        return tokens > 0
+    index = jnp.ogrid[: grid.batch, : grid.heads, :T, :S]
+    return (tokens == 2) | (tokens == 1) & rule.allows(Tokens.at(*index))
+
+
+@functools.partial(jax.jit, static_argnums=(2,))
+def density_against(kv_count: Array, rule: Rule, grid: Grid) -> Array:
+    """Blocks listed ÷ blocks of the grid that a rule allows."""
+    if (spans := rule.spans(grid)) is not None:
+        lo, hi = (np.clip(x, 0, grid.counts[1]) for x in spans[:2])
+        allowed: Any = np.float32(np.maximum(hi - lo, 0).sum() * grid.batch * grid.heads)
+    else:
+        size = (grid.batch, grid.heads, *grid.counts)
+        allowed = jnp.broadcast_to(rule.classify(grid)[0], size).sum(dtype=jnp.float32)
+    return kv_count.astype(jnp.float32).sum() / allowed
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def repacked(lists: Lists, grid: Grid, capacity: int) -> Lists:
     """Lists in any order, shared by rows or not, as lists of their own, row after row."""
@@ -216,6 +242,7 @@ def rows_of_entries(start: Array | np.ndarray, entries: int, xp: Any = jnp) -> A
     return xp.searchsorted(start, element, side="right", **how).astype(jnp.int32) - 1
 
 
+@jax.jit
 def entries_of(lists: Lists) -> tuple[Array, Array, Array, Array]:
     """(row, column, is_full, is_listed) of every element of kv_index, [B|1, N|K|1, M] each."""
 

@@ -132,7 +132,7 @@ def test_a_new_mask_does_not_recompile_large_steps():
     assert len(seen) == 3, "contents do matter"
 
 
-@pytest.mark.parametrize("way", ["dq by rows", "chains"])
+@pytest.mark.parametrize("way", ["dq by rows", pytest.param("chains", marks=pytest.mark.slow)])
 def test_memory_of_large_steps_is_linear_in_length(way):
     """Temporaries of output and gradients, from the compiler: twice the tokens, twice the bytes."""
 
