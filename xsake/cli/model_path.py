@@ -25,4 +25,9 @@ def checkpoint(path: Path) -> Path:
             f"{path} is a training run without the folder {path / 'model'}: a finished run writes "
             "it, unless checkpoint.export is off"
         )
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no checkpoint {path}; name a folder, a .gguf file, the folder of a training "
+            f"run, or {SHIPPED} for the model that comes with the package"
+        )
     return path
