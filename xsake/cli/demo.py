@@ -258,9 +258,9 @@ def _comparison(found: list[Compared], seconds: dict[str, float], density: float
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="How much higher (+, worse) or lower (-, better) the perplexity is: mean over the "
-        "documents ± its standard error. Sink + window visits the first block and the nearest ones; "
-        "BigBird also random ones. The last column compares each method with sink + window document "
-        "by document, which is more precise. Time of attention "
+        "documents ± its standard error. Sink + window visits the first block and the nearest "
+        "ones; BigBird also random ones. The last column compares each method with sink + window "
+        "document by document, which is more precise. Time of attention "
         f"in all layers at density {density}, block selection included: "
         f"HADS {1e3 * seconds[HADS]:.0f} ms, sink + window {1e3 * seconds[BASELINE]:.0f} ms, "
         f"dense {1e3 * seconds['dense']:.0f} ms on {_jax.device_kind()}.",
