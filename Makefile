@@ -20,6 +20,9 @@ SEED ?= 0
 # Extra arguments for uv pip compile: make lock LOCK_ARGS=--upgrade
 LOCK_ARGS ?=
 
+# Tests and commands start many processes, each of which would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 comma := ,
 ASK = import sys; print("%d.%d.%d" % sys.version_info[:3])
 VERSION := $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)

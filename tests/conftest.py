@@ -3,7 +3,8 @@
     pytest                       everything but `slow`, without XLA's optimiser
     pytest --optimizer           the same with the optimiser; compiling takes three times as long
     pytest --slow                the long sweeps too
-    pytest --sample 5            `by_version`, and a fifth of the rest: the same fifth each time
+    pytest --sample 5            `by_version`, `second_python`, and a fifth of the rest: the same
+                                 fifth each time
 
 `make test` runs what is marked `optimized` with the optimiser and the rest without it.
 """
@@ -35,10 +36,8 @@ LONGEST_FIRST = [
     "tests/test_block_mask.py",
     "tests/backends/xla/test_xla.py",
     "tests/test_properties.py",
-    "tests/parallel/test_mesh.py",
     "tests/model/test_generate.py",
     "tests/test_readme.py",
-    "tests/test_examples.py",
     "tests/model/test_transformer.py",
     "tests/backends/hopper/test_hopper.py",
 ]
@@ -74,6 +73,8 @@ def pytest_collection_modifyitems(config, items):
     def runs(item):
         if item.get_closest_marker("slow") and not slow:
             return False
+        if item.get_closest_marker("second_python"):
+            return slow or every > 1
         by_version = item.get_closest_marker("by_version") or item.nodeid.startswith(BY_VERSION)
         return by_version or zlib.crc32(item.nodeid.encode()) % every == 0
 

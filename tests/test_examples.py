@@ -6,6 +6,8 @@ import pytest
 
 from examples import calibrate_and_generate, packed_documents, replace_attention, train_and_resume
 
+pytestmark = pytest.mark.second_python
+
 
 def test_replacing_attention_keeps_the_loss():
     """The same loss with jax.nn and xsake; another one with a window, whose mask drops keys."""

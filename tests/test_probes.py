@@ -561,7 +561,7 @@ def test_partial_results_merge_by_their_logsumexp(backend):
         assert oracle.relative_error(x, y) <= (GRADIENT if i else OUTPUT)
 
 
-@pytest.mark.by_version
+@pytest.mark.second_python
 def test_shard_map_over_batch_and_heads():
     """On 8 devices, with rules that depend on the batch and head index: see tests/sharded.py."""
     done = subprocess.run(

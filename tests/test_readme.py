@@ -53,7 +53,17 @@ def run(blocks: list[tuple[int, str]], filename: str, module: types.ModuleType) 
         exec(code, vars(module))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page,
+            id=str(page.relative_to(ROOT)),
+            marks=() if page == README else pytest.mark.second_python,
+        )
+        for page in PAGES
+    ],
+)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     blocks = python_blocks(page.read_text(encoding="utf-8"))
     if page == README:

@@ -14,6 +14,7 @@ from xsake.parallel.mesh import make_mesh
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.second_python
 def test_training_on_eight_devices_equals_training_on_one(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "tests.train.sharded", str(tmp_path)],
