@@ -52,8 +52,8 @@ def demo(
     density: float = 0.43,
     low_density: float = 0.2,
     calibration: int = 4,
-    documents: int = 8,
-    steps: int = 60,
+    documents: int = 6,
+    steps: int = 45,
 ) -> None:
     """Calibrates the shipped model, compares HADS with fixed patterns, trains a tiny model.
 
