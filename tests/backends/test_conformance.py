@@ -117,8 +117,6 @@ FOR_HOPPER = {
 }
 # Three loops are compiled with XLA's optimiser: one case for each kind of input.
 IN_THREE_LOOPS = {
-    "causal",
-    "more keys than queries",
     "head blocks",
     "documents, T ≠ S",
     "bias per query",

@@ -119,7 +119,7 @@ def test_batch_rows_choose_their_own_blocks():
     assert (blocks[0] != blocks[1]).any()
 
 
-@pytest.mark.parametrize("top_p", [None, 0.6])
+@pytest.mark.parametrize("top_p", [pytest.param(None, marks=pytest.mark.slow), 0.6])
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_the_mask_of_a_chunk_equals_its_rows_of_the_whole_mask(selector, top_p):
     """Chunks from three places, under jit; what follows a chunk is not yet written."""
