@@ -34,7 +34,7 @@ class XlaSteps:
     # Independent block pairs per loop iteration (cpu_jax_0_10.py); 0: use chunks instead.
     chains: int = 0
     # All visits in one loop, instead of the last and the full blocks of lists by themselves: full
-    # blocks are masked too, and there is a third as much to compile.
+    # blocks are masked too, and there is less to compile.
     one_loop: bool = False
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ longest list needs; because of the sort, its lists have nearly the same length:
 
 The first step visits the end of every list, with the rule. The following steps visit full blocks
 without masking, as long as all lists have them. The remaining steps use the rule again. Calls with
-few token pairs have one loop for all visits, which compiles in a third of the time.
+few token pairs have one loop for all visits, which is less to compile.
 
     chunks.py          row blocks that are processed together, and what a step reads for them
     bias.py            reads a bias by blocks, and sums its gradient by blocks

@@ -27,8 +27,8 @@ from xsake.backends.options import XlaSteps
 from xsake.block_mask import BlockMask
 from xsake.masks.rule import Leaf, Tokens
 
-# Calls whose lists hold at most so many token pairs use one loop. The loop for full blocks would
-# save them a fraction of a millisecond a call; compiling it takes half a second.
+# Calls whose lists hold at most so many token pairs use one loop. A guess: with more, the loop for
+# full blocks saves more time over many calls than it takes to compile.
 FEW_PAIRS = 1 << 20
 
 
