@@ -1,9 +1,20 @@
 """XSAKE: attention for JAX that visits only the blocks that matter."""
 
-from xsake import masks
+from xsake import masks, nsa
 from xsake.attention import Explanation, dot_product_attention, explain
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
+from xsake.nsa import apply_native_sparse_attention, native_sparse_attention
 
-__all__ = ["BlockMask", "Explanation", "Options", "dot_product_attention", "explain", "masks"]
+__all__ = [
+    "BlockMask",
+    "Explanation",
+    "Options",
+    "apply_native_sparse_attention",
+    "dot_product_attention",
+    "explain",
+    "masks",
+    "native_sparse_attention",
+    "nsa",
+]
 __version__ = "0.1.0"

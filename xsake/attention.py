@@ -155,7 +155,7 @@ def dot_product_attention(
     Returns:
       [B, T, N, Hv] in query's dtype; with return_residual, that and the logsumexp.
     """
-    q, k, v, is_unbatched = _check_qkv(query, key, value)
+    q, k, v, is_unbatched = check_qkv(query, key, value)
     sizes = Sizes.of(q, k, v)
     limits = [
         _segments(sizes, q_segment_ids, kv_segment_ids),
@@ -168,9 +168,9 @@ def dot_product_attention(
         q, k, v,
         bias=_check_bias(sizes, bias),
         mask=_block_mask(sizes, mask, combine(limits), positions),
-        scale=1 / math.sqrt(sizes.H) if scale is None else _number("scale", scale),
+        scale=1 / math.sqrt(sizes.H) if scale is None else number("scale", scale),
         soft_cap=_soft_cap(logits_soft_cap),
-        options=_check_options(options),
+        options=Options.of(options),
     )  # fmt: skip
     checked_sinks = _check_sinks(sizes, sinks)
     if isinstance(implementation, _Question):
@@ -288,7 +288,8 @@ def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
 # -------------------------------------------------------------------------------------------- check
 
 
-def _check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bool]:
+def check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bool]:
+    """q, k and v as 4-D arrays that fit together, and whether they came without a batch axis."""
     named = {"query": query, "key": key, "value": value}
     q, k, v = (_array(name, x) for name, x in named.items())
     if q.ndim not in (3, 4):
@@ -331,7 +332,8 @@ def _array(name: str, x: Any) -> Array:
     return jnp.asarray(x)
 
 
-def _number(name: str, value: Any, above: float = -math.inf) -> float:
+def number(name: str, value: Any, above: float = -math.inf) -> float:
+    """A finite number above a limit, or an error that names it."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a plain number, got a traced array; fold it into query")
     if (not np.isscalar(value) and np.ndim(value)) or isinstance(value, (str, bool)):
@@ -364,15 +366,7 @@ def _broadcastable(name: str, x: Array, sizes: Sizes) -> Array:
 
 
 def _soft_cap(cap: Any) -> float | None:
-    return None if cap is None else _number("logits_soft_cap", cap, above=0.0)
-
-
-def _check_options(options: Any) -> Options:
-    if options is None:
-        return Options()
-    if not isinstance(options, Options):
-        raise TypeError(f"options must be xsake.Options, got {type(options).__name__}")
-    return options
+    return None if cap is None else number("logits_soft_cap", cap, above=0.0)
 
 
 def _window(size: Any) -> Rule:
@@ -393,7 +387,7 @@ def _check_sinks(sizes: Sizes, sinks: Any) -> Array | None:
     return sinks.reshape(sizes.N, -1).astype(jnp.promote_types(sinks.dtype, jnp.float32))
 
 
-def _per_token(name: str, ids: Any, batch: int, length: int) -> Array | None:
+def per_token(name: str, ids: Any, batch: int, length: int) -> Array | None:
     """int [B|1, length]; a 1-D array is shared by the batch."""
     if ids is None:
         return None
@@ -406,8 +400,8 @@ def _per_token(name: str, ids: Any, batch: int, length: int) -> Array | None:
 
 def _positions(sizes: Sizes, query: Any, key_value: Any) -> tuple[Array | None, Array | None]:
     return (
-        _per_token("q_positions", query, sizes.B, sizes.T),
-        _per_token("kv_positions", key_value, sizes.B, sizes.S),
+        per_token("q_positions", query, sizes.B, sizes.T),
+        per_token("kv_positions", key_value, sizes.B, sizes.S),
     )
 
 
@@ -421,8 +415,8 @@ def _segments(sizes: Sizes, q_ids: Any, kv_ids: Any) -> Rule:
             f"q_segment_ids alone is enough only if T = S, got T = {sizes.T} and S = {sizes.S}; "
             "give kv_segment_ids too"
         )
-    q_ids = _per_token("q_segment_ids", q_ids, sizes.B, sizes.T)
-    kv_ids = _per_token("kv_segment_ids", kv_ids, sizes.B, sizes.S)
+    q_ids = per_token("q_segment_ids", q_ids, sizes.B, sizes.T)
+    kv_ids = per_token("kv_segment_ids", kv_ids, sizes.B, sizes.S)
     return masks.documents(q_ids, kv_ids)
 
 

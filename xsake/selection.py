@@ -10,6 +10,8 @@
     3 F o o F        A row block is a block of queries. For a chunk of a text, the R row blocks
     4 F o o o F      begin with number `first`; n is the number of kv blocks.
 
+    scores [..., n] ─ top_indices ─ int32 [..., count], for lists of single queries (NSA)
+
 Everything here runs under jit.
 """
 
@@ -117,6 +119,34 @@ def ranks(
     return (above | tied_earlier).sum(-1, dtype=jnp.int32)
 
 
+def top_indices(
+    scores: Float[ArrayLike, "*batch n"],
+    count: int,
+    forced: Bool[Array, "*#batch n"],
+    allowed: Bool[Array, "*#batch n"],
+) -> Int[Array, "*batch c"]:
+    """The `count` allowed blocks that score highest, forced ones first, as ascending int32 indices.
+
+    Args:
+      scores: NaN is the lowest score.
+      count: c, or n if that is less. A list of fewer allowed blocks is filled up with -1.
+      forced: blocks that come before all others if they are allowed.
+      allowed: blocks that may be selected.
+
+    Returns:
+      The indices. Ties go to the earlier block.
+
+    >>> allowed = jnp.array([True, True, True, False])
+    >>> top_indices(jnp.array([3.0, 1.0, 3.0, 9.0]), 2, ~allowed, allowed)
+    Array([0, 2], dtype=int32)
+    """
+    ranked = jnp.where(allowed, jnp.where(forced, jnp.inf, _finite(scores)), -jnp.inf)
+    n = ranked.shape[-1]
+    found, index = jax.lax.top_k(ranked, min(count, n))
+    index = jnp.sort(jnp.where(found == -jnp.inf, n, index).astype(jnp.int32), axis=-1)
+    return jnp.where(index == n, -1, index)
+
+
 def _forced_and_allowed(
     scores: Float[ArrayLike, "*batch R n"], band: int, first: Index
 ) -> tuple[Bool[Array, ...], Bool[Array, ...]]:
@@ -136,11 +166,13 @@ def _with_forced(
     scores: Float[ArrayLike, "*batch R n"], band: int, first: Index = 0
 ) -> Float[Array, "*batch R n"]:
     """Scores that put forced blocks first (inf) and what causality forbids last (-inf)."""
-    finite = jnp.nan_to_num(
-        jnp.asarray(scores, jnp.float32), nan=-LARGE, posinf=LARGE, neginf=-LARGE
-    )
     forced, allowed = _forced_and_allowed(scores, band, first)
-    return jnp.where(forced, jnp.inf, jnp.where(allowed, finite, -jnp.inf))
+    return jnp.where(forced, jnp.inf, jnp.where(allowed, _finite(scores), -jnp.inf))
+
+
+def _finite(scores: Float[ArrayLike, ...]) -> Float[Array, ...]:
+    """The scores in float32, NaN as the lowest, clamped to ±LARGE."""
+    return jnp.nan_to_num(jnp.asarray(scores, jnp.float32), nan=-LARGE, posinf=LARGE, neginf=-LARGE)
 
 
 def counts_for_mass(

@@ -5,6 +5,13 @@
 
 Both results are differentiable. `Call` has all inputs of a backend;
 `attention.py` has checked them.
+
+Attention to selected blocks, where every query has its own list of kv blocks, is a module
+`selected` of a backend. Its caller, `nsa/selected.py`, defines the derivative:
+
+    why_not(call) -> str | None                                  call: SelectedCall
+    forward(call) -> (out, logsumexp)
+    backward(call, out, logsumexp, d_out, d_logsumexp) -> (dq, dk, dv)
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from jaxtyping import Float
 from xsake import _jax
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
+from xsake.masks.rule import Leaf
 
 
 class Sizes(NamedTuple):
@@ -57,6 +65,33 @@ class Call:
     scale: float
     soft_cap: float | None
     options: Options
+
+    @property
+    def sizes(self) -> Sizes:
+        """B, T, S, N, K, H and Hv."""
+        return Sizes.of(self.q, self.k, self.v)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SelectedCall:
+    """One checked call of attention to selected blocks.
+
+    Query t of kv head n sees key s if first[t] ≤ s ≤ last[t] and indices[t, n] contains block
+    number (s - first[t]) // block: blocks are counted from the first key of the query's sequence.
+    """
+
+    q: Leaf  # [B, T, N, H]
+    k: Leaf  # [B, S, K, H]
+    v: Leaf  # [B, S, K, Hv]
+    # int32 [B, T, K, C], a set for every query and kv head: ascending, then -1 up to C. The first
+    # key of every listed block is at most last[t].
+    indices: Leaf
+    first: Leaf  # int32 [B|1, T]; None: 0, one sequence in every batch row
+    last: Leaf  # int32 [B|1, T]; None: t, and T = S
+    block: int = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
+    options: Options = dataclasses.field(metadata={"static": True})
 
     @property
     def sizes(self) -> Sizes:

@@ -12,7 +12,7 @@ None selects the default for the device. On Hopper, that is a record of the meas
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 # In which order work tiles are taken: as they lie in memory; the longest first, over all heads; the
 # longest first within the query heads of each kv head; or within groups of heads whose operands fit
@@ -113,3 +113,12 @@ class Options:
     xla: XlaSteps | None = None
     hopper_forward: ForwardTiling | None = None
     hopper_backward: BackwardTiling | None = None
+
+    @classmethod
+    def of(cls, options: Any) -> Options:
+        """The options given, or the defaults for None."""
+        if options is None:
+            return cls()
+        if not isinstance(options, cls):
+            raise TypeError(f"options must be xsake.Options, got {type(options).__name__}")
+        return options

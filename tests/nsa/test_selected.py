@@ -1,0 +1,219 @@
+"""The selected branch against the float64 oracle: any indices, any group, packed sequences."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from tests.nsa import oracle
+from tests.oracle import relative_error
+from xsake.nsa import selected
+from xsake.nsa.sequences import ONE_SEQUENCE, sequences_of
+
+# As in tests/backends/test_conformance.py, which gives the reasons.
+OUTPUT_LIMIT = {"float32": 2e-6, "bfloat16": 1e-2}
+GRADIENT_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
+BLOCK = 16
+T = 75  # not a multiple of the block
+PACKED = np.array([3] * 21 + [0] * 1 + [-1] * 2 + [4] * 35 + [1] * 16)
+
+
+@functools.partial(jax.jit, static_argnames=("block", "implementation"))
+def results(q, k, v, indices, counts, ids, d_out, d_lse, block=BLOCK, implementation=None):
+    """out, logsumexp and the gradients of q, k, v."""
+    sequences = ONE_SEQUENCE
+    if ids is not None:
+        sequences = sequences_of(*q.shape[:2], segment_ids=ids, cu_seqlens=None, token_indices=None)
+
+    def attend(q, k, v):
+        return selected.attend_selected(
+            *(q, k, v, indices),
+            counts=counts,
+            block=block,
+            scale=q.shape[-1] ** -0.5,
+            sequences=sequences,
+            implementation=implementation,
+        )
+
+    found, pull_back = jax.vjp(attend, q, k, v)
+    return *found, *pull_back((d_out, d_lse))
+
+
+def inputs(seed=0, B=2, T=T, N=4, K=2, H=8, Hv=12, dtype="float32"):
+    """Rounded to dtype, as float64."""
+    rng = np.random.default_rng(seed)
+    shapes = {"q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, Hv), "d_out": (B, T, N, Hv)}
+    found = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    found = {name: np.asarray(jnp.asarray(x, dtype), np.float64) for name, x in found.items()}
+    found["d_lse"] = np.asarray(rng.standard_normal((B, T, N)), np.float32).astype(np.float64)
+    return found
+
+
+def any_indices(seed=1, B=2, T=T, K=2, C=5):
+    """Negative, repeated, future and missing blocks among them; and counts from 0 to C."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(-3, -(-T // BLOCK) + 3, (B, T, K, C)), rng.integers(0, C + 1, (B, T, K))
+
+
+def check(given, indices, counts, ids, dtype="float32", implementation=None):
+    """Compares all results with the oracle, batch row by batch row."""
+    arrays = {name: jnp.asarray(x, dtype) for name, x in given.items() if name != "d_lse"}
+    as_ints = {"indices": indices, "counts": counts, "ids": ids}
+    as_ints = {n: None if x is None else jnp.asarray(x, jnp.int32) for n, x in as_ints.items()}
+    found = results(
+        **arrays,
+        **as_ints,
+        d_lse=jnp.asarray(given["d_lse"], jnp.float32),
+        implementation=implementation,
+    )
+    expected = []
+    for b in range(len(indices)):
+        q, k, v, d_out, d_lse = (given[name][b] for name in ("q", "k", "v", "d_out", "d_lse"))
+        row_ids = np.zeros(q.shape[0], int) if ids is None else ids[b]
+        row_counts = None if counts is None else counts[b]
+        seen = oracle.selected_mask(indices[b], row_counts, row_ids, BLOCK)
+        scale = q.shape[-1] ** -0.5
+        out, lse, _ = oracle.attention(q, k, v, seen, scale)
+        grads = oracle.attention_grads(q, k, v, seen, scale, d_out, d_lse)
+        expected.append((out, lse, *grads))
+    for name, actual, rows in zip(
+        ("out", "lse", "dq", "dk", "dv"), found, zip(*expected, strict=True), strict=True
+    ):
+        limit = (OUTPUT_LIMIT if name in ("out", "lse") else GRADIENT_LIMIT)[dtype]
+        error = relative_error(np.asarray(actual, np.float64), np.stack(rows), floor=1e-30)
+        assert error <= limit, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+def test_any_group_and_any_indices(group):
+    indices, counts = any_indices()
+    check(inputs(N=2 * group), indices, counts, None)
+
+
+def test_packed_sequences_with_padding():
+    indices, counts = any_indices()
+    ids = np.stack([PACKED, np.roll(PACKED, 30)])
+    check(inputs(), indices, counts, ids)
+
+
+def test_bfloat16():
+    indices, counts = any_indices()
+    check(inputs(dtype="bfloat16"), indices, counts, None, dtype="bfloat16")
+
+
+def test_the_reference_agrees():
+    indices, counts = any_indices()
+    ids = np.stack([PACKED, np.roll(PACKED, 30)])
+    check(inputs(), indices, counts, ids, implementation="reference")
+
+
+def test_nothing_selected_gives_zeros_and_zero_gradients():
+    given = inputs()
+    indices = np.full((2, T, 2, 5), -1)
+    indices[1] = 99  # missing blocks
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+    counts = jnp.zeros((2, T, 2), jnp.int32)
+    out, lse, *grads = results(
+        **arrays, indices=jnp.asarray(indices, jnp.int32), counts=counts, ids=None
+    )
+    assert not out.any()
+    assert (lse == -jnp.inf).all()
+    assert not any(g.any() for g in grads)
+
+
+def test_indices_become_a_set():
+    indices = jnp.array([4, 1, 1, -7, 0, 9, 4, 2], jnp.int32).reshape(1, 1, 1, 8)
+    wide = jnp.broadcast_to(indices, (1, 3 * BLOCK, 1, 8))
+    sets = selected.as_sets(wide, None, ONE_SEQUENCE, BLOCK)[0, :, 0]
+    assert sets[BLOCK - 1].tolist() == [0] + [-1] * 7
+    assert sets[BLOCK].tolist() == [0, 1] + [-1] * 6
+    assert sets[-1].tolist() == [0, 1, 2] + [-1] * 5
+    first_two = selected.as_sets(wide, 2, ONE_SEQUENCE, BLOCK)[0, :, 0]
+    assert first_two[-1].tolist() == [1] + [-1] * 7
+
+
+def test_no_gradient_reaches_the_future():
+    """Row t of the Jacobian of a summed output has no entry after t."""
+    given = inputs()
+    indices, counts = any_indices()
+    for t in (0, 15, 16, 40):
+        d_out, d_lse = (np.zeros_like(given[name]) for name in ("d_out", "d_lse"))
+        d_out[:, t], d_lse[:, t] = 1, 1
+        arrays = given | {"d_out": d_out, "d_lse": d_lse}
+        arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+        ints = {"indices": indices, "counts": counts}
+        ints = {name: jnp.asarray(x, jnp.int32) for name, x in ints.items()}
+        _, _, dq, dk, dv = results(**arrays, **ints, ids=None)
+        assert not any(x[:, t + 1 :].any() for x in (dq, dk, dv))
+
+
+def test_a_dropped_block_cannot_leak():
+    """Keys and values of a block that nobody selects may be NaN."""
+    given = inputs()
+    indices = np.where(any_indices()[0] == 1, 0, any_indices()[0])
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+    counts = jnp.full((2, T, 2), 5, jnp.int32)
+    call = {"indices": jnp.asarray(indices, jnp.int32), "counts": counts, "ids": None}
+    clean = results(**arrays, **call)
+    for name in ("k", "v"):
+        arrays[name] = arrays[name].at[:, BLOCK : 2 * BLOCK].set(jnp.nan)
+    for one, two in zip(clean, results(**arrays, **call), strict=True):
+        assert jnp.array_equal(one, two)
+
+
+def test_memory_is_linear_in_the_length():
+    """Twice the tokens need at most twice the temporary memory, and a little."""
+
+    def temporary_bytes(T):
+        shape = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+        lse = jax.ShapeDtypeStruct((1, T, 2), jnp.float32)
+        indices = jax.ShapeDtypeStruct((1, T, 2, 4), jnp.int32)
+        lowered = results.lower(shape, shape, shape, indices, None, None, shape, lse)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    small, large = temporary_bytes(1024), temporary_bytes(4096)
+    assert large <= 4.2 * small
+
+
+@pytest.mark.parametrize("by", ["cu_seqlens", "token_indices", "pairs"])
+def test_sequences_are_described_in_three_ways(by):
+    ends = np.array([0, 20, 20, 50, 75])
+    ids = np.repeat([0, 2, 3], [20, 30, 25])
+    positions = np.concatenate([np.arange(20), np.arange(30), np.arange(25)])
+    given = {
+        "cu_seqlens": {"cu_seqlens": jnp.asarray(ends)},
+        "token_indices": {"token_indices": positions},
+        "pairs": {"cu_seqlens": ends, "token_indices": np.stack([ids, positions], 1)},
+    }[by]
+    nothing = dict.fromkeys(("segment_ids", "cu_seqlens", "token_indices"))
+    found = sequences_of(1, 75, **nothing | given)
+    expected = sequences_of(1, 75, **nothing | {"segment_ids": ids})
+    for one, two in zip(found, expected, strict=True):
+        assert jnp.array_equal(one, two)
+
+
+def test_traced_lengths_and_padding_after_the_last_sequence():
+    @jax.jit
+    def first_and_last(ends):
+        return sequences_of(1, 8, segment_ids=None, cu_seqlens=ends, token_indices=None)
+
+    found = first_and_last(jnp.array([0, 3, 5]))
+    assert found.number[0].tolist() == [0, 0, 0, 1, 1, -1, -1, -1]
+    assert found.last[0].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert found.first[0, :5].tolist() == [0, 0, 0, 3, 3]
+
+
+def test_second_derivatives_are_refused():
+    q = jnp.ones((1, 8, 1, 4))
+    indices = jnp.zeros((1, 8, 1, 1), jnp.int32)
+
+    def loss(q):
+        return xsake.apply_native_sparse_attention(q, q, q, indices, block_size=4).sum()
+
+    with pytest.raises(NotImplementedError, match="'xla' backend has first derivatives only"):
+        jax.grad(lambda q: jax.grad(loss)(q).sum())(q)

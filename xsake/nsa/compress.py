@@ -1,0 +1,231 @@
+"""The compressed branch: keys and values pooled over blocks of tokens, and attention to them.
+
+    tokens of a sequence      0 ······· 16 ······· 32 ······· 48 ······· 64
+    block 32, stride 16       └──── block 0 ────┘
+                                         └──── block 1 ────┘
+                                                    └──── block 2 ────┘
+    block i holds tokens i · stride … i · stride + block - 1 of its sequence. It exists if all of
+    them do, and a query sees it from its last token on.
+
+Pooled blocks of all sequences of a batch row are stored one after another. Their keys have the
+positions of the blocks' last tokens, so that attention to them is ordinary causal attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from xsake.attention import dot_product_attention
+from xsake.backends import accumulator
+from xsake.backends.options import Options
+from xsake.nsa.sequences import Sequences
+
+# [B, P, block, K, H] -> [B, P, K, H]: the tokens of P blocks, one vector for each block
+Pooling = Callable[[Array], Array]
+# "mean", one function for keys and values, or one for each
+Compression = Literal["mean"] | Pooling | tuple[Pooling, Pooling]
+
+
+class Pooled(NamedTuple):
+    """Pooled keys and values in P slots; slots without a block come last."""
+
+    k: Array  # [B, P, K, H]
+    v: Array | None  # [B, P, K, Hv]
+    end: Array  # int32 [B|1, P]: index of the block's last token; T where there is no block
+    number: Array | None  # int32 [B|1, P]: of the block's sequence; -1 where there is no block
+    before: Array | None  # int32 [B|1, T]: how many slots precede those of a token's sequence
+
+
+class Slots(NamedTuple):
+    """Where the blocks of a batch row lie; the fields are those of Pooled."""
+
+    end: Array
+    number: Array | None
+    before: Array | None
+
+
+def block_count(length: int, block: int, stride: int) -> int:
+    """How many blocks a sequence has.
+
+    >>> block_count(64, 32, 16), block_count(31, 32, 16)
+    (3, 0)
+    """
+    return max(0, (length - block) // stride + 1)
+
+
+def slots_of(sequences: Sequences, length: int, block: int, stride: int) -> Slots:
+    """The blocks of all sequences."""
+    if sequences.number is None:
+        count = block_count(length, block, stride)
+        end = jnp.arange(count, dtype=jnp.int32) * stride + block - 1
+        return Slots(end[None], None, None)
+    capacity = length // stride  # a sequence has at most one block for every stride tokens
+    position = sequences.positions(length)
+    is_end = (position >= block - 1) & ((position - (block - 1)) % stride == 0)
+    ends = jnp.cumsum(is_end, axis=1, dtype=jnp.int32)
+    row = jnp.arange(len(is_end))[:, None]
+    slot = jnp.where(is_end, ends - 1, capacity)  # past the end: dropped
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], slot.shape)
+    end = jnp.full((len(is_end), capacity), length, jnp.int32).at[row, slot].set(index, mode="drop")
+    number = jnp.where(
+        end < length, sequences.number[row, jnp.minimum(end, max(length - 1, 0))], -1
+    )
+    # a block that ends at a sequence's first token has length 1 and belongs to it
+    before = ends - is_end
+    return Slots(end, number, before[row, sequences.first])
+
+
+def compress(
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K Hv"] | None,
+    sequences: Sequences,
+    *,
+    block: int,
+    stride: int,
+    compression: Compression = "mean",
+) -> Pooled:
+    """Pools the keys, and the values if there are any, of every completed block; differentiable."""
+    slots = slots_of(sequences, key.shape[1], block, stride)
+    for_keys, for_values = compression if isinstance(compression, tuple) else (compression,) * 2
+    pooled = [
+        None if x is None else _pool(name, x, slots, block, stride, pooling)
+        for name, x, pooling in (("key", key, for_keys), ("value", value, for_values))
+    ]
+    assert pooled[0] is not None
+    return Pooled(pooled[0], pooled[1], *slots)
+
+
+def _pool(name: str, x: Array, slots: Slots, block: int, stride: int, pooling: Any) -> Array:
+    """x [B, T, K, H] pooled, [B, P, K, H] in x's dtype; 0 in slots without a block."""
+    B, _, K, H = x.shape
+    P = slots.end.shape[1]
+    if pooling == "mean" and slots.number is None:
+        return _running_mean(x, P, block, stride)
+    token = slots.end[:, :, None] - (block - 1) + jnp.arange(block, dtype=jnp.int32)[None, None]
+    row = jnp.arange(B)[:, None, None]
+    blocks = x[row, jnp.broadcast_to(token, (B, P, block))]
+    if pooling == "mean":
+        found = blocks.astype(accumulator(x.dtype)).mean(2)
+    else:
+        found = pooling(blocks)
+        if found.shape != (B, P, K, H):
+            raise ValueError(
+                f"compression must turn {name} blocks {list(blocks.shape)} into {[B, P, K, H]}, "
+                f"got {list(found.shape)}; a pair of functions pools keys and values apart"
+            )
+    if slots.number is not None:
+        found = jnp.where((slots.number >= 0)[:, :, None, None], found, 0)
+    return found.astype(x.dtype)
+
+
+def _running_mean(x: Array, count: int, block: int, stride: int) -> Array:
+    """The mean of `count` blocks; blocks that overlap share sums of `stride` tokens."""
+    B, _, K, H = x.shape
+    parts = block // stride
+    if count == 0:
+        return jnp.zeros((B, 0, K, H), x.dtype)
+    used = x[:, : (count - 1) * stride + block].astype(accumulator(x.dtype))
+    sums = used.reshape(B, -1, stride, K, H).sum(2)
+    total = sums[:, :count]
+    for part in range(1, parts):
+        total = total + sums[:, part : part + count]
+    return (total / block).astype(x.dtype)
+
+
+def attend_compressed(
+    query: Float[Array, "B T N H"],
+    pooled: Pooled,
+    sequences: Sequences,
+    *,
+    scale: float,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Attention of every query to the completed blocks before it, and the logsumexp.
+
+    A query before the end of its sequence's first block gets 0 and -inf.
+    """
+    assert pooled.v is not None
+    return dot_product_attention(
+        query,
+        pooled.k,
+        pooled.v,
+        scale=scale,
+        is_causal=True,
+        kv_positions=pooled.end,
+        implementation=implementation,
+        options=options,
+        return_residual=True,
+        q_segment_ids=sequences.number,
+        kv_segment_ids=pooled.number,
+    )
+
+
+# -------------------------------------------------------------------------------- learned pooling
+
+
+def weighted_pooling(
+    weights: Float[Array, " block"] | Float[Array, "block K"],
+    positions: Float[Array, "block H"] | Float[Array, "block K H"] | None = None,
+) -> Pooling:
+    """Pools a block into Σ_i weights[i] · (x[i] + positions[i]).
+
+    Args:
+      weights: of the tokens of a block, shared by the heads or for each kv head; 1 / block is the
+        mean.
+      positions: an embedding of the position in the block.
+    """
+
+    def pool(blocks: Array) -> Array:
+        x = _with_positions(blocks, positions)
+        spec = "bplkh,l->bpkh" if weights.ndim == 1 else "bplkh,lk->bpkh"
+        return jnp.einsum(spec, x, weights.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
+
+    return pool
+
+
+def mlp_pooling(
+    w_in: Float[Array, "block H M"],
+    w_out: Float[Array, "M H"],
+    b_in: Float[Array, " M"] | None = None,
+    b_out: Float[Array, " H"] | None = None,
+    positions: Float[Array, "block H"] | Float[Array, "block K H"] | None = None,
+) -> Pooling:
+    """Pools a block by a network with one hidden layer, the same for all kv heads.
+
+        w_out · gelu(Σ_i w_in[i] · (x[i] + positions[i]) + b_in) + b_out
+
+    Args:
+      w_in: from all tokens of a block to M hidden units.
+      w_out: from those to the pooled vector.
+      b_in: added before the activation.
+      b_out: added to the result.
+      positions: an embedding of the position in the block.
+    """
+
+    def pool(blocks: Array) -> Array:
+        x = _with_positions(blocks, positions)
+        exact = jax.lax.Precision.HIGHEST
+        hidden = jnp.einsum("bplkh,lhm->bpkm", x, w_in.astype(x.dtype), precision=exact)
+        if b_in is not None:
+            hidden = hidden + b_in.astype(x.dtype)[None, None, None]
+        hidden = jax.nn.gelu(hidden)
+        found = jnp.einsum("bpkm,mh->bpkh", hidden, w_out.astype(x.dtype), precision=exact)
+        return found if b_out is None else found + b_out.astype(x.dtype)[None, None, None]
+
+    return pool
+
+
+def _with_positions(blocks: Array, positions: Array | None) -> Array:
+    """blocks [B, P, block, K, H] plus an embedding [block, H] or [block, K, H], not rounded."""
+    x = blocks.astype(accumulator(blocks.dtype))
+    if positions is None:
+        return x
+    by_head = positions[:, None] if positions.ndim == 2 else positions
+    return x + by_head[None, None].astype(x.dtype)

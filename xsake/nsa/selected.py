@@ -1,0 +1,192 @@
+"""The selected branch: attention of every query to its own list of kv blocks.
+
+    block_indices [B, T, K, C] ─ normalised: a set, causal ─┐
+    q, k, v ────────────────────────────────────────────────┴─ SelectedCall ─ backend ─ out, lse
+
+    backends/hopper/selected.py   (not yet)
+    backends/xla/selected.py      any device
+
+`BACKENDS` and `backend_for` are the one place that knows them. The derivative is defined here: a
+backend computes it from the saved output and logsumexp.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from xsake import _jax
+from xsake.attention import Explanation, dot_product_attention
+from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
+from xsake.backends.options import Options
+from xsake.backends.xla import selected as xla
+from xsake.nsa.sequences import ONE_SEQUENCE, Sequences
+
+# Fastest first. A module with why_not(call), forward(call) and backward(call, …): see SelectedCall.
+BACKENDS: dict[str, ModuleType] = {"xla": xla}
+REFERENCE = "reference"  # T × S in memory, by the door's backend of that name
+NAMES = [*BACKENDS, REFERENCE]
+
+
+def attend_selected(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    indices: Int[Array, "B T K C"],
+    *,
+    block: int,
+    scale: float,
+    sequences: Sequences = ONE_SEQUENCE,
+    counts: int | Int[Array, "B T K"] | None = None,
+    is_set: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Attention of every query to the keys of its selected blocks, up to itself.
+
+    Args:
+      query: [B, T, N, H].
+      key: [B, S, K, H]; S may differ from T if `sequences` has first and last.
+      value: [B, S, K, Hv].
+      indices: int32 block numbers, counted in the query's own sequence. Repeated, negative, future
+        and missing blocks are ignored.
+      block: keys of a block.
+      scale: of the logits.
+      sequences: of the queries.
+      counts: only the first so many indices count.
+      is_set: the indices are known to be ascending, unique, causal, and -1 at the end.
+      implementation: a backend by name, which runs or raises; default the fastest that can run.
+      options: settings of the backends.
+
+    Returns:
+      The output in query's dtype and the logsumexp in float32, both differentiable; 0 and -inf for
+      a query that sees nothing.
+    """
+    indices = indices if is_set else as_sets(indices, counts, sequences, block)
+    call = SelectedCall(
+        *(query, key, value, indices, sequences.first, sequences.last),
+        block=block,
+        scale=float(scale),
+        options=Options.of(options),
+    )
+    name = backend_for(call, implementation).chosen
+    if 0 in (*call.sizes[:3], indices.shape[-1]):
+        B, T, _, N, _, _, Hv = call.sizes
+        lse = jnp.full((B, T, N), -jnp.inf, accumulator(query.dtype))
+        return jnp.zeros((B, T, N, Hv), query.dtype), lse
+    if name == REFERENCE:
+        return dot_product_attention(
+            *(query, key, value),
+            mask=as_mask(call),
+            scale=scale,
+            implementation=REFERENCE,
+            return_residual=True,
+        )
+    assert name is not None
+    call = _jax.vary(call, _jax.varying_axes(*jax.tree.leaves(call)))
+    q, k, v = reverse_only(name, call.q, call.k, call.v)
+    static = (name, call.block, call.scale, call.options)
+    return _attend(static, q, k, v, call.indices, call.first, call.last)
+
+
+def backend_for(call: SelectedCall, asked: str | None = None) -> Explanation:
+    """The backend that runs a call, and every backend's reason; raises if `asked` cannot."""
+    if asked is not None and asked not in NAMES:
+        raise ValueError(
+            f"implementation {asked!r} is not one of {NAMES}, which compute the selected branch; "
+            "leave it out for the fastest that can run"
+        )
+    reasons = {name: backend.why_not(call) for name, backend in BACKENDS.items()}
+    reasons[REFERENCE] = None
+    able = [name for name, why in reasons.items() if why is None and asked in (None, name)]
+    if not able:
+        raise ValueError(
+            f"implementation {asked!r} cannot run the selected branch: it {reasons[str(asked)]}"
+        )
+    return Explanation(able[0], reasons, asked)
+
+
+# ----------------------------------------------------------------------------------- the derivative
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    static: Any, q: Array, k: Array, v: Array, indices: Array, first: Any, last: Any
+) -> tuple[Array, Array]:
+    out, logsumexp = _forward(static, q, k, v, indices, first, last)
+    return out.astype(q.dtype), logsumexp
+
+
+def _forward(static: Any, *arrays: Any) -> tuple[Array, Array]:
+    name, *_ = static
+    return BACKENDS[name].forward(_call(static, arrays))
+
+
+def _backward(static: Any, arrays: Any, *results: Any) -> Any:
+    name, *_ = static
+    return BACKENDS[name].backward(_call(static, arrays), *results)
+
+
+def _call(static: Any, arrays: Any) -> SelectedCall:
+    return SelectedCall(*arrays, *static[1:])
+
+
+def _attend_fwd(static: Any, *arrays: Any) -> Any:
+    run = first_order_only(static[0], functools.partial(_forward, static))
+    out, logsumexp = run(*arrays)
+    return (out.astype(arrays[0].dtype), logsumexp), (arrays, out, logsumexp)
+
+
+def _attend_bwd(static: Any, saved: Any, cotangents: Any) -> Any:
+    run = first_order_only(static[0], functools.partial(_backward, static))
+    return *run(*saved, *cotangents), None, None, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+# ------------------------------------------------------------------------------------------ indices
+
+
+def as_sets(
+    indices: Int[Array, "B T K C"],
+    counts: int | Int[Array, "B T K"] | None,
+    sequences: Sequences,
+    block: int,
+) -> Int[Array, "B T K C"]:
+    """Any indices as sets of blocks that a query can see: ascending, then -1.
+
+    >>> jnp.ravel(as_sets(jnp.array([5, 0, -1, 0]).reshape(1, 1, 1, 4), None, ONE_SEQUENCE, 64))
+    Array([ 0, -1, -1, -1], dtype=int32)
+    """
+    T, C = indices.shape[1], indices.shape[-1]
+    current = sequences.positions(T)[:, :, None, None] // block
+    listed = (indices >= 0) & (indices <= current)
+    if counts is not None:
+        limit = counts if isinstance(counts, int) else counts[..., None]
+        listed = listed & (jnp.arange(C)[None, None, None] < limit)
+    nothing = jnp.iinfo(jnp.int32).max
+    ascending = jnp.sort(jnp.where(listed, indices, nothing), axis=-1)
+    repeated = ascending[..., 1:] == ascending[..., :-1]
+    unique = ascending.at[..., 1:].set(jnp.where(repeated, nothing, ascending[..., 1:]))
+    ascending = jnp.sort(unique, axis=-1)
+    return jnp.where(ascending == nothing, -1, ascending).astype(jnp.int32)
+
+
+def as_mask(call: SelectedCall) -> Bool[Array, "B N T S"]:
+    """Which keys every query sees, T × S in memory."""
+    B, T, S, N, K, *_ = call.sizes
+    key = jnp.arange(S, dtype=jnp.int32)[None, None]  # [1, 1, S]
+    first = jnp.zeros((1, 1), jnp.int32) if call.first is None else call.first
+    last = jnp.arange(T, dtype=jnp.int32)[None] if call.last is None else call.last
+    own = (key >= first[..., None]) & (key <= last[..., None])  # [B|1, T, S]
+    number = (key - first[..., None]) // call.block
+    listed = (call.indices[..., None] == number[:, :, None, None]).any(3)  # [B, T, K, S]
+    seen = (listed & own[:, :, None]).transpose(0, 2, 1, 3)
+    return jnp.repeat(seen, N // K, axis=1)
