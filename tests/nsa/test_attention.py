@@ -135,3 +135,108 @@ def test_a_gate_that_is_none_switches_its_branch_off():
 def test_without_gates_the_branches_are_added():
     given = {name: x for name, x in inputs().items() if name not in GATES}
     check(given, ONE, branches=("g_cmp", "g_slc"))
+
+
+def test_the_mean_is_the_pooling_of_equal_weights():
+    given = {name: jnp.asarray(x, jnp.float32) for name, x in inputs().items()}
+    d_out = given.pop("d_out")
+    mean, *_ = results(given, None, None, d_out, tuple(ALL))
+    weighted, *_ = results(given, jnp.full(POOLED, 1 / POOLED), None, d_out, tuple(ALL))
+    assert relative_error(mean, np.asarray(weighted, np.float64)) <= 2e-6
+
+
+def test_no_gradient_reaches_the_future():
+    given = {name: jnp.asarray(x, jnp.float32) for name, x in inputs().items()}
+    d_out = given.pop("d_out")
+    for t in (0, 7, 8, 40):
+        one = jnp.zeros_like(d_out).at[:, t].set(d_out[:, t])
+        _, grads, _ = results(given, None, None, one, tuple(ALL))
+        assert not any(x[:, t + 1 :].any() for x in grads.values())
+        assert grads["value"][:, t].any()
+
+
+def test_a_packed_sequence_equals_the_sequence_alone():
+    lo, hi = 24, 59  # the sequence of id 4
+    given = {name: jnp.asarray(x, jnp.float32) for name, x in inputs().items()}
+    d_out = given.pop("d_out")
+    ids = jnp.asarray(PACKED, jnp.int32)[None]
+    alone = {name: x[:, lo:hi] for name, x in given.items()}
+    out, grads, _ = results(given, None, ids, d_out, tuple(ALL))
+    out_alone, grads_alone, _ = results(alone, None, None, d_out[:, lo:hi], tuple(ALL))
+    assert relative_error(out[:, lo:hi], np.asarray(out_alone, np.float64)) <= 2e-6
+    for name, x in grads_alone.items():
+        agree(grads[name][:, lo:hi], np.asarray(x, np.float64), 1e-5, name)
+    assert not out[:, PACKED < 0].any()
+    assert not any(x[:, PACKED < 0].any() for x in grads.values())
+
+
+def test_a_text_shorter_than_a_pooled_block_has_no_compressed_output():
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((1, 6, 2, 8)), jnp.float32)
+    out, pull_back = jax.vjp(lambda q: xsake.native_sparse_attention(q, q, q, **SIZES), q)
+    dense = xsake.dot_product_attention(q, q, q, is_causal=True)
+    assert relative_error(out, np.asarray(dense, np.float64)) <= 2e-6
+    assert jnp.isfinite(pull_back(out)[0]).all()
+    g_cmp = jnp.ones((1, 6, 2))
+    assert not xsake.native_sparse_attention(q, q, q, g_cmp=g_cmp, **SIZES).any()
+
+
+def test_given_indices_with_a_compressed_branch_that_was_asked_for():
+    given = {name: jnp.asarray(x, jnp.float32) for name, x in inputs().items() if name != "d_out"}
+    call = SIZES | {"window_size": WINDOW}
+    both = xsake.native_sparse_attention(**given, **call)
+    chosen = nsa.select_blocks(given["query"], given["key"], **SIZES)
+    again = xsake.native_sparse_attention(
+        **given, **call, block_indices=chosen, block_counts=SELECTED, compressed=True
+    )
+    assert relative_error(again, np.asarray(both, np.float64)) <= 2e-6
+
+
+def test_mlp_pooling_and_its_gradient():
+    """Directional derivatives of every parameter, against central differences in float64."""
+    rng = np.random.default_rng(0)
+    M, H, Hv, T = 5, 6, 6, 33
+    shapes = {
+        "w_in": (POOLED, H, M),
+        "w_out": (M, H),
+        "b_in": (M,),
+        "b_out": (H,),
+        "positions": (POOLED, H),
+    }
+    parameters = {name: 0.5 * rng.standard_normal(shape) for name, shape in shapes.items()}
+    q, k, v = (rng.standard_normal((T, heads, H)) for heads in (4, 2, 2))
+    d_out = rng.standard_normal((T, 4, Hv))
+    ids = np.zeros(T, int)
+
+    def pooled(x, p):
+        out = []
+        for first, _ in oracle.pooled_blocks(ids, POOLED, STRIDE):
+            tokens = x[first : first + POOLED] + p["positions"][:, None]
+            y = np.einsum("lkh,lhm->km", tokens, p["w_in"]) + p["b_in"]
+            y = 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+            out.append(y @ p["w_out"] + p["b_out"])
+        return np.stack(out)
+
+    def value(p):
+        seen = oracle.compressed_mask(ids, 2, POOLED, STRIDE)
+        out, _, _ = oracle.attention(q, pooled(k, p), pooled(v, p), seen, H**-0.5)
+        return (out * d_out).sum(), out
+
+    @jax.jit
+    def loss(p, gate):
+        arrays = (jnp.asarray(x, jnp.float32)[None] for x in (q, k, v))
+        out = xsake.native_sparse_attention(
+            *arrays, g_cmp=gate, compression=nsa.mlp_pooling(**p), **SIZES
+        )
+        return (out * jnp.asarray(d_out, jnp.float32)).sum(), out
+
+    p32 = {name: jnp.asarray(x, jnp.float32) for name, x in parameters.items()}
+    gate = jnp.ones((1, T, 4, Hv))
+    grads, out = jax.grad(loss, has_aux=True)(p32, gate)
+    assert relative_error(out[0], value(parameters)[1]) <= 2e-6
+    for name, x in parameters.items():
+        direction, step = rng.standard_normal(x.shape), 1e-5
+        ends = (value(parameters | {name: x + s * direction})[0] for s in (step, -step))
+        slope = (next(ends) - next(ends)) / (2 * step)
+        size = np.abs(np.asarray(grads[name]) * direction).sum()
+        assert abs((np.asarray(grads[name]) * direction).sum() - slope) <= 1e-5 * size, name

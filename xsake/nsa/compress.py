@@ -13,6 +13,7 @@ positions of the blocks' last tokens, so that attention to them is ordinary caus
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -59,6 +60,7 @@ def block_count(length: int, block: int, stride: int) -> int:
     return max(0, (length - block) // stride + 1)
 
 
+@functools.partial(jax.jit, static_argnames=("length", "block", "stride"))
 def slots_of(sequences: Sequences, length: int, block: int, stride: int) -> Slots:
     """The blocks of all sequences."""
     if sequences.number is None:
@@ -92,24 +94,40 @@ def compress(
 ) -> Pooled:
     """Pools the keys, and the values if there are any, of every completed block; differentiable."""
     slots = slots_of(sequences, key.shape[1], block, stride)
-    for_keys, for_values = compression if isinstance(compression, tuple) else (compression,) * 2
-    pooled = [
-        None if x is None else _pool(name, x, slots, block, stride, pooling)
-        for name, x, pooling in (("key", key, for_keys), ("value", value, for_values))
-    ]
-    assert pooled[0] is not None
-    return Pooled(pooled[0], pooled[1], *slots)
+    for_keys, for_values = functions_of(compression)
+    keys = _pool("key", key, slots, block, stride, for_keys)
+    values = None if value is None else _pool("value", value, slots, block, stride, for_values)
+    return Pooled(keys, values, *slots)
+
+
+def functions_of(compression: Any) -> tuple[Any, Any]:
+    """How keys and how values are pooled: "mean" or a function, each."""
+    both = compression if isinstance(compression, tuple) else (compression, compression)
+    if len(both) != 2 or not all(x == "mean" or callable(x) for x in both):
+        raise ValueError(
+            "compression must be 'mean', a function [B, P, block, K, H] -> [B, P, K, H], or a pair "
+            f"of those for keys and values, got {compression!r}"
+        )
+    return both
 
 
 def _pool(name: str, x: Array, slots: Slots, block: int, stride: int, pooling: Any) -> Array:
     """x [B, T, K, H] pooled, [B, P, K, H] in x's dtype; 0 in slots without a block."""
-    B, _, K, H = x.shape
-    P = slots.end.shape[1]
     if pooling == "mean" and slots.number is None:
-        return _running_mean(x, P, block, stride)
-    token = slots.end[:, :, None] - (block - 1) + jnp.arange(block, dtype=jnp.int32)[None, None]
-    row = jnp.arange(B)[:, None, None]
-    blocks = x[row, jnp.broadcast_to(token, (B, P, block))]
+        return _running_mean(x, slots.end.shape[1], block, stride)
+    found = pool_ending_at(name, x, slots.end, block, pooling)
+    if slots.number is not None:
+        found = jnp.where((slots.number >= 0)[:, :, None, None], found, 0)
+    return found
+
+
+def pool_ending_at(name: str, x: Array, end: Array, block: int, pooling: Any) -> Array:
+    """The blocks of x [B, T, K, H] whose last tokens are end [B|1, P], pooled: [B, P, K, H]."""
+    B, T, K, H = x.shape
+    P = end.shape[1]
+    token = end[:, :, None] - (block - 1) + jnp.arange(block, dtype=jnp.int32)[None, None]
+    token = jnp.clip(jnp.broadcast_to(token, (B, P, block)), 0, T - 1)
+    blocks = x[jnp.arange(B)[:, None, None], token]
     if pooling == "mean":
         found = blocks.astype(accumulator(x.dtype)).mean(2)
     else:
@@ -119,8 +137,6 @@ def _pool(name: str, x: Array, slots: Slots, block: int, stride: int, pooling: A
                 f"compression must turn {name} blocks {list(blocks.shape)} into {[B, P, K, H]}, "
                 f"got {list(found.shape)}; a pair of functions pools keys and values apart"
             )
-    if slots.number is not None:
-        found = jnp.where((slots.number >= 0)[:, :, None, None], found, 0)
     return found.astype(x.dtype)
 
 
@@ -158,6 +174,7 @@ def attend_compressed(
         pooled.v,
         scale=scale,
         is_causal=True,
+        q_positions=None if sequences.are_packed else sequences.last,
         kv_positions=pooled.end,
         implementation=implementation,
         options=options,

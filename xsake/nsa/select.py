@@ -15,6 +15,7 @@ The selection has no gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +38,17 @@ LEAST_QUERIES = 16  # of a chunk, however long the sequence
 Score = Callable[[dict[str, Array]], Array]
 
 
+STATIC = "keys block pooled_block stride scale num_selected initial local".split()
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
 def by_compressed_attention(
     query: Float[Array, "B T N H"],
     pooled: Pooled,
     logsumexp: Float[Array, "B T N"],
     sequences: Sequences,
     *,
+    keys: int,
     block: int,
     pooled_block: int,
     stride: int,
@@ -53,10 +59,9 @@ def by_compressed_attention(
 
         score[j] = Σ_i overlap(i, j) / stride · Σ_g exp(scale · q_g · k̄_i - logsumexp_g)
 
-    overlap(i, j) is the number of tokens that pooled block i shares with block j.
+    overlap(i, j) is the number of tokens that pooled block i shares with block j; `keys` is S.
     """
-    B, T, N, _ = query.shape
-    count = -(-T // block)
+    N, count = query.shape[2], -(-keys // block)
     grouped = _grouped(query, pooled.k.shape[2])
     lse = logsumexp.reshape(*grouped.shape[:-1])
 
@@ -72,11 +77,13 @@ def by_compressed_attention(
     )
 
 
+@functools.partial(jax.jit, static_argnames=STATIC)
 def by_block_means(
     query: Float[Array, "B T N H"],
     pooled: Pooled,
     sequences: Sequences,
     *,
+    keys: int,
     block: int,
     **choice: int,
 ) -> Int[Array, "B T K c"]:
@@ -84,8 +91,7 @@ def by_block_means(
 
     `pooled` has the means of whole blocks: its block and stride are `block`.
     """
-    T = query.shape[1]
-    count = -(-T // block)
+    count = -(-keys // block)
     # the sum over heads of a product with one mean is the product with the sum of the queries
     queries = _grouped(query, pooled.k.shape[2]).astype(accumulator(query.dtype)).sum(3)
 
@@ -98,9 +104,10 @@ def by_block_means(
     return _select(score, {"q": queries}, sequences, pooled, query, size, block=block, **choice)
 
 
+@functools.partial(jax.jit, static_argnames=STATIC)
 def by_indexer(
     index_query: Float[Array, "B T K Hi"],
-    index_key: Float[Array, "B T J Hi"],
+    index_key: Float[Array, "B S J Hi"],
     sequences: Sequences,
     *,
     block: int,
@@ -110,23 +117,23 @@ def by_indexer(
 
     index_key has K heads, or one that all share.
     """
-    B, T, K, _ = index_query.shape
-    count = -(-T // block)
-    keys = jnp.broadcast_to(index_key, (B, T, K, index_key.shape[-1]))
-    key = jnp.arange(T, dtype=jnp.int32)[None]
-    slots = Pooled(keys, None, key, sequences.number, sequences.first)
+    K, S = index_query.shape[2], index_key.shape[1]
+    count = -(-S // block)
+    keys = jnp.broadcast_to(index_key, (*index_key.shape[:2], K, index_key.shape[3]))
+    end = jnp.arange(S, dtype=jnp.int32)[None]  # every key is a pooled block of one token
+    slots = Pooled(keys, None, end, sequences.number, sequences.first)
 
     def score(at: dict[str, Array]) -> Array:
         s = _products(at["q"][:, :, :, None], slots.k)[:, :, :, 0]
         own = _from_own_first(
             jnp.where(_visible(slots, at)[:, :, :, 0], s, -jnp.inf), at, fill=-jnp.inf
         )
-        padding = [(0, 0)] * 3 + [(0, count * block - T)]
+        padding = [(0, 0)] * 3 + [(0, count * block - S)]
         own = jnp.pad(own, padding, constant_values=-jnp.inf)
         return own.reshape(*own.shape[:3], count, block).max(-1)
 
     return _select(
-        score, {"q": index_query}, sequences, slots, index_query, K * T, block=block, **choice
+        score, {"q": index_query}, sequences, slots, index_query, K * S, block=block, **choice
     )
 
 
@@ -148,7 +155,6 @@ def _select(
 ) -> Int[Array, "B T K c"]:
     """The blocks with the best scores, a chunk of queries at a time."""
     B, T = like.shape[:2]
-    blocks = jnp.arange(-(-T // block), dtype=jnp.int32)[None, None, None]
     index = jnp.arange(T, dtype=jnp.int32)[None]
     arrays = dict(arrays, last=index if sequences.last is None else sequences.last)
     arrays["position"] = sequences.positions(T)
@@ -159,10 +165,11 @@ def _select(
 
     def best(at: dict[str, Array]) -> Array:
         position = at["position"][:, :, None, None]
+        scores = lax.stop_gradient(score(at))
+        blocks = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None, None]
         current = position // block  # negative for padding, which selects nothing
-        allowed = blocks <= current
         forced = (blocks < initial) | (blocks > current - local)
-        return top_indices(lax.stop_gradient(score(at)), num_selected, forced, allowed)
+        return top_indices(scores, num_selected, forced, blocks <= current)
 
     chunk = min(T, max(LEAST_QUERIES, CHUNK_SCORES // max(1, B * scores_per_query)))
     return _map_chunks(best, arrays, T, chunk)

@@ -154,9 +154,10 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 # ------------------------------------------------------------------------------------------ indices
 
 
+@functools.partial(jax.jit, static_argnames="block")
 def as_sets(
     indices: Int[Array, "B T K C"],
-    counts: int | Int[Array, "B T K"] | None,
+    counts: int | Int[Array, ""] | Int[Array, "B T K"] | None,
     sequences: Sequences,
     block: int,
 ) -> Int[Array, "B T K C"]:
@@ -169,7 +170,8 @@ def as_sets(
     current = sequences.positions(T)[:, :, None, None] // block
     listed = (indices >= 0) & (indices <= current)
     if counts is not None:
-        limit = counts if isinstance(counts, int) else counts[..., None]
+        limit = jnp.asarray(counts)
+        limit = limit[..., None] if limit.ndim else limit
         listed = listed & (jnp.arange(C)[None, None, None] < limit)
     nothing = jnp.iinfo(jnp.int32).max
     ascending = jnp.sort(jnp.where(listed, indices, nothing), axis=-1)

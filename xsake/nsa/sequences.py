@@ -66,6 +66,7 @@ def sequences_of(
     return _of_ids(ids)
 
 
+@jax.jit
 def _of_ids(ids: Array) -> Sequences:
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     # Two paddings are never one sequence: their ids do not matter.

@@ -1,0 +1,97 @@
+"""Decoding token by token gives what the whole sequence gives, at every position."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from tests.oracle import relative_error
+from xsake import nsa
+
+B, T, N, K, H, Hv, Hi = 2, 45, 4, 2, 8, 12, 4
+SIZES = {
+    "block_size": 8,
+    "num_selected": 3,
+    "window_size": 5,
+    "compression_block": 8,
+    "compression_stride": 4,
+}
+GATES = ("g_cmp", "g_slc", "g_swa")
+
+
+def inputs(score, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"query": (B, T, N, H), "key": (B, T, K, H), "value": (B, T, K, Hv)}
+    shapes |= dict.fromkeys(GATES if score == "nsa" else GATES[1:], (B, T, N))
+    if score == "msa":
+        shapes |= {"index_query": (B, T, K, Hi), "index_key": (B, T, 1, Hi)}
+    return {name: jnp.asarray(rng.standard_normal(x), jnp.float32) for name, x in shapes.items()}
+
+
+def empty(score, **more):
+    sizes = {"batch": B, "capacity": T, "kv_heads": K, "head_size": H, "value_size": Hv}
+    sizes["index_size"] = Hi if score == "msa" else None
+    return nsa.Cache.empty(nsa.Settings(score=score, **SIZES), **sizes | more)
+
+
+@functools.partial(jax.jit, static_argnames="score")
+def whole(score, given, weights):
+    return xsake.native_sparse_attention(
+        **given, **SIZES, score=score, compression=nsa.weighted_pooling(weights)
+    )
+
+
+@jax.jit
+def token_by_token(cache, given, weights):
+    """[B, T', …] of new tokens, one step each."""
+
+    def step(cache, token):
+        now = {name: x[:, None] for name, x in token.items()}
+        out, cache = nsa.decode_step(**now, cache=cache, compression=nsa.weighted_pooling(weights))
+        return cache, out[:, 0]
+
+    by_time = {name: jnp.moveaxis(x, 1, 0) for name, x in given.items()}
+    cache, out = jax.lax.scan(step, cache, by_time)
+    return cache, jnp.moveaxis(out, 0, 1)
+
+
+WEIGHTS = jnp.asarray(np.random.default_rng(3).random(8), jnp.float32)
+
+
+@pytest.mark.parametrize("score", ["nsa", "moba", "msa"])
+def test_every_position_equals_the_whole_pass(score):
+    given = inputs(score)
+    expected = np.asarray(whole(score, given, WEIGHTS), np.float64)
+    cache, out = token_by_token(empty(score), given, WEIGHTS)
+    assert cache.length.tolist() == [T, T]
+    assert relative_error(out, expected) <= 2e-6
+
+
+def test_decoding_goes_on_after_prompts_of_different_lengths():
+    """Row 0 has a prompt of 9 tokens, row 1 of 20; what lies behind them does not matter."""
+    given, lengths, more = inputs("nsa"), np.array([9, 20]), 25
+    expected = np.asarray(whole("nsa", given, WEIGHTS), np.float64)
+    prompt = {name: given[name][:, :20].at[0, 9:].set(7.0) for name in ("key", "value")}
+    pooling = nsa.weighted_pooling(WEIGHTS)
+    cache = nsa.prefill(empty("nsa"), **prompt, lengths=lengths, compression=pooling)
+    at = lengths[:, None] + np.arange(more)[None]
+    tokens = {name: x[np.arange(B)[:, None], at] for name, x in given.items()}
+    _, out = token_by_token(cache, tokens, WEIGHTS)
+    assert relative_error(out, expected[np.arange(B)[:, None], at]) <= 2e-6
+
+
+def test_a_full_cache_raises_and_under_jit_gives_nan():
+    given = inputs("nsa")
+    prompt = {name: given[name] for name in ("key", "value")}
+    cache = nsa.prefill(empty("nsa"), **prompt, lengths=np.array([T, T - 1]))
+    last = {name: x[:, -1:] for name, x in given.items()}
+    with pytest.raises(ValueError, match="the cache has 45 of 45 tokens, so 1 more do not fit"):
+        nsa.decode_step(**last, cache=cache)
+    _, out = token_by_token(cache, last, WEIGHTS)
+    assert jnp.isnan(out[0]).all()
+    assert jnp.isfinite(out[1]).all()

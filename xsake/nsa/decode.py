@@ -1,0 +1,282 @@
+"""Decode: one new token of every sequence against a cache of keys, values and pooled blocks.
+
+    cache.k, cache.v          slot s holds the token at position s of its batch row
+    cache.pooled_k, pooled_v  slot i holds the block that ended at position i · stride + block - 1;
+                              it is written by the step that completes the block
+    cache.length [B]          tokens so far; sequences of a batch may differ
+
+    cache = nsa.Cache.empty(settings, batch=B, capacity=S, …)
+    cache = nsa.prefill(cache, key, value)               the prompt
+    out, cache = nsa.decode_step(q, k, v, cache)         [B, 1, …] each, as often as needed
+
+A step reads the pooled keys, the selected blocks and the window, and nothing else of the cache. Its
+output equals that of `native_sparse_attention` over the whole sequence at that position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from xsake.attention import Tensor, check_qkv
+from xsake.backends import accumulator
+from xsake.backends.xla.products import operand, product
+from xsake.masks.integers import integers, size_of
+from xsake.masks.rule import Leaf
+from xsake.nsa.attention import choose, combine
+from xsake.nsa.checks import check_gates, check_indexer, check_scale
+from xsake.nsa.compress import (
+    Compression,
+    Pooled,
+    block_count,
+    compress,
+    functions_of,
+    pool_ending_at,
+)
+from xsake.nsa.sequences import ONE_SEQUENCE, Sequences
+from xsake.nsa.settings import Settings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cache:
+    """What decoding remembers of B sequences. S is the capacity in tokens, P in pooled blocks."""
+
+    k: Leaf  # [B, S, K, H]
+    v: Leaf  # [B, S, K, Hv]
+    pooled_k: Leaf  # [B, P, K, H]; for score="moba" the means of whole blocks
+    pooled_v: Leaf  # [B, P, K, Hv]
+    index_k: Leaf  # [B, S, K|1, Hi] for score="msa", else None
+    length: Leaf  # int32 [B]
+    settings: Settings = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def empty(
+        cls,
+        settings: Settings,
+        *,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_size: int,
+        value_size: int | None = None,
+        index_size: int | None = None,
+        index_heads: int = 1,
+        dtype: Any = jnp.float32,
+    ) -> Cache:
+        """A cache without tokens.
+
+        Args:
+          settings: of the attention that reads it.
+          batch: B.
+          capacity: S, the most tokens of a sequence.
+          kv_heads: K.
+          head_size: H.
+          value_size: Hv; default H.
+          index_size: Hi, needed for score="msa".
+          index_heads: heads of the indexer's keys, K or 1.
+          dtype: of keys and values.
+        """
+        size_of("capacity", capacity, 1)
+        if settings.score == "msa" and index_size is None:
+            raise ValueError("score='msa' needs index_size, the head size of the indexer")
+        blocks = block_count(capacity, *_pooled_sizes(settings))
+        value_size = head_size if value_size is None else value_size
+
+        def zeros(length: int, *shape: int) -> Array:
+            return jnp.zeros((batch, length, *shape), dtype)
+
+        return cls(
+            k=zeros(capacity, kv_heads, head_size),
+            v=zeros(capacity, kv_heads, value_size),
+            pooled_k=zeros(blocks, kv_heads, head_size),
+            pooled_v=zeros(blocks, kv_heads, value_size),
+            index_k=None if index_size is None else zeros(capacity, index_heads, index_size),
+            length=jnp.zeros(batch, jnp.int32),
+            settings=settings,
+        )
+
+    def check_capacity(self, more: int) -> None:
+        """Raises if `more` tokens do not fit, where the lengths can be read."""
+        if isinstance(self.length, jax.core.Tracer):
+            return
+        longest, capacity = int(self.length.max(initial=0)), self.k.shape[1]
+        if longest + more > capacity:
+            raise ValueError(
+                f"the cache has {longest} of {capacity} tokens, so {more} more do not fit; make it "
+                "with a larger capacity"
+            )
+
+
+def prefill(
+    cache: Cache,
+    key: Float[Tensor, "B T K H"],
+    value: Float[Tensor, "B T K Hv"],
+    *,
+    lengths: Int[Tensor, " B"] | None = None,
+    compression: Compression = "mean",
+    index_key: Float[Tensor, "B T J Hi"] | None = None,
+) -> Cache:
+    """An empty cache with the keys and values of prompts.
+
+    Args:
+      cache: without tokens; what it holds is overwritten.
+      key: of the prompts, padded on the right to T tokens.
+      value: like key.
+      lengths: int [B], tokens of each prompt; default T.
+      compression: as in `native_sparse_attention`.
+      index_key: the indexer's keys, for score="msa".
+    """
+    k, v = (jnp.asarray(x).astype(cache.k.dtype) for x in (key, value))
+    (B, T), capacity = k.shape[:2], cache.k.shape[1]
+    if capacity < T:
+        raise ValueError(
+            f"key has {T} tokens, but the cache's capacity is {capacity}; make it larger"
+        )
+    count = jnp.full(B, T, jnp.int32) if lengths is None else integers("lengths", lengths)
+    if count.shape != (B,):
+        raise ValueError(f"lengths must have shape [{B}], got {list(count.shape)}")
+    block, stride = _pooled_sizes(cache.settings)
+    pooled = compress(
+        *(k, v, ONE_SEQUENCE), block=block, stride=stride, compression=_used(cache, compression)
+    )
+    new: dict[str, Any] = {"k": k, "v": v, "pooled_k": pooled.k, "pooled_v": pooled.v}
+    if cache.index_k is not None:
+        if index_key is None:
+            raise ValueError("score='msa' needs index_key")
+        new["index_k"] = jnp.asarray(index_key).astype(cache.index_k.dtype)
+    new = {name: getattr(cache, name).at[:, : x.shape[1]].set(x) for name, x in new.items()}
+    return dataclasses.replace(cache, **new, length=jnp.minimum(count, T))
+
+
+def decode_step(
+    query: Float[Tensor, "B 1 N H"],
+    key: Float[Tensor, "B 1 K H"],
+    value: Float[Tensor, "B 1 K Hv"],
+    cache: Cache,
+    *,
+    g_cmp: Float[Tensor, ...] | None = None,
+    g_slc: Float[Tensor, ...] | None = None,
+    g_swa: Float[Tensor, ...] | None = None,
+    compressed: bool | None = None,
+    compression: Compression = "mean",
+    index_query: Float[Tensor, "B 1 K Hi"] | None = None,
+    index_key: Float[Tensor, "B 1 J Hi"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B 1 N Hv"], Cache]:
+    """Attention of one new token of every sequence, and the cache with its key and value.
+
+    Arguments are as in `native_sparse_attention`; the rest of its arguments is in cache.settings.
+    Where the cache is full the output is NaN; eagerly that raises.
+    """
+    q, k, v, _ = check_qkv(query, key, value)
+    if q.shape[1] != 1 or k.shape[1] != 1:
+        raise ValueError(
+            f"query and key must have one token, got {q.shape[1]} and {k.shape[1]}; "
+            "nsa.prefill takes a prompt"
+        )
+    cache.check_capacity(1)
+    settings, scale = cache.settings, check_scale(q, scale)
+    gates = check_gates(q, v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
+    branches = settings.branches(gates, compressed, has_indices=False)
+    if settings.score == "moba" and "g_cmp" in branches:
+        raise ValueError(
+            "with score='moba' the cache holds means of whole blocks, not those of a compressed "
+            "branch; decode without it"
+        )
+    index = check_indexer(settings, index_query, index_key, (len(q), 1, k.shape[2]))
+    position = cache.length
+    cache = _append(cache, k, v, index, compression)
+
+    found: dict[str, Array] = {}
+    block, stride = _pooled_sizes(settings)
+    end = jnp.arange(cache.pooled_k.shape[1], dtype=jnp.int32)[None] * stride + block - 1
+    pooled = Pooled(cache.pooled_k, cache.pooled_v, end, None, None)
+    logsumexp = None
+    if "g_cmp" in branches or ("g_slc" in branches and settings.score == "nsa"):
+        seen = (end <= position[:, None])[:, None]
+        found["g_cmp"], logsumexp = _attend(q, cache.pooled_k, cache.pooled_v, seen, scale)
+    if "g_slc" in branches:
+        sequences = Sequences(first=jnp.zeros_like(position)[:, None], last=position[:, None])
+        by_index = None if index is None else (index[0], cache.index_k)
+        blocks = choose(
+            settings, q, cache.k, pooled, logsumexp, by_index, sequences, scale, means=pooled
+        )[:, 0]  # [B, K, c]
+        slot = blocks[..., None] * settings.block_size
+        slot = slot + jnp.arange(settings.block_size, dtype=jnp.int32)[None, None, None]
+        slot = slot.reshape(*blocks.shape[:2], -1)
+        found["g_slc"] = _attend_slots(q, cache, slot, position, scale)
+    if "g_swa" in branches:
+        back = jnp.arange(settings.window_size, dtype=jnp.int32)[None, None]
+        slot = jnp.broadcast_to(position[:, None, None] - back, (len(q), k.shape[2], back.shape[2]))
+        found["g_swa"] = _attend_slots(q, cache, slot, position, scale)
+    out = combine({name: found[name] for name in branches}, gates, q.dtype)
+    fits = position < cache.k.shape[1]
+    return jnp.where(fits[:, None, None, None], out, jnp.nan), cache
+
+
+# -------------------------------------------------------------------------------------------- parts
+
+
+def _pooled_sizes(settings: Settings) -> tuple[int, int]:
+    """Block and stride of the pooled blocks that a cache holds."""
+    if settings.score == "moba":
+        return settings.block_size, settings.block_size
+    return settings.pooling["block"], settings.pooling["stride"]
+
+
+def _used(cache: Cache, compression: Any) -> Any:
+    """How blocks are pooled: MoBA's are means whatever the compression."""
+    return "mean" if cache.settings.score == "moba" else compression
+
+
+def _append(
+    cache: Cache, k: Array, v: Array, index: tuple[Array, Array] | None, compression: Any
+) -> Cache:
+    """The cache with one more token, and with the pooled block that it completes."""
+    row, position = jnp.arange(len(k)), cache.length
+    new: dict[str, Any] = {"length": position + 1}
+    added = {"k": k, "v": v} | ({} if index is None else {"index_k": index[1]})
+    for name, x in added.items():
+        old = getattr(cache, name)
+        new[name] = old.at[row, position].set(x[:, 0].astype(old.dtype), mode="drop")
+    block, stride = _pooled_sizes(cache.settings)
+    since_first = position - (block - 1)
+    completes = (since_first >= 0) & (since_first % stride == 0)
+    slot = jnp.where(completes, since_first // stride, cache.pooled_k.shape[1])  # or dropped
+    functions = functions_of(_used(cache, compression))
+    for name, pooling in zip(("k", "v"), functions, strict=True):
+        made = pool_ending_at(name, new[name], position[:, None], block, pooling)[:, 0]
+        old = getattr(cache, f"pooled_{name}")
+        new[f"pooled_{name}"] = old.at[row, slot].set(made, mode="drop")
+    return dataclasses.replace(cache, **new)
+
+
+def _attend_slots(q: Array, cache: Cache, slot: Array, position: Array, scale: float) -> Array:
+    """Attention of q [B, 1, N, H] to the slots [B, K, L] from 0 to its position."""
+    (B, K, _), last = slot.shape, cache.k.shape[1] - 1
+    seen = (slot >= 0) & (slot <= position[:, None, None])
+    at = jnp.arange(B)[:, None, None], jnp.clip(slot, 0, last), jnp.arange(K)[None, :, None]
+    k, v = (x[at].transpose(0, 2, 1, 3) for x in (cache.k, cache.v))  # [B, L, K, H]
+    return _attend(q, k, v, seen, scale)[0]
+
+
+def _attend(q: Array, k: Array, v: Array, seen: Array, scale: float) -> tuple[Array, Array]:
+    """(out [B, 1, N, Hv], logsumexp [B, 1, N]) over keys [B, L, K, H] that are seen [B, K|1, L]."""
+    B, _, N, H = q.shape
+    K, dtype = k.shape[2], accumulator(q.dtype)
+    grouped = operand(q.reshape(B, K, N // K, H))
+    s = product("bkgh,blkh->bkgl", grouped, operand(k), dtype) * scale
+    s = jnp.where(seen[:, :, None], s, -jnp.inf)
+    m = s.max(-1, keepdims=True, initial=-jnp.inf)
+    p = jnp.exp(s - jnp.where(m == -jnp.inf, 0, m))
+    l = p.sum(-1, keepdims=True)
+    out = product("bkgl,blkh->bkgh", p.astype(grouped.dtype), operand(v), dtype)
+    lse = jnp.where(l > 0, m + jnp.log(jnp.where(l > 0, l, 1)), -jnp.inf)
+    out = out / jnp.where(l > 0, l, 1)
+    return out.reshape(B, 1, N, -1), lse.reshape(B, 1, N)
