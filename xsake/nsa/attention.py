@@ -139,7 +139,10 @@ def native_sparse_attention(
     if "g_slc" in branches:
         if indices is None:
             index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
-            indices = choose(settings, q, k, pooled, logsumexp, index, sequences, scale)
+            indices = choose(
+                *(settings, q, k, pooled, logsumexp, index, sequences, scale),
+                implementation=implementation,
+            )
         found["g_slc"], _ = attend_selected(
             *(q, k, v, indices),
             block=block_size,
@@ -251,7 +254,10 @@ def select_blocks(
         _, logsumexp = attend_compressed(
             q, pooled, sequences, scale=scale, implementation=implementation
         )
-    return choose(settings, q, k, pooled, logsumexp, index, sequences, scale)
+    return choose(
+        *(settings, q, k, pooled, logsumexp, index, sequences, scale),
+        implementation=implementation,
+    )
 
 
 def choose(
@@ -264,6 +270,7 @@ def choose(
     sequences: Sequences,
     scale: float,
     means: Pooled | None = None,
+    implementation: str | None = None,
 ) -> Int[Array, "B T K c"]:
     """The blocks of every query and kv head, by the settings' score.
 
@@ -286,6 +293,7 @@ def choose(
         pooled_block=settings.compression_block,
         stride=settings.compression_stride,
         scale=scale,
+        implementation=implementation,
         **choice,
     )
 

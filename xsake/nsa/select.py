@@ -25,6 +25,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from xsake.backends import accumulator
+from xsake.backends.hopper.selected import choose as hopper
 from xsake.backends.xla.products import operand, product
 from xsake.nsa.compress import Pooled
 from xsake.nsa.sequences import Sequences
@@ -38,7 +39,7 @@ LEAST_QUERIES = 16  # of a chunk, however long the sequence
 Score = Callable[[dict[str, Array]], Array]
 
 
-STATIC = "keys block pooled_block stride scale num_selected initial local".split()
+STATIC = "keys block pooled_block stride scale num_selected initial local implementation".split()
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -53,6 +54,7 @@ def by_compressed_attention(
     pooled_block: int,
     stride: int,
     scale: float,
+    implementation: str | None = None,
     **choice: int,
 ) -> Int[Array, "B T K c"]:
     """NSA's choice: how much of the compressed attention falls on a block, by the shared strides.
@@ -60,7 +62,14 @@ def by_compressed_attention(
         score[j] = Σ_i overlap(i, j) / stride · Σ_g exp(scale · q_g · k̄_i - logsumexp_g)
 
     overlap(i, j) is the number of tokens that pooled block i shares with block j; `keys` is S.
+    Hopper GPUs have kernels for blocks of the paper's sizes.
     """
+    sizes = {"block": block, "pooled_block": pooled_block, "stride": stride}
+    why_not = hopper.why_not(query, pooled.k, num_selected=choice["num_selected"], **sizes)
+    is_plain = sequences.number is None and sequences.last is None
+    if why_not is None and is_plain and implementation in (None, "hopper"):
+        q, k, lse = lax.stop_gradient((query, pooled.k, logsumexp))
+        return hopper.choose(q, k, lse, scale=scale, **choice)[..., : -(-keys // block)]
     N, count = query.shape[2], -(-keys // block)
     grouped = _grouped(query, pooled.k.shape[2])
     lse = logsumexp.reshape(*grouped.shape[:-1])

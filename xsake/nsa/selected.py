@@ -3,7 +3,7 @@
     block_indices [B, T, K, C] ─ normalised: a set, causal ─┐
     q, k, v ────────────────────────────────────────────────┴─ SelectedCall ─ backend ─ out, lse
 
-    backends/hopper/selected.py   (not yet)
+    backends/hopper/selected/     Hopper GPUs
     backends/xla/selected.py      any device
 
 `BACKENDS` and `backend_for` are the one place that knows them. The derivative is defined here: a
@@ -24,12 +24,13 @@ from jaxtyping import Bool, Float, Int
 from xsake import _jax
 from xsake.attention import Explanation, dot_product_attention
 from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
+from xsake.backends.hopper import selected as hopper
 from xsake.backends.options import Options
 from xsake.backends.xla import selected as xla
 from xsake.nsa.sequences import ONE_SEQUENCE, Sequences
 
 # Fastest first. A module with why_not(call), forward(call) and backward(call, …): see SelectedCall.
-BACKENDS: dict[str, ModuleType] = {"xla": xla}
+BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "xla": xla}
 REFERENCE = "reference"  # T × S in memory, by the door's backend of that name
 NAMES = [*BACKENDS, REFERENCE]
 

@@ -1,0 +1,250 @@
+"""Selected blocks on Hopper: lists by block, lowering, and every result on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from tests.conditions import needs_gpu, needs_newer_jax
+from tests.nsa import oracle
+from tests.nsa.test_selected import inputs
+from tests.oracle import relative_error
+from xsake import _jax
+from xsake.backends import SelectedCall
+from xsake.backends.hopper import selected
+from xsake.backends.hopper.selected import choose, lists
+from xsake.backends.options import Options
+from xsake.nsa.selected import attend_selected
+
+LIMIT = 1e-2  # of bfloat16 and float16, as in test_conformance.py
+
+
+def sets(rng, B, T, K, n, block):
+    """Random sets of causal blocks of every query: some empty, some full, -1 at the end."""
+    blocks = -(-T // block)
+    found = np.full((B, T, K, n), -1)
+    for b, t, k in np.ndindex(B, T, K):
+        seen = min(t // block + 1, blocks)
+        chosen = rng.permutation(seen)[: rng.integers(0, n + 1)]
+        found[b, t, k, : len(chosen)] = np.sort(chosen)
+    return found
+
+
+# ------------------------------------------------------------------------------------------- lists
+
+
+@pytest.mark.parametrize("chunk", [64, 128, 640])
+def test_tiles_hold_every_selection_once(chunk):
+    """Each tile is of one block and one segment, in the order of tokens, with the right limits."""
+    rng = np.random.default_rng(chunk)
+    B, T, K, n, block, tokens = 2, 300, 2, 3, 64, 4
+    indices = sets(rng, B, T, K, n, block)
+    make = jax.jit(lists.tiles_of, static_argnums=(1, 2, 3, 4))
+    tiles = make(jnp.asarray(indices, jnp.int32), 5, block, tokens, chunk)
+    tiles = jax.tree.map(np.asarray, tiles)
+    chunks = -(-T // chunk)
+    assert tiles.starts[0] == 0
+    assert tiles.starts.shape == (B * chunks * K + 1,)
+    used = tiles.starts[-1]
+    rows, limits = tiles.rows.reshape(-1, tokens), tiles.limits.reshape(-1, tokens)
+    listed = set()
+    for tile in range(used):
+        head, j = divmod(int(tiles.block[tile]), 5)
+        b, k = divmod(head, K)
+        segment = int(np.searchsorted(tiles.starts, tile, side="right")) - 1
+        before = -1
+        assert limits[tile, 0] > 0  # no tile is empty
+        for row, limit in zip(rows[tile], limits[tile], strict=True):
+            if limit == 0:  # no token: the tile's first one again
+                assert row == rows[tile, 0]
+                continue
+            t = row // K % T
+            assert row == (b * T + t) * K + k
+            assert limit == min(t - j * block + 1, block)
+            assert before < t
+            assert segment == (b * chunks + t // chunk) * K + k
+            listed.add((b, int(t), k, j))
+            before = t
+    expected = {(b, t, k, int(j)) for (b, t, k, _), j in np.ndenumerate(indices) if j >= 0}
+    assert listed == expected
+    slots = tiles.slots
+    for (b, t, k, s), j in np.ndenumerate(indices):
+        if j < 0:
+            assert slots[b, t, k, s] == -1
+        else:
+            tile, place = divmod(int(slots[b, t, k, s]), tokens)
+            assert tiles.block[tile] == (b * K + k) * 5 + j
+            assert rows[tile, place] == (b * T + t) * K + k
+
+
+def test_large_blocks_become_several_of_the_kernels_blocks():
+    indices = jnp.full((1, 200, 1, 2), -1, jnp.int32).at[0, 150, 0].set(jnp.array([0, 1]))
+    found = selected.of_kernel_blocks(indices, 128)
+    assert found[0, 150, 0].tolist() == [0, 1, 2, -1]  # tokens from 192 on are after 150
+    assert (found[0, 149] == -1).all()
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def call_of(B=1, T=128, N=4, K=2, H=64, dtype=jnp.bfloat16, block=64, **more):
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, H), dtype) for heads in (N, K))
+    indices = jax.ShapeDtypeStruct((B, T, K, 2), jnp.int32)
+    given = {"first": None, "last": None, "options": Options()} | more
+    return SelectedCall(q, k, k, indices, block=block, scale=0.1, **given)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (call_of(dtype=jnp.float32), "takes bfloat16 and float16; this is float32"),
+        (call_of(H=192), "takes heads of up to 128; these are 192"),
+        (call_of(N=130), "takes up to 64 query heads for each kv head; these are 65"),
+        (call_of(block=32), "takes blocks of a multiple of 64 tokens; these are 32"),
+        (
+            call_of(first=jnp.zeros((1, 128), jnp.int32)),
+            "takes one sequence in every batch row; these are packed, or against a cache",
+        ),
+        (
+            call_of(options=Options(deterministic=True)),
+            "adds dk and dv in any order; deterministic asks for one",
+        ),
+        (call_of(), None),
+        (call_of(block=128, dtype=jnp.float16), None),
+    ],
+)
+def test_what_the_kernels_do_not_support_is_refused_with_the_reason(call, reason, monkeypatch):
+    monkeypatch.setattr(_jax, "why_no_hopper", lambda needs: None)
+    assert selected.why_not(call) == reason
+
+
+def test_without_a_hopper_gpu_the_reason_is_that():
+    if _jax.platform() != "gpu":
+        assert selected.why_not(call_of()) == _jax.why_no_hopper((0, 11))
+        assert selected.why_not(call_of()) is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ({"block": 128}, "pooled blocks of 32 every 16 tokens; these are 128, 32 and 16"),
+        ({"num_selected": 65}, "up to 64 selected blocks; these are 65"),
+        ({"group": 32}, "up to 16 query heads for each kv head; these are 32"),
+        ({}, None),
+    ],
+)
+def test_choosing_is_refused_with_the_reason(more, part, monkeypatch):
+    monkeypatch.setattr(_jax, "why_no_hopper", lambda needs: None)
+    given = {"block": 64, "pooled_block": 32, "stride": 16, "num_selected": 16, "group": 4} | more
+    q = jax.ShapeDtypeStruct((1, 128, given.pop("group"), 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 7, 1, 64), jnp.bfloat16)
+    reason = choose.why_not(q, k, **given)
+    assert reason is None if part is None else part in reason
+
+
+# --------------------------------------------------------------------------------------- lowering
+
+
+@pytest.mark.parametrize(("group", "H"), [(3, 80), pytest.param(16, 64, marks=pytest.mark.slow)])
+@needs_newer_jax
+def test_all_branches_lower_for_cuda(group, H, monkeypatch):
+    monkeypatch.setattr(_jax, "why_no_hopper", lambda needs: None)
+    monkeypatch.setattr(_jax, "platform", lambda: "gpu")
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 132)
+    q, k = (jax.ShapeDtypeStruct((1, 200, n, H), jnp.bfloat16) for n in (group, 1))
+
+    def loss(q, k, v):
+        return xsake.native_sparse_attention(q, k, v).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("selected", "selected_backward", "merge", "importance", "top"):
+        assert f"xsake_{name}_mosaic_gpu" in text, name
+
+
+# --------------------------------------------------------------------------------------- on a GPU
+
+
+@functools.partial(jax.jit, static_argnames=("block", "implementation"))
+def results(q, k, v, indices, d_out, d_lse, block, implementation):
+    """out, logsumexp and the gradients of q, k, v."""
+
+    def attend(q, k, v):
+        return attend_selected(
+            *(q, k, v, indices), block=block, scale=q.shape[-1] ** -0.5, is_set=True,
+            implementation=implementation,
+        )  # fmt: skip
+
+    found, pull_back = jax.vjp(attend, q, k, v)
+    return *found, *pull_back((d_out, d_lse))
+
+
+CASES = {
+    "group 1": dict(N=2, K=2, H=64, Hv=64, T=300),
+    "group 3, odd sizes": dict(N=6, K=2, H=72, Hv=40, T=333),
+    "group 4, batch": dict(B=3, N=4, K=1, H=64, Hv=128, T=257),
+    "group 8": dict(N=16, K=2, H=128, Hv=128, T=512),
+    "group 16": dict(N=16, K=1, H=128, Hv=128, T=500),
+    "group 32": dict(N=32, K=1, H=64, Hv=64, T=200),
+    "float16": dict(N=16, K=1, H=64, Hv=64, T=200, dtype="float16"),
+    "blocks of 128": dict(N=16, K=1, H=128, Hv=128, T=600, block=128),
+    "short": dict(N=8, K=1, H=64, Hv=64, T=1),
+    "several chunks": dict(N=8, K=1, H=64, Hv=64, T=9000, n=4),
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_results_agree_with_the_oracle_on_a_gpu(name):
+    case = {"dtype": "bfloat16", "block": 64, "n": 5} | CASES[name]
+    block, n, dtype = case.pop("block"), case.pop("n"), case["dtype"]
+    given = inputs(B=case.pop("B", 2), **case)
+    B, T, K = given["k"].shape[:3]
+    indices = sets(np.random.default_rng(7), B, T, K, n, block)
+    arrays = [jnp.asarray(given[x], dtype) for x in ("q", "k", "v", "d_out")]
+    ints, d_lse = jnp.asarray(indices, jnp.int32), jnp.asarray(given["d_lse"], jnp.float32)
+    found = results(*arrays[:3], ints, arrays[3], d_lse, block=block, implementation="hopper")
+    if T > 1000:  # the oracle's T × T would be large: float32 on xla, which is compared with it
+        wide = [x.astype(jnp.float32) for x in arrays]
+        expected = results(*wide[:3], ints, wide[3], d_lse, block=block, implementation="xla")
+    else:
+        expected = by_oracle(given, indices, block)
+    for what, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        error = relative_error(np.asarray(x, np.float64), np.asarray(y, np.float64), floor=1e-30)
+        assert error <= LIMIT, what
+
+
+def by_oracle(given, indices, block):
+    found = []
+    for b in range(len(indices)):
+        q, k, v, d_out, d_lse = (given[name][b] for name in ("q", "k", "v", "d_out", "d_lse"))
+        seen = oracle.selected_mask(indices[b], None, np.zeros(len(q), int), block)
+        scale = q.shape[-1] ** -0.5
+        out, lse, _ = oracle.attention(q, k, v, seen, scale)
+        found.append((out, lse, *oracle.attention_grads(q, k, v, seen, scale, d_out, d_lse)))
+    return [np.stack(x) for x in zip(*found, strict=True)]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("T", "N", "K", "H"), [(1000, 16, 1, 128), (700, 6, 2, 64), (9000, 8, 1, 64)]
+)
+def test_chosen_blocks_agree_with_xla_on_a_gpu(T, N, K, H):
+    """All but a few, whose importance is nearly that of the first block that is left out."""
+    q, k = (jax.random.normal(jax.random.key(n), (2, T, n, H), jnp.bfloat16) for n in (N, K))
+    q = q * 2
+    found, expected = (
+        np.asarray(xsake.nsa.select_blocks(q, k, num_selected=8, implementation=x))
+        for x in ("hopper", "xla")
+    )
+    assert found.shape == expected.shape
+    assert (found == expected).all(-1).mean() > 0.99
+    same = [len(set(x) & set(y)) for x, y in zip(found[0, :, 0], expected[0, :, 0], strict=True)]
+    assert min(same) >= 6
