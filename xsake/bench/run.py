@@ -16,7 +16,7 @@ from typing import Any
 
 from xsake import _files
 from xsake.bench import peers
-from xsake.bench.suites import Part, Record, Suite, cpu, hopper, hopper_features, model
+from xsake.bench.suites import Part, Record, Suite, cpu, hopper, hopper_features, model, nsa
 from xsake.bench.timing import provenance
 
 SUITES: dict[str, Suite] = {
@@ -24,6 +24,7 @@ SUITES: dict[str, Suite] = {
     "hopper": hopper,
     "hopper-features": hopper_features,
     "model": model,
+    "nsa": nsa,
 }
 
 MUST_MATCH = ("commit", "machine", "versions", "quick")  # for files to be resumed or joined
@@ -53,7 +54,7 @@ def run_suite(
         raise ValueError(f"suite {name!r} has no case with {only!r} in its name: {list(parts)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     facts, began = provenance() | {"quick": quick}, time.perf_counter()
-    if name == "hopper":
+    if name in ("hopper", "nsa"):
         facts["versions"] |= peers.versions()
     result = _earlier(out, facts)
     records = [record for record in result["results"] if record["case"] in parts]
