@@ -85,7 +85,8 @@ def test_the_list_of_runs_fits_80_columns(xsake, monkeypatch, tmp_path):
 
 
 def test_user_errors_are_one_sentence(xsake, tmp_path):
-    assert "there is no folder runs" in xsake("runs", code=1)
+    assert "No runs yet" in xsake("runs")
+    assert "there is no folder elsewhere" in xsake("runs elsewhere", code=1)
     assert "data.train names no tokenized dataset" in xsake("train", code=1)
     assert "is not a tokenized dataset" in xsake("train --data.train nowhere", code=1)
     (tmp_path / "a.txt").write_text("words")

@@ -86,6 +86,9 @@ def runs(folder: tyro.conf.Positional[Path] = Path("runs"), *, hashes: bool = Fa
     """
     from xsake.observe import registry
 
+    if folder == Path("runs") and not folder.exists():
+        console.print("No runs yet: `xsake train` and `xsake demo` write them to the folder runs.")
+        return
     found = list(registry.runs(folder))
     if hashes:
         table = _table("run", "config", "data", "plan", "commit", "device")

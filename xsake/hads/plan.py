@@ -38,7 +38,7 @@ from xsake.hads.statistics import SELECTORS
 from xsake.masks.rule import Leaf
 
 SCHEMA = 1
-SHADES = " ░▒▓█"
+SHADES = "·░▒▓█"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +271,8 @@ class Plan(InputMask):
         lines = [
             repr(self),
             f"realised density {self.density:.4f}; heads {shares.min():.2f} to {shares.max():.2f}",
-            f"calibrated at {self.terms.length:,} tokens",
+            f"budgets by {self.terms.policy}, blocks chosen by {self.terms.selector}; calibrated at "
+            f"{self.terms.length:,} tokens",
             f"layer  mean  least  most  heads ({'  '.join(_legend())})",
         ]
         for layer, row in enumerate(shares):
