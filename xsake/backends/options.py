@@ -96,6 +96,9 @@ class BackwardTiling:
     compute_registers: int = 240
     memory_registers: int = 24
     l2_bytes: int = 24 << 20  # what the heads that run together read should fit here
+    # The kernel over kv blocks visits its last full row block first: under a causal mask all kv
+    # blocks of a head then read the same queries, and add to the same dq, at about the same time.
+    descending: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -271,8 +271,8 @@ class Plan(InputMask):
         lines = [
             repr(self),
             f"realised density {self.density:.4f}; heads {shares.min():.2f} to {shares.max():.2f}",
-            f"budgets by {self.terms.policy}, blocks chosen by {self.terms.selector}; calibrated at "
-            f"{self.terms.length:,} tokens",
+            f"budgets by {self.terms.policy}, blocks chosen by {self.terms.selector}",
+            f"calibrated at {self.terms.length:,} tokens",
             f"layer  mean  least  most  heads ({'  '.join(_legend())})",
         ]
         for layer, row in enumerate(shares):

@@ -246,5 +246,6 @@ def test_chosen_blocks_agree_with_xla_on_a_gpu(T, N, K, H):
     )
     assert found.shape == expected.shape
     assert (found == expected).all(-1).mean() > 0.99
-    same = [len(set(x) & set(y)) for x, y in zip(found[0, :, 0], expected[0, :, 0], strict=True)]
-    assert min(same) >= 6
+    rows = zip(found.reshape(-1, 8).tolist(), expected.reshape(-1, 8).tolist(), strict=True)
+    assert max(len(set(x) - set(y)) for x, y in rows) <= 2
+    assert (np.sort(found, axis=-1)[found.min(-1) >= 0] == found[found.min(-1) >= 0]).all()

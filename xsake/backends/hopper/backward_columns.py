@@ -66,6 +66,7 @@ class ColumnsKernel(GradientKernel):
         self.sizes = {name: {"dk": H, "dv": Hv}[name] for name in results}
         self.has_dk, self.has_dv = "dk" in results, "dv" in results
         self.fused = fused
+        self.descending = tiling.descending
         self.casts = fused and tiling.cast == "kernel"
         if self.casts:
             # The cast may lag a few work tiles behind, and needs their records.

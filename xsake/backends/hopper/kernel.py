@@ -30,6 +30,7 @@ class BlockKernel:
     """
 
     warpgroups = COMPUTE_WGS + 1
+    descending = False  # whether full blocks are visited from the last to the first
     record_slots = 2  # for the records of the current and of the next work tile
 
     def __init__(self, shape, rule, tiling, *, axis, step, scale, soft_cap, interpret):
@@ -141,9 +142,16 @@ class BlockKernel:
     def first_token(self, index, work_tile, t):
         """The token index where step t of a work tile begins, on the axis that it visits."""
         if self.splits == 1:
-            return index[work_tile.start + t] * self.visit_block
+            return self.visited(index, work_tile, t) * self.visit_block
         visit, part = lax.div(t, jnp.int32(self.splits)), lax.rem(t, jnp.int32(self.splits))
-        return index[work_tile.start + visit] * self.visit_block + part * self.step
+        return self.visited(index, work_tile, visit) * self.visit_block + part * self.step
+
+    def visited(self, index, work_tile, visit):
+        """The block of a visit; full blocks in the list's order, or the last one first."""
+        if self.descending:
+            full = work_tile.full if self.rule.has_partial else work_tile.count
+            visit = jnp.where(visit < full, full - 1 - visit, visit)
+        return index[work_tile.start + visit]
 
     def own_steps(self, wg, work_tile, done):
         """This warpgroup's (first step of a work tile, number of full steps, number of steps).
