@@ -23,6 +23,7 @@
     backward_columns.py    dk, dv, fused dq: backward_steps.py, backward_dq.py, dq_cast.py
     backward_rows.py       dq, unless fused
     means.py, scores.py    scores of blocks, for `xsake.block_scores`
+    selected/              blocks that every token selects for itself, for `xsake.nsa`
 
 Modules that import Pallas are imported when a kernel is traced: `import xsake` does without them.
 """

@@ -13,6 +13,7 @@ same blocks; their results are compared with ours. Dense causal attention by cuD
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -98,24 +99,26 @@ def _timed(part: str, calls: Calls) -> Measured:
 def _whole(T: int, done: list[Record]) -> Iterator[Record]:
     """Every part, ours and the peers', at one length."""
     given = arrays(T)
-    lse = jax.jit(_pooled_logsumexp)
-    pooled, logsumexp = lse(*given)
+    pooled, logsumexp = jax.jit(_pooled_logsumexp)(*given)
     choose = jax.jit(_choose)
     indices = choose(given[0], given[1], pooled, logsumexp)
-    ours: dict[str, Calls] = {
-        "compressed": compile_directions(compressed, given, None),
-        "selected": compile_directions(selected, given, indices),
-        "window": compile_directions(window, given, None),
-        "total": compile_directions(total, given, None),
+    branches: dict[str, tuple[Any, Any]] = {
+        "compressed": (compressed, None),
+        "selected": (selected, indices),
+        "window": (window, None),
+        "total": (total, None),
+        "dense": (dense, None),
     }
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = pool.map(lambda x: compile_directions(x[0], given, x[1]), branches.values())
+        ours: dict[str, Calls] = dict(zip(branches, made, strict=True))
     record = functools.partial(_record, f"nsa 1·64/4·{T}·128", T)
     for part, calls in ours.items():
+        who = "cudnn" if part == "dense" else "xsake"
         for _, direction, time in _timed(part, calls):
-            yield record("xsake", part, direction, time)
+            yield record(who, part, direction, time)
     time = seconds(choose, given[0], given[1], pooled, logsumexp)
     yield record("xsake", "choose", "forward", time)
-    for _, direction, time in _timed("dense", compile_directions(dense, given, None)):
-        yield record("cudnn", "dense", direction, time)
     for name, peer in PEERS.items():
         if importlib.util.find_spec(name) is None:
             continue
