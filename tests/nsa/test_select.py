@@ -117,16 +117,19 @@ def test_chunks_of_queries_select_the_same(monkeypatch):
     q, keys = (np.float32(rng.standard_normal((1, *x, H))) for x in ((T, N), (T // 4, K)))
     lse = np.float32(rng.standard_normal((1, T, N)))
 
-    def chosen(q, keys, lse):
-        sequences = sequences_of(1, T, segment_ids=PACKED, cu_seqlens=None, token_indices=None)
-        pooled = Pooled(keys, None, *slots_of(sequences, T, 8, 4))
-        by = select.by_compressed_attention.__wrapped__  # not cached with another chunk size
-        return by(q, pooled, lse, sequences, keys=T, **CHOICE)
+    def chosen():
+        @jax.jit  # anew for each chunk size
+        def of(q, keys, lse):
+            sequences = sequences_of(1, T, segment_ids=PACKED, cu_seqlens=None, token_indices=None)
+            pooled = Pooled(keys, None, *slots_of(sequences, T, 8, 4))
+            by = select.by_compressed_attention.__wrapped__
+            return by(q, pooled, lse, sequences, keys=T, **CHOICE)
 
-    at_once = jax.jit(chosen)(q, keys, lse)
+        return of(q, keys, lse)
+
+    at_once = chosen()
     monkeypatch.setattr(select, "CHUNK_SCORES", 1)
-    in_chunks = jax.jit(lambda *arrays: chosen(*arrays))(q, keys, lse)
-    np.testing.assert_array_equal(in_chunks, at_once)
+    np.testing.assert_array_equal(chosen(), at_once)
 
 
 def test_memory_of_the_selection_is_linear_in_the_length():
