@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import xsake
 from tests.nsa import oracle
@@ -64,8 +66,11 @@ def any_indices(seed=1, B=2, T=T, K=2, C=5):
     return rng.integers(-3, -(-T // BLOCK) + 3, (B, T, K, C)), rng.integers(0, C + 1, (B, T, K))
 
 
-def check(given, indices, counts, ids, dtype="float32", implementation=None):
-    """Compares all results with the oracle, batch row by batch row."""
+def check(given, indices, counts, ids, dtype="float32", implementation=None, floor=1e-30):
+    """Compares all results with the oracle, batch row by batch row.
+
+    floor: the least size that errors are relative to.
+    """
     arrays = {name: x.astype(jnp.dtype(dtype)) for name, x in given.items()}
     arrays["d_lse"] = np.float32(given["d_lse"])
     found = results(
@@ -85,7 +90,7 @@ def check(given, indices, counts, ids, dtype="float32", implementation=None):
         ("out", "lse", "dq", "dk", "dv"), found, zip(*expected, strict=True), strict=True
     ):
         limit = (OUTPUT_LIMIT if name in ("out", "lse") else GRADIENT_LIMIT)[dtype]
-        error = relative_error(np.asarray(actual, np.float64), np.stack(rows), floor=1e-30)
+        error = relative_error(np.asarray(actual, np.float64), np.stack(rows), floor)
         assert error <= limit, f"{name}: {error}"
 
 
@@ -96,9 +101,38 @@ def test_any_group_and_any_indices(group):
 
 
 def test_packed_sequences_with_padding():
+    """With groups of 16, a block is visited by several tiles of queries."""
     indices, counts = any_indices()
     ids = np.stack([PACKED, np.roll(PACKED, 30)])
-    check(inputs(), indices, counts, ids)
+    check(inputs(N=32), indices, counts, ids)
+
+
+def test_any_sequences_and_any_choice_of_blocks(request):
+    """Few and many sequences, blocks and counts, all with one compiled program."""
+
+    @settings(
+        max_examples=40 if request.config.getoption("--slow") else 6,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        seed=st.integers(0, 2**32 - 1),
+        changes=st.sampled_from([0, 1, 5, 30, T]),
+        padding=st.sampled_from([0.0, 0.1, 1.0]),
+        highest=st.sampled_from([0, 2, 8, 2**30]),
+    )
+    def every_number_is_near(seed, changes, padding, highest):
+        rng = np.random.default_rng(seed)
+        ids = np.cumsum(rng.permuted(np.arange(2 * T).reshape(2, T) % T < changes, axis=1), axis=1)
+        ids = np.where(rng.random((2, T)) < padding, -1, ids)
+        indices = rng.integers(-2, highest + 1, (2, T, 2, 5))
+        counts = rng.integers(0, 6, (2, T, 2))
+        # Where every query sees few keys, the terms of dq and dk cancel: inputs are of size 1.
+        check(inputs(seed=seed % 7), indices, counts, ids, floor=0.1)
+
+    every_number_is_near()
 
 
 def test_bfloat16():
