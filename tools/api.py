@@ -22,6 +22,7 @@ MODULES = (
     "xsake.block_scores",
     "xsake.selection",
     "xsake.decode",
+    "xsake.nsa",
     "xsake.hads",
     "xsake.hads.profile",
     "xsake.hads.budget",

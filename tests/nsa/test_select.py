@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 from tests.nsa import oracle
 from xsake import nsa
 from xsake.nsa import select
+from xsake.nsa.compress import Pooled, block_count, slots_of
+from xsake.nsa.sequences import ONE_SEQUENCE, sequences_of
 
 PACKED = np.array([3] * 21 + [0] * 1 + [-1] * 2 + [4] * 35 + [1] * 16)
 T, N, K, H = 75, 6, 2, 8
@@ -41,12 +45,14 @@ def expected(score, x, ids, block, n, forced, pooled=None, stride=None):
 
 
 def found(score, x, ids, **call):
-    x = {name: jnp.asarray(value, jnp.float32)[None] for name, value in x.items()}
-    if score == "msa":
-        call |= {"index_query": x["iq"], "index_key": x["ik"]}
-    if ids is not None:
-        call["segment_ids"] = ids
-    return np.asarray(nsa.select_blocks(x["q"], x["k"], score=score, **call))[0]
+    arrays = {name: np.float32(value)[None] for name, value in x.items()}
+    return np.asarray(compiled(arrays, ids, tuple(call.items()), score))[0]
+
+
+@functools.partial(jax.jit, static_argnames=("call", "score"))
+def compiled(x, ids, call, score):
+    index = {"index_query": x["iq"], "index_key": x["ik"]} if score == "msa" else {}
+    return nsa.select_blocks(x["q"], x["k"], score=score, segment_ids=ids, **dict(call), **index)
 
 
 @pytest.mark.parametrize("ids", [None, PACKED], ids=["one sequence", "packed"])
@@ -95,38 +101,46 @@ def test_nan_scores_are_the_lowest():
     assert not (chosen[56:] == 2).any()
 
 
-def test_chunks_of_queries_select_the_same(monkeypatch):
-    x = {name: jnp.asarray(value, jnp.float32)[None] for name, value in inputs().items()}
-    from xsake.nsa.compress import attend_compressed, compress
-    from xsake.nsa.sequences import sequences_of
+CHOICE = {
+    "block": 8,
+    "pooled_block": 8,
+    "stride": 4,
+    "scale": 1.0,
+    "num_selected": 4,
+    "initial": 1,
+    "local": 1,
+}
 
-    sequences = sequences_of(1, T, segment_ids=PACKED, cu_seqlens=None, token_indices=None)
-    pooled = compress(x["k"], x["k"], sequences, block=8, stride=4)
-    _, lse = attend_compressed(x["q"], pooled, sequences, scale=1.0)
+
+def test_chunks_of_queries_select_the_same(monkeypatch):
+    rng = np.random.default_rng(0)
+    q, keys = (np.float32(rng.standard_normal((1, *x, H))) for x in ((T, N), (T // 4, K)))
+    lse = np.float32(rng.standard_normal((1, T, N)))
 
     def chosen():
-        return select.by_compressed_attention.__wrapped__(
-            *(x["q"], pooled, lse, sequences),
-            keys=T,
-            block=8,
-            pooled_block=8,
-            stride=4,
-            scale=1.0,
-            num_selected=4,
-            initial=1,
-            local=1,
-        )
+        @jax.jit  # anew for each chunk size
+        def of(q, keys, lse):
+            sequences = sequences_of(1, T, segment_ids=PACKED, cu_seqlens=None, token_indices=None)
+            pooled = Pooled(keys, None, *slots_of(sequences, T, 8, 4))
+            by = select.by_compressed_attention.__wrapped__
+            return by(q, pooled, lse, sequences, keys=T, **CHOICE)
+
+        return of(q, keys, lse)
 
     at_once = chosen()
     monkeypatch.setattr(select, "CHUNK_SCORES", 1)
-    np.testing.assert_array_equal(jax.jit(chosen)(), at_once)
+    np.testing.assert_array_equal(chosen(), at_once)
 
 
 def test_memory_of_the_selection_is_linear_in_the_length():
     def temporary_bytes(T):
-        q, k = (jax.ShapeDtypeStruct((1, T, n, 16), jnp.float32) for n in (16, 1))
-        compiled = jax.jit(nsa.select_blocks).lower(q, k).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        def chosen(q, keys, lse):
+            pooled = Pooled(keys, None, *slots_of(ONE_SEQUENCE, T, 8, 4))
+            return select.by_compressed_attention(q, pooled, lse, ONE_SEQUENCE, keys=T, **CHOICE)
 
-    small, large = temporary_bytes(2048), temporary_bytes(8192)
+        shapes = (1, T, 16, 16), (1, block_count(T, 8, 4), 1, 16), (1, T, 16)
+        shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        return jax.jit(chosen).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    small, large = temporary_bytes(4096), temporary_bytes(16384)
     assert large <= 4.5 * small

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -29,7 +30,13 @@ from xsake.nsa.checks import (
     check_indexer,
     check_indices,
 )
-from xsake.nsa.compress import Compression, Pooled, attend_compressed, compress
+from xsake.nsa.compress import (
+    Compression,
+    Pooled,
+    attend_compressed,
+    compress,
+    functions_of,
+)
 from xsake.nsa.selected import attend_selected
 from xsake.nsa.sequences import Sequences, sequences_of
 from xsake.nsa.settings import Score, Settings
@@ -128,17 +135,24 @@ def native_sparse_attention(
     sequences = sequences_of(
         *q.shape[:2], segment_ids=segment_ids, cu_seqlens=cu_seqlens, token_indices=token_indices
     )
+    selects = "g_slc" in branches and indices is None
+    compresses = "g_cmp" in branches or (selects and score == "nsa")
+    settings.check(selects=selects, compresses=compresses)
+    functions_of(compression)
+    index = None
+    if selects:
+        index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
+    if 0 in q.shape[:2]:
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     how: dict[str, Any] = {"scale": scale, "implementation": implementation, "options": options}
     found: dict[str, Array] = {}
 
     pooled = logsumexp = None
-    selects = "g_slc" in branches and indices is None
-    if "g_cmp" in branches or (selects and score == "nsa"):
+    if compresses:
         pooled = compress(k, v, sequences, compression=compression, **settings.pooling)
         found["g_cmp"], logsumexp = attend_compressed(q, pooled, sequences, **how)
     if "g_slc" in branches:
         if indices is None:
-            index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
             indices = choose(
                 *(settings, q, k, pooled, logsumexp, index, sequences, scale),
                 implementation=implementation,
@@ -245,6 +259,7 @@ def select_blocks(
     sequences = sequences_of(
         *q.shape[:2], segment_ids=segment_ids, cu_seqlens=cu_seqlens, token_indices=token_indices
     )
+    settings.check(selects=True, compresses=score == "nsa")
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
     pooled = logsumexp = None
     if score == "nsa":

@@ -83,6 +83,7 @@ class Cache:
           dtype: of keys and values.
         """
         size_of("capacity", capacity, 1)
+        settings.check(selects=True, compresses=settings.score != "moba")
         if settings.score == "msa" and index_size is None:
             raise ValueError("score='msa' needs index_size, the head size of the indexer")
         blocks = block_count(capacity, *_pooled_sizes(settings))
@@ -227,7 +228,7 @@ def _pooled_sizes(settings: Settings) -> tuple[int, int]:
     """Block and stride of the pooled blocks that a cache holds."""
     if settings.score == "moba":
         return settings.block_size, settings.block_size
-    return settings.pooling["block"], settings.pooling["stride"]
+    return settings.compression_block, settings.compression_stride
 
 
 def _used(cache: Cache, compression: Any) -> Any:

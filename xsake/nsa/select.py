@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from xsake import _jax
 from xsake.backends import accumulator
 from xsake.backends.hopper.selected import choose as hopper
 from xsake.backends.xla.products import operand, product
@@ -31,8 +32,9 @@ from xsake.nsa.compress import Pooled
 from xsake.nsa.sequences import Sequences
 from xsake.selection import top_indices
 
-# Scores of one chunk of queries: a few megabytes, which a CPU's cache and a GPU's both like.
+# Scores of one chunk of queries: a CPU's stay in cache, a GPU's amortize the launches.
 CHUNK_SCORES = 1 << 21
+GPU_CHUNK_SCORES = 1 << 26
 LEAST_QUERIES = 16  # of a chunk, however long the sequence
 
 # (arrays of a chunk of queries) -> scores [B, c, K, n] in float32
@@ -180,7 +182,8 @@ def _select(
         forced = (blocks < initial) | (blocks > current - local)
         return top_indices(scores, num_selected, forced, blocks <= current)
 
-    chunk = min(T, max(LEAST_QUERIES, CHUNK_SCORES // max(1, B * scores_per_query)))
+    limit = CHUNK_SCORES if _jax.platform() == "cpu" else GPU_CHUNK_SCORES
+    chunk = min(T, max(LEAST_QUERIES, limit // max(1, B * scores_per_query)))
     return _map_chunks(best, arrays, T, chunk)
 
 

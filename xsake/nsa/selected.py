@@ -22,12 +22,12 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake import _jax
-from xsake.attention import Explanation, dot_product_attention
+from xsake.attention import Abstract, Explanation, dot_product_attention
 from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
 from xsake.backends.hopper import selected as hopper
 from xsake.backends.options import Options
 from xsake.backends.xla import selected as xla
-from xsake.nsa.sequences import ONE_SEQUENCE, Sequences
+from xsake.nsa.sequences import ONE_SEQUENCE, Sequences, sequences_of
 
 # Fastest first. A module with why_not(call), forward(call) and backward(call, …): see SelectedCall.
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "xla": xla}
@@ -111,6 +111,44 @@ def backend_for(call: SelectedCall, asked: str | None = None) -> Explanation:
             f"implementation {asked!r} cannot run the selected branch: it {reasons[str(asked)]}"
         )
     return Explanation(able[0], reasons, asked)
+
+
+def explain(
+    query: Abstract,
+    key: Abstract,
+    value: Abstract,
+    block_indices: Abstract,
+    *,
+    block_size: int = 64,
+    scale: float = 1.0,
+    segment_ids: Abstract | None = None,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Explanation:
+    """Returns the backend that the selected branch would take, and every backend's reason.
+
+    Takes arrays or shapes. `xsake.explain` does the same for the other branches.
+
+    >>> q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), "float32") for n in (4, 2))
+    >>> indices = jax.ShapeDtypeStruct((1, 256, 2, 16), "int32")
+    >>> explain(q, k, k, indices).reasons["xla"] is None
+    True
+    """
+    answers = []
+
+    def ask(q: Any, k: Any, v: Any, indices: Any, ids: Any) -> int:
+        sequences = sequences_of(*q.shape[:2], segment_ids=ids, cu_seqlens=None, token_indices=None)
+        call = SelectedCall(
+            *(q, k, v, indices, sequences.first, sequences.last),
+            block=block_size,
+            scale=scale,
+            options=Options.of(options),
+        )
+        answers.append(backend_for(call, implementation))
+        return 0
+
+    jax.eval_shape(ask, query, key, value, block_indices, segment_ids)
+    return answers[0]
 
 
 # ----------------------------------------------------------------------------------- the derivative

@@ -46,31 +46,32 @@ class Settings:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What the functions of `select` take beside the scores; checked."""
+        """What the functions of `select` take beside the scores."""
         initial, local = self.forced
-        if initial + local > self.num_selected:
+        return {"num_selected": self.num_selected, "initial": initial, "local": local}
+
+    @property
+    def pooling(self) -> dict[str, Any]:
+        """Block and stride of the compressed branch."""
+        return {"block": self.compression_block, "stride": self.compression_stride}
+
+    def check(self, *, selects: bool, compresses: bool) -> None:
+        """Raises if the numbers do not fit together; `selects`: blocks are not given."""
+        initial, local = self.forced
+        if selects and initial + local > self.num_selected:
             raise ValueError(
                 f"num_selected = {self.num_selected} is below the {initial + local} blocks that "
                 f"are always selected (initial_blocks = {initial}, local_blocks = {local}); "
                 "raise it or lower those"
             )
-        if self.score == "nsa":
-            self.check_stride("block_size")
-        return {"num_selected": self.num_selected, "initial": initial, "local": local}
-
-    @property
-    def pooling(self) -> dict[str, Any]:
-        """Block and stride of the compressed branch, checked."""
-        self.check_stride("compression_block")
-        return {"block": self.compression_block, "stride": self.compression_stride}
-
-    def check_stride(self, name: str) -> None:
-        """Raises unless compression_stride divides the size of this name."""
-        if getattr(self, name) % self.compression_stride:
-            raise ValueError(
-                f"{name} must be a multiple of compression_stride = {self.compression_stride}, "
-                f"got {getattr(self, name)}"
-            )
+        multiples = ["compression_block"] * compresses
+        multiples += ["block_size"] * (selects and self.score == "nsa")
+        for name in multiples:
+            if getattr(self, name) % self.compression_stride:
+                raise ValueError(
+                    f"{name} must be a multiple of compression_stride = "
+                    f"{self.compression_stride}, got {getattr(self, name)}"
+                )
 
     def branches(
         self, gates: dict[str, Any], compressed: bool | None, has_indices: bool

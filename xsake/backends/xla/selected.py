@@ -28,10 +28,11 @@ from xsake.backends.xla.cpu_exp import exp
 from xsake.backends.xla.output import Online, update
 from xsake.backends.xla.products import operand, product, sum_last
 
-# Query rows of a tile, tokens times query heads of a kv head: a CPU's tile stays in cache, a GPU's
-# amortizes the launches of a step.
-ROWS = {"cpu": 128}
-OTHER_ROWS = 1024
+# Query rows of a step, summed over the tiles of all batch rows and kv heads: a CPU's step stays in
+# cache, a GPU's amortizes its launches. A row is one query of one query head.
+ROWS = {"cpu": 1024}
+OTHER_ROWS = 1 << 14
+LEAST_ROWS = 128  # of a tile, however many batch rows and kv heads there are
 
 
 def why_not(call: SelectedCall) -> str | None:
@@ -54,7 +55,8 @@ def cut_into_tiles(call: SelectedCall) -> Tiles:
     B, T, S, N, K, *_ = call.sizes
     C = call.indices.shape[-1]
     E = T * C
-    width = min(T, max(1, ROWS.get(_jax.platform(), OTHER_ROWS) // (N // K)))
+    rows = max(LEAST_ROWS, ROWS.get(_jax.platform(), OTHER_ROWS) // (B * K))
+    width = min(T, max(1, rows // (N // K)))
     nothing = S + call.block  # sorts after every block
     first = 0 if call.first is None else call.first[:, :, None, None]
     begin = jnp.where(call.indices < 0, nothing, call.indices * call.block + first)
