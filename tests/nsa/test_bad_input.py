@@ -224,7 +224,7 @@ REFUSED = {
     "an unknown implementation": (
         lambda: apply(INDICES, implementation="triton"),
         (
-            "implementation 'triton' is not one of ['xla', 'reference'], which compute the "
+            "implementation 'triton' is not one of ['hopper', 'xla', 'reference'], which compute the "
             "selected branch; leave it out for the fastest that can run"
         ),
     ),
