@@ -45,6 +45,21 @@ def test_mean_query_scores_are_the_logsumexp_over_the_keys_of_a_block(scores):
     np.testing.assert_allclose(got[:, may], want[:, may], rtol=1e-4, atol=1e-4)
 
 
+def test_part_queries_find_a_block_that_few_queries_of_a_row_block_want():
+    """Four of 16 queries want block 1, twelve want block 0 and do not want block 1 at all."""
+    q, k = np.zeros((2, 48, 1, 2), np.float32)
+    k[16:32, 0] = 1, 0
+    q[32:, 0] = -4, 0
+    q[36:40, 0] = 8, 0
+    mean, parts = (
+        np.asarray(block_scores.estimate(name, jnp.asarray(q), jnp.asarray(k), 16))[0, 2]
+        for name in ("mean_query", "part_queries")
+    )
+    assert mean[1] < mean[0]
+    assert np.exp(parts[1]) == pytest.approx(0.25, abs=0.03)
+    np.testing.assert_allclose(np.exp(parts).sum(), 1, rtol=1e-4)
+
+
 def test_past_query_does_not_depend_on_later_tokens():
     """With other tokens from block 5 on, row blocks up to the fifth keep their selection.
 

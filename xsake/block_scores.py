@@ -1,6 +1,6 @@
 """Block scores: the estimated attention mass of every (row block, kv block), for `selection`.
 
-    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | past_query
+    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | part_queries | past_query
     k [S, K, H] ─┴─ estimate ─ scores [N, R, n],   R = ceil(T / block), n = ceil(S / block)
 
 A score is the logarithm of an estimated attention mass. `mean_query` has kernels for Hopper GPUs:
@@ -89,6 +89,31 @@ def mean_query(
     return _summed_by_block(queries.astype(k.dtype), keys, shift, block)
 
 
+def part_queries(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0, parts: int = 4
+) -> Float[Array, "N R n"]:
+    """Mean queries of `parts` parts of a row block, each against every key.
+
+        score[i, j] = log mean_{parts a of i} softmax_j(log Σ_{k of j} exp(q̄_a · k / √H))
+
+    A block that a quarter of the queries wants stays visible, which the mean of all of them hides.
+    The cost is parts/block of that of q·kᵀ.
+    """
+    parts = math.gcd(parts, block)
+    size = block // parts
+    queries = (_means(q, size, block) / math.sqrt(q.shape[-1])).astype(k.dtype)
+    padding = -k.shape[0] % block
+    keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
+    shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
+    scores = _summed_by_block(queries, keys, shift if padding else None, block, parts)
+    N, A, n = scores.shape
+    row, column = first + jnp.arange(A)[:, None] // parts, jnp.arange(n)[None]
+    logs = jax.nn.log_softmax(jnp.where((column <= row)[None], scores, -jnp.inf), axis=-1)
+    real = (_sizes(q.shape[0], size, block) > 0)[None, :, None]
+    logs = jnp.where(real, logs, -jnp.inf).reshape(N, -1, parts, n)
+    return jax.nn.logsumexp(logs, axis=2) - math.log(parts)
+
+
 def past_query(
     q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0
 ) -> Float[Array, "N R n"]:
@@ -172,6 +197,7 @@ ESTIMATES = {
     "gaussian": gaussian,
     "mean_query": mean_query,
     "past_query": past_query,
+    "part_queries": part_queries,
 }
 
 
@@ -208,11 +234,12 @@ def _summed_by_block(
     k: Float[Array, "keys K H"],
     shift: Float[Array, " keys"] | None,
     per_block: int,
+    parts: int = 1,
 ) -> Float[Array, "N R n"]:
     """log Σ exp(q · k + shift) over the `per_block` keys of each block; logits are of k's type.
 
-    If q is of the whole text, row blocks are computed in strips, which skip most of what causality
-    forbids; the scores of skipped blocks are -inf.
+    A row block has `parts` queries. If q is of the whole text, row blocks are computed in strips,
+    which skip most of what causality forbids; the scores of skipped blocks are -inf.
     """
     R, n = q.shape[0], k.shape[0] // per_block
 
@@ -224,10 +251,11 @@ def _summed_by_block(
         sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], blocks, per_block), axis=-1)
         return jnp.pad(sums, ((0, 0), (0, 0), (0, n - blocks)), constant_values=-jnp.inf)
 
-    if n != R:
+    if n * parts != R:
         return strip(0, R, n)
     edges = sorted({n * i // STRIPS for i in range(STRIPS + 1)})
-    return jnp.concatenate([strip(a, b, b) for a, b in itertools.pairwise(edges)], axis=1)
+    each = [strip(a * parts, b * parts, b) for a, b in itertools.pairwise(edges)]
+    return jnp.concatenate(each, axis=1)
 
 
 # ------------------------------------------------------------------------------------------ kernels

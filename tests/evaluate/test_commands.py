@@ -1,5 +1,7 @@
 """xsake calibrate, plan, evaluate and generate, as they are typed."""
 
+import dataclasses
+import json
 import re
 import shlex
 import shutil
@@ -10,13 +12,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.hads.test_plan import profile_of
 from xsake import cli
 from xsake.bench import method_times
 from xsake.bench.timing import Timing
 from xsake.cli import model_path
 from xsake.data import tokens
-from xsake.evaluate import table
-from xsake.hads import Plan
+from xsake.evaluate import needle, table
+from xsake.hads import Plan, Profile
 from xsake.model import Config, Transformer, huggingface
 from xsake.model.generate import Completion
 from xsake.model.observer import Observer
@@ -54,6 +57,7 @@ def made(tmp_path_factory):
         np.save(folder / f"{name}.npy", values)
     (folder / "empty.npy").write_bytes(b"")
     (folder / "file").write_text("x")
+    (folder / "words.txt").write_text("It was a dark and stormy night. " * 100)
     return folder
 
 
@@ -139,6 +143,63 @@ def test_an_interrupted_calibration_is_one_line(xsake, monkeypatch):
     assert asked[0].settings == {"dtype": "float32", "implementation": None}
 
 
+def profile_of_the_model(made):
+    """A profile of random statistics that names the model; 8 row blocks of 16."""
+    found = profile_of(1, 2)
+    subject = Observer(huggingface.load(made / "model", tokenizer=False).model)
+    return dataclasses.replace(
+        found, facts=dataclasses.replace(found.facts, model_hash=subject.hash)
+    )
+
+
+TASKS = (
+    "evaluate model --text words.txt --profile random --families passkey --lengths 128 "
+    "--prompts 2 --densities 0.1 0.8 --methods mean_query/output sink_window --tasks"
+)
+
+
+def test_tasks_of_a_profile(xsake, made, monkeypatch):
+    """The untrained model knows no answer: without the rule it is measured, with it left out."""
+    profile_of_the_model(made).save(made / "random")
+    with monkeypatch.context() as patched:
+        patched.setattr(needle, "LEAST_ACCURACY", 0.0)
+        said = xsake(f"{TASKS} tasks.json")
+    assert "written: tasks.json" in said
+    assert "128 tokens: answers right, %" in said
+    assert "left out: density 0.1 at 128 tokens" in said
+    found = json.loads((made / "tasks.json").read_text())
+    assert [row["method"] for row in found["rows"]] == ["dense", "sink_window", "mean_query/output"]
+    assert found["provenance"]["versions"]["jax"]
+    assert found["rows"][1]["realised_density_ratio"] == pytest.approx(0.8, abs=0.01)
+    said = xsake(f"{TASKS} tasks.json")  # resumes: nothing is measured again
+    assert "left out: passkey at 128 tokens, where dense attention has 0% of the answers" in said
+    assert json.loads((made / "tasks.json").read_text())["rows"] == found["rows"]
+
+
+def test_calibration_on_two_kinds_of_text(xsake, made, monkeypatch):
+    """Half of the documents get facts and questions; costs are the larger, and the file says so."""
+    asked = []
+
+    def profiled(self, documents, *, report, partial, **how):
+        asked.append(documents)
+        partial.path.touch()
+        found = profile_of(1, 2, seed=len(asked))
+        return dataclasses.replace(found, errors={"entropy": np.full((1, 2), 0.1)})
+
+    monkeypatch.setattr(Observer, "profile", profiled)
+    line = "calibrate model --text words.txt --length 128 --documents 4 --block 16 -o c/profile"
+    said = xsake(f"{line} --retrieval 0.5")
+    assert "calibrating on 2 documents of 128 tokens with retrieval" in said
+    plain, facts = asked
+    assert [len(x) for x in (plain, facts)] == [2, 2]
+    assert {len(x) for x in (*plain, *facts)} == {128}
+    assert [x.name for x in (made / "c").iterdir()] == ["profile"]
+    assert Profile.load(made / "c" / "profile").facts.kinds == "4 of text, 4 of retrieval"
+    xsake(line)
+    assert len(asked[2]) == 4
+    assert not Profile.load(made / "c" / "profile").facts.kinds
+
+
 COUNTS = np.array([[[1, 2, 3, 4], [1, 2, 2, 2]]], np.int32)  # of a plan
 
 
@@ -195,6 +256,18 @@ def terms(made):
         ("evaluate model --text ids.npy --profile q --table t --densities", "--densities names no"),
         ("evaluate model --text ids.npy --profile q --table t --densities nan", "got nan"),
         ("evaluate model --text ids.npy --profile q --table t --update", "--update adds to the"),
+        (f"{CALIBRATE} -o p --retrieval 1.5", "--retrieval must be a share from 0 to below 1"),
+        (f"{CALIBRATE} -o p --retrieval 0.1", "leaves documents of both kinds, got 0.1 of 2"),
+        (f"{CALIBRATE} -o p --retrieval 0.5", "--retrieval adds words to text, and ids.npy holds"),
+        (f"{TASKS} t.md", "--tasks t.md is the JSON file"),
+        (f"{TASKS} t --families", "--families names none; leave it out"),
+        (f"{TASKS} t --families nope", "--families 'nope' is not one of passkey, needles"),
+        (f"{TASKS} t --lengths 1", "--lengths must be at least 2, got 1"),
+        (f"{TASKS} t --prompts 0", "--prompts must be at least 1, got 0"),
+        (f"{TASKS} t --densities 2", "--densities must be above 0 and at most 1, got 2.0"),
+        (f"{TASKS} t --text ids.npy", "--tasks hides words in text, and ids.npy holds token ids"),
+        (f"{TASKS} t --table u", "with --tasks, --plan or --profile only"),
+        (f"{TASKS} t --update", "--update adds perplexity to a plan; leave it out with --tasks"),
         ("generate --model gone --prompt a", "there is no checkpoint gone"),
         ("generate --model model --prompt a --plan p --density 0.5", "--plan and --density are"),
         ("generate --model model --prompt a --plan gone", "gone cannot be read as a plan"),
@@ -206,6 +279,14 @@ def test_a_wrong_call_is_one_sentence(xsake, made, line, said):
     assert said in printed
     assert printed.splitlines()[-1].startswith("xsake: ")
     assert not (made / "p").exists()
+
+
+def test_a_method_that_cannot_be_measured_is_named(xsake, made):
+    profile_of_the_model(made).save(made / "random")
+    said = xsake(f"{TASKS} t.json --methods gaussian/kl", code=1)
+    assert "method 'gaussian/kl' needs a cost curve that the profile lacks" in said
+    said = xsake(f"{TASKS} t.json --methods nope", code=1)
+    assert "method 'nope' does not exist; those that can be measured are ['sliding_window'" in said
 
 
 def test_ids_outside_the_vocabulary_are_not_measured(xsake, made):

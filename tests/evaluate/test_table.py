@@ -63,12 +63,15 @@ def test_every_method_has_the_density_asked_for(profile):
     assert {"mean_query/kl from elsewhere", "static/output from elsewhere"} < set(names)
     for method in found:
         assert int(method.counts.sum()) == round(0.6 * 8 * 36), method.name
+    assert names == methods.names_of(profile, {"from elsewhere": profile})
+    some = ("sink_window", "mean_query/kl + centroids")
+    assert tuple(x.name for x in methods.at_density(profile, 0.6, LENGTH, names=some)) == some
 
 
 def test_a_method_without_a_cost_curve_is_named(profile):
     """The fixture calibrates static, mean_query and oracle."""
     names = {method.name for method in methods.at_density(profile, 0.6, LENGTH)}
-    others = ("past_query", "pooled", "antidiagonal", "gaussian")
+    others = ("past_query", "pooled", "antidiagonal", "gaussian", "part_queries")
     wanted = {f"{s}/{p}" for s in others for p in ("kl", "output")}
     assert set(methods.left_out(profile)) == wanted
     assert not names & wanted

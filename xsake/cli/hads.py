@@ -17,10 +17,13 @@ from xsake import _jax
 from xsake.bench import timing
 from xsake.cli.model_path import checkpoint
 from xsake.cli.progress import progress
+from xsake.cli.tasks import METHODS, Chosen, measure_tasks
 from xsake.cli.terminal import Out, at_least, console, writable_file
+from xsake.data.tasks import FAMILIES
 
 if TYPE_CHECKING:
     from xsake.hads import Plan, Profile
+    from xsake.hads.partial import Partial
     from xsake.model import Config
     from xsake.model.observer import Observer
 
@@ -37,6 +40,7 @@ def calibrate(
     block: int = 128,
     band: int = 0,
     selectors: tuple[str, ...] = ("static", "mean_query", "oracle"),
+    retrieval: float = 0.0,
     seed: int = 0,
     dtype: Dtype = "float32",
     implementation: str | None = None,
@@ -56,44 +60,88 @@ def calibrate(
       block: tokens per block, 64 or 128 for the Hopper kernels.
       band: blocks before the diagonal that are always kept.
       selectors: selectors to measure cost curves for; must include the one of the plan.
+      retrieval: share of the documents into which facts and questions about them are put; the cost
+        of a head is then the larger of those on plain text and on such text.
       seed: the random seed for cutting documents.
       dtype: the model's compute dtype; statistics are float32.
       implementation: the attention backend; default the fastest that can run.
     """
+    from xsake import hads
     from xsake.hads.partial import Partial
 
     at_least(1, length=length, documents=documents, block=block)
     at_least(0, band=band, seed=seed)
     _check_selectors(selectors)
     writable_file(out)
-    partial = Partial(
-        out.with_name(out.name + ".partial"), {"dtype": dtype, "implementation": implementation}
-    )
     subject = _Subject.load(model, dtype, implementation, text)
-    tokens = subject.documents(text, length or min(LENGTH, subject.config.context), documents, seed)
-    size = _size(tokens)
+    kinds = _kinds(subject, text, length, documents, retrieval, seed)
+    profiles, kept = {}, []
+    for kind, tokens in kinds.items():
+        suffix = ".partial" if kind == "text" else f".{kind}.partial"
+        partial = Partial(
+            out.with_name(out.name + suffix), {"dtype": dtype, "implementation": implementation}
+        )
+        kept.append(partial)
+        how = {"block": block, "band": band, "curves": selectors, "seed": seed}
+        profiles[kind] = _profile(subject.observer, kind, tokens, partial, how)
+    profile = profiles["text"] if len(profiles) == 1 else hads.worst_of(profiles)
+    profile.save(out)
+    for partial in kept:
+        partial.path.unlink()
+    _print_profile(profile)
+    console.print(f"written: {out}", soft_wrap=True)
+
+
+def _kinds(
+    subject: _Subject,
+    text: list[Path],
+    length: int | None,
+    documents: int,
+    retrieval: float,
+    seed: int,
+) -> dict[str, list[np.ndarray]]:
+    """Documents by kind: plain text and, with a share for it, text that asks for retrieval."""
+    from xsake.data.tasks import recall_documents
+
+    asking = round(retrieval * documents)
+    if not 0 <= retrieval < 1 or documents - asking < 1 or (retrieval and not asking):
+        raise ValueError(
+            f"--retrieval must be a share from 0 to below 1 that leaves documents of both kinds, "
+            f"got {retrieval} of {documents} documents"
+        )
+    if asking and subject.encode is None:
+        raise ValueError(
+            f"--retrieval adds words to text, and {text[0]} holds token ids; give --text a text "
+            "file, or leave it out"
+        )
+    length = length or min(LENGTH, subject.config.context)
+    tokens = subject.documents(text, length, documents, seed)
+    if not asking or subject.encode is None:
+        return {"text": tokens}
+    recall = recall_documents(subject.encode, tokens[-asking:], length, seed)
+    return {"text": tokens[:-asking], "retrieval": recall}
+
+
+def _profile(
+    observer: Observer, kind: str, tokens: list[np.ndarray], partial: Partial, how: dict[str, Any]
+) -> Profile:
+    """The profile of one kind of text; an interruption says what its partial file keeps."""
+    size = _size(tokens) + ("" if kind == "text" else f" with {kind}")
     try:
-        with progress(f"calibrating on {size}", documents) as report:
-            profile = subject.observer.profile(
+        with progress(f"calibrating on {size}", len(tokens)) as report:
+            return observer.profile(
                 tokens,
-                block=block,
-                band=band,
-                curves=selectors,
-                seed=seed,
                 report=lambda done: report(f"{done} of {size}", done),
                 partial=partial,
+                **how,
             )
     except KeyboardInterrupt:
-        kept = f"{partial.path} keeps {partial.documents} of {documents} documents"
+        kept = f"{partial.path} keeps {partial.documents} of {len(tokens)} documents"
         raise KeyboardInterrupt(
             f"stopped by Ctrl-C; {kept}; run the same command again to continue"
             if partial.documents
             else ""
         ) from None
-    profile.save(out)
-    partial.path.unlink()
-    _print_profile(profile)
-    console.print(f"written: {out}", soft_wrap=True)
 
 
 def _size(tokens: list[np.ndarray]) -> str:
@@ -170,13 +218,18 @@ def evaluate(
     table: Path | None = None,
     densities: tuple[float, ...] = (0.10, 0.20, 0.30, 0.43, 0.60),
     others: tuple[str, ...] = (),
+    tasks: Path | None = None,
+    families: tuple[str, ...] = tuple(FAMILIES),
+    lengths: tuple[int, ...] = (2048, 4096, 8192),
+    prompts: int = 100,
+    methods: tuple[str, ...] = METHODS,
     length: int | None = None,
     documents: int = 8,
     seed: int = 1,
     dtype: Dtype = "float32",
     implementation: str | None = None,
 ) -> None:
-    """Measures a plan, or every method at several densities, on text.
+    """Measures a plan, or methods at several densities, on text or on long-context tasks.
 
     Args:
       model: a folder of safetensors, a .gguf file, a run's folder, or "shipped".
@@ -187,6 +240,12 @@ def evaluate(
       table: the JSON file of that comparison; a .md file is written next to it.
       densities: densities to compare at; those in the file already are skipped.
       others: more profiles for the comparison, as LABEL=FILE.
+      tasks: instead of perplexity: answers to long-context tasks hidden in the text, as this JSON
+        file; rerun the same command to resume. With --plan or --profile.
+      families: of tasks; one is left out where dense attention has less than half of the answers.
+      lengths: tokens of the tasks' prompts.
+      prompts: of each family and length.
+      methods: to measure tasks with, as the comparison names them; "all" is all of them.
       length: tokens of each document; default the calibrated length.
       documents: number of documents, cut from the text at random.
       seed: the random seed for cutting documents.
@@ -195,12 +254,26 @@ def evaluate(
     """
     from xsake import hads
 
-    if (plan is None) == (profile is None) or (profile is None) != (table is None):
-        raise ValueError("give either --plan, or --profile and --table")
-    at_least(1, documents=documents)
+    at_least(1, documents=documents, prompts=prompts)
     at_least(2, length=length)  # a prediction needs a token before it
     at_least(0, seed=seed)
-    if plan is not None:
+    needs_table = profile is not None and tasks is None
+    if (plan is None) == (profile is None) or (table is not None) != needs_table:
+        raise ValueError(
+            "give either --plan, or --profile and --table; with --tasks, --plan or --profile only"
+        )
+    if tasks is not None:
+        if update:
+            raise ValueError("--update adds perplexity to a plan; leave it out with --tasks")
+        chosen = Chosen(families, lengths, prompts, densities, methods, seed)
+        chosen.check(tasks, text)
+        made = hads.Plan.load(plan) if plan is not None else hads.Profile.load(str(profile))
+        writable_file(tasks)
+        subject = _Subject.load(model, dtype, implementation, text)
+        fillers = subject.documents(text, max(lengths), prompts, seed)
+        measure_tasks(subject.observer, subject.encode, fillers, made, chosen, tasks)
+        console.print(f"written: {tasks}", soft_wrap=True)
+    elif plan is not None:
         loaded = hads.Plan.load(writable_file(plan) if update else plan)
         subject = _Subject.load(model, dtype, implementation, text)
         loaded.check_model(subject.observer.hash)

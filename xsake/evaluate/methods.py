@@ -4,7 +4,7 @@
     fixed     none              sliding_window, sink_window, longformer, bigbird, strided, random
     seed      entropies         seed_entropy: random blocks, counts proportional to head entropy
     static    calibration       static/uniform (uniform top-k), /entropy, /kl, /output
-    run time  this input        vertical_slash, and SELECTOR/POLICY for five selectors
+    run time  this input        vertical_slash, and SELECTOR/POLICY for six selectors
     oracle    this input's p    oracle/kl, oracle/output
 
 The kind `seed` is the method of the earlier XSAKE. A method either has given blocks, or keeps the
@@ -104,7 +104,11 @@ def scores_of(source: str, seen: Activations, block: int) -> Float[Array, "N n n
 
 
 def at_density(
-    profile: Profile, density: float, length: int, others: dict[str, Profile] | None = None
+    profile: Profile,
+    density: float,
+    length: int,
+    others: dict[str, Profile] | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[Method]:
     """All methods at one density for texts of `length` tokens.
 
@@ -113,37 +117,69 @@ def at_density(
       density: of each method, over all layers and heads.
       length: of the texts that the methods are measured on.
       others: more profiles by their labels, such as "from wikipedia" or "from 2,048 tokens".
+      names: only these methods; others are not even built. One that does not exist raises.
     """
-    return list(_fixed(profile, density, length)) + [
+    labelled = {"": profile, **(others or {})}
+    if names is not None:
+        check_names(names, labelled)
+    return list(_fixed(profile, density, length, names)) + [
         method
-        for label, each in {"": profile, **(others or {})}.items()
-        for method in _planned(each, density, length, label)
+        for label, each in labelled.items()
+        for method in _planned(each, density, length, label, names)
     ]
 
 
-def _fixed(profile: Profile, density: float, length: int) -> Iterator[Method]:
+def names_of(profile: Profile, others: dict[str, Profile] | None = None) -> list[str]:
+    """The methods that `at_density` can build from these profiles."""
+    found = [*baselines.FIXED, "seed_entropy", "vertical_slash"]
+    for label, each in {"": profile, **(others or {})}.items():
+        for selector, policy in TRANSFERRED if label else FORMS:
+            if _has(each, selector, policy):
+                found.append(_name(selector, policy, label))
+                if _is_corrected(selector, policy, label):
+                    found.append(f"{found[-1]} + centroids")
+    return found
+
+
+def check_names(names: Sequence[str], labelled: dict[str, Profile]) -> None:
+    """Raises for a method that `at_density` cannot build; the label of the main profile is ""."""
+    others = {label: each for label, each in labelled.items() if label}
+    known = names_of(labelled[""], others)
+    for name in names:
+        if name not in known:
+            without = name in left_out(labelled[""], others)
+            reason = "needs a cost curve that the profile lacks" if without else "does not exist"
+            raise ValueError(f"method {name!r} {reason}; those that can be measured are {known}")
+
+
+def _fixed(
+    profile: Profile, density: float, length: int, names: Sequence[str] | None
+) -> Iterator[Method]:
     layers, heads, _ = profile.size
     n = row_blocks.count_blocks(length, profile.facts.block)
     for name in baselines.FIXED:
-        kept = baselines.fixed(name, density, layers, heads, n)
-        yield _given(name, "fixed", kept)
-    counts = budget.entropy(profile.statistics.entropy, density, n).counts
-    scores = np.stack([baselines.order("random", n, heads, 100 + i) for i in range(layers)])
-    yield _given("seed_entropy", "seed", selection.keep_top(scores, counts))
-    counts = budget.uniform(density, layers, heads, n).counts
-    yield _scored("vertical_slash", "run time", counts, "vertical_slash")
+        if _wanted(name, names):
+            yield _given(name, "fixed", baselines.fixed(name, density, layers, heads, n))
+    if _wanted("seed_entropy", names):
+        counts = budget.entropy(profile.statistics.entropy, density, n).counts
+        scores = np.stack([baselines.order("random", n, heads, 100 + i) for i in range(layers)])
+        yield _given("seed_entropy", "seed", selection.keep_top(scores, counts))
+    if _wanted("vertical_slash", names):
+        counts = budget.uniform(density, layers, heads, n).counts
+        yield _scored("vertical_slash", "run time", counts, "vertical_slash")
+
+
+def _wanted(name: str, names: Sequence[str] | None) -> bool:
+    return names is None or name in names
 
 
 # (selector, policy) pairs of HADS. For the additional profiles (`others`) only the pairs in
 # TRANSFERRED are measured.
+OTHER_SELECTORS = ("past_query", "pooled", "antidiagonal", "gaussian", "part_queries")
 TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in ("kl", "output"))
 FORMS = (
     *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),
-    *(
-        (s, p)
-        for s in ("past_query", "pooled", "antidiagonal", "gaussian", "oracle")
-        for p in ("kl", "output")
-    ),
+    *((s, p) for s in (*OTHER_SELECTORS, "oracle") for p in ("kl", "output")),
 )
 
 
@@ -165,12 +201,22 @@ def _name(selector: str, policy: str, label: str) -> str:
     return f"{selector}/{policy} {label}".strip()
 
 
-def _planned(profile: Profile, density: float, length: int, label: str) -> Iterator[Method]:
+def _is_corrected(selector: str, policy: str, label: str) -> bool:
+    """Whether this variant is measured with centroids for dropped blocks, too."""
+    return selector == "mean_query" and policy in ("kl", "output") and not label
+
+
+def _planned(
+    profile: Profile, density: float, length: int, label: str, names: Sequence[str] | None
+) -> Iterator[Method]:
     """HADS variants that a profile has cost curves for; with a label only those in TRANSFERRED."""
     for selector, policy in TRANSFERRED if label else FORMS:
+        name = _name(selector, policy, label)
+        centroids = f"{name} + centroids"
         if not _has(profile, selector, policy):
             continue
-        name = _name(selector, policy, label)
+        if not (_wanted(name, names) or _wanted(centroids, names)):
+            continue
         if selector == "oracle":
             counts = _oracle(profile, density, policy, length)
             yield _scored(name, "oracle", counts, ORACLES[policy])
@@ -180,10 +226,11 @@ def _planned(profile: Profile, density: float, length: int, label: str) -> Itera
             yield _given(
                 name, "static", selection.keep_top(plan.scores, plan.counts, profile.facts.band)
             )
-        else:
+            continue
+        if _wanted(name, names):
             yield _scored(name, "run time", plan.counts, selector)
-            if selector == "mean_query" and policy in ("kl", "output") and not label:
-                yield _scored(f"{name} + centroids", "run time", plan.counts, selector, True)
+        if _is_corrected(selector, policy, label) and _wanted(centroids, names):
+            yield _scored(centroids, "run time", plan.counts, selector, True)
 
 
 def of_plan(plan: Plan, length: int) -> Method:

@@ -254,11 +254,7 @@ def _facts(
     subject: Observer, profile: Profile, documents: Sequence[Int[np.ndarray, " T"]]
 ) -> dict[str, Any]:
     """What a table is measured on; raises if the profile is of another model."""
-    if profile.facts.model_hash != subject.hash:
-        raise ValueError(
-            f"the profile is of model {profile.facts.model_hash}, this is {subject.hash}; "
-            "calibrate this one with `xsake calibrate`"
-        )
+    profile.check_model(subject.hash)
     return {
         "schema": SCHEMA,
         "model_hash": subject.hash,

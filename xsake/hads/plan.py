@@ -397,10 +397,14 @@ def make(
         top_p=top_p,
         model_hash=facts.model_hash,
         data_hash=facts.data_hash,
-        notes=found.notes,
+        notes=(*_of_kinds(facts.kinds), *found.notes),
     )
     made = Plan(found.counts, scores, terms)
     return made if length is None else made.at(length)
+
+
+def _of_kinds(kinds: str) -> tuple[str, ...]:
+    return (f"calibrated on documents of several kinds: {kinds}",) if kinds else ()
 
 
 def _check_names(policy: str, selector: str, top_p: float | None) -> None:

@@ -49,6 +49,7 @@ class Facts:
     model_hash: str
     data_hash: str
     seed: int | None = None
+    kinds: str = ""  # documents of each kind of text, if `worst_of` joined several
 
     def __post_init__(self) -> None:
         row_blocks.check_sizes(
@@ -109,6 +110,14 @@ class Profile:
             if ranks[0].size > 1
             else 1.0,
         }
+
+    def check_model(self, model_hash: str) -> None:
+        """Refuses a model other than the one that was profiled."""
+        if self.facts.model_hash != model_hash:
+            raise ValueError(
+                f"the profile is of model {self.facts.model_hash}, this is {model_hash}; "
+                "calibrate this one with `xsake calibrate`"
+            )
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file with the facts in its header."""

@@ -1,0 +1,162 @@
+"""xsake evaluate --tasks: long-context tasks under a plan, or under methods at equal density."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich import box
+from rich.table import Column, Table
+
+from xsake.bench import timing
+from xsake.cli.progress import progress
+from xsake.cli.terminal import console
+from xsake.data.tasks import FAMILIES
+
+if TYPE_CHECKING:
+    from xsake.data.tasks import Encode
+    from xsake.evaluate.needle import MethodsAt
+    from xsake.hads import Plan, Profile
+    from xsake.model.observer import Observer
+
+METHODS = ("mean_query/output", "sink_window", "oracle/output")
+
+
+class Chosen(NamedTuple):
+    """The flags of `xsake evaluate --tasks`."""
+
+    families: tuple[str, ...]
+    lengths: tuple[int, ...]
+    prompts: int
+    densities: tuple[float, ...]
+    methods: tuple[str, ...]
+    seed: int
+
+    def check(self, out: Path, text: list[Path]) -> None:
+        """Raises for flags that cannot be used, before anything is loaded."""
+        if out.suffix == ".md":
+            raise ValueError(f"--tasks {out} is the JSON file of the results; name a .json file")
+        for name in ("families", "lengths", "densities", "methods"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} names none; leave it out for the usual ones")
+        for family in self.families:
+            if family not in FAMILIES:
+                raise ValueError(f"--families {family!r} is not one of {', '.join(FAMILIES)}")
+        for density in self.densities:
+            if not 0 < density <= 1:
+                raise ValueError(f"--densities must be above 0 and at most 1, got {density}")
+        for length in self.lengths:
+            if length < 2:
+                raise ValueError(f"--lengths must be at least 2, got {length}")
+        if text[0].suffix == ".npy":
+            raise ValueError(
+                f"--tasks hides words in text, and {text[0]} holds token ids; give --text a text "
+                "file"
+            )
+
+
+def measure_tasks(
+    subject: Observer,
+    encode: Encode | None,
+    fillers: list[np.ndarray],
+    made: Plan | Profile,
+    chosen: Chosen,
+    out: Path,
+) -> None:
+    """Measures a plan or a profile's methods, writes the file and prints a table per length."""
+    from xsake import hads
+    from xsake.evaluate import needle
+
+    assert encode is not None  # `Chosen.check` refuses token ids
+    made.check_model(subject.hash)
+    source = made.terms if isinstance(made, hads.Plan) else made.facts
+    densities = (made.terms.density,) if isinstance(made, hads.Plan) else chosen.densities
+    settings = needle.Settings(
+        chosen.families, chosen.lengths, chosen.prompts, densities, chosen.seed
+    )
+    with progress(f"{chosen.prompts} prompts for each family and length") as report:
+        found = needle.run_tasks(
+            subject,
+            _methods_at(made, chosen.methods),
+            encode,
+            fillers,
+            settings,
+            source.block,
+            out,
+            facts={"calibration_data_hash": source.data_hash},
+            provenance=timing.provenance(),
+            report=report,
+        )
+    for length in chosen.lengths:
+        for table in _tables(found["rows"], length):
+            console.print(table)
+    for row in found["rows"]:
+        if row["method"] == "dense" and row["accuracy"] < needle.LEAST_ACCURACY:
+            console.print(
+                f"left out: {row['family']} at {row['length']:,} tokens, where dense attention has "
+                f"{row['accuracy']:.0%} of the answers (the rule: at least "
+                f"{needle.LEAST_ACCURACY:.0%})",
+                soft_wrap=True,
+            )
+    for cell in found["infeasible"]:
+        console.print(
+            f"left out: density {cell['density']} at {cell['length']:,} tokens, where the blocks "
+            "that are always kept are more",
+            soft_wrap=True,
+        )
+
+
+def _methods_at(made: Plan | Profile, names: tuple[str, ...]) -> MethodsAt:
+    """The plan itself, or the named methods of a profile; "all" is all that it has curves for."""
+    from xsake import hads
+    from xsake.evaluate import methods
+
+    if isinstance(made, hads.Plan):
+        plan = made
+        return lambda density, length: [methods.of_plan(plan, length)]
+    profile, wanted = made, None if "all" in names else names
+    if wanted is not None:
+        methods.check_names(wanted, {"": profile})
+    return lambda density, length: methods.at_density(profile, density, length, names=wanted)
+
+
+def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
+    """Accuracy by family and method, difference to dense; empty if dense can do no family."""
+    from xsake.evaluate.needle import LEAST_ACCURACY, summarise
+
+    here = [row for row in rows if row["length"] == length]
+    kept = [
+        row["family"]
+        for row in here
+        if row["method"] == "dense" and row["accuracy"] >= LEAST_ACCURACY
+    ]
+    if not kept:
+        return []
+    table = Table(
+        Column("density", justify="right"),
+        Column("method", no_wrap=True),
+        *(Column(family, justify="right") for family in kept),
+        Column("mean - dense", justify="right"),
+        title=f"{length:,} tokens: answers right, % (and loss in nats per token of the answer)",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    cells = {(row["density"], row["method"], row["family"]): row for row in here}
+
+    def shown(density: float, method: str, family: str) -> str:
+        row = cells.get((density, method, family))
+        return "" if row is None else f"{100 * row['accuracy']:.0f} ({row['loss']:.2f})"
+
+    table.add_row("1", "dense", *(shown(1.0, "dense", family) for family in kept), "")
+    for mean in summarise(here):
+        error = mean["accuracy_difference_standard_error"]
+        spread = "" if error is None else f" ± {100 * error:.1f}"
+        table.add_row(
+            f"{mean['density']:g}",
+            mean["method"],
+            *(shown(mean["density"], mean["method"], family) for family in kept),
+            f"{100 * mean['accuracy_difference']:+.1f}{spread}",
+        )
+    return [table]

@@ -1,0 +1,344 @@
+"""Long-context tasks: how often each method gives a prompt's answer, and how likely it finds it.
+
+    for every length and family:  prompts ─┬─ dense                    accuracy < 0.5: left out
+                                           └─ every method × density   paired with dense by prompt
+
+The answer is teacher-forced: its tokens are part of the prompt, and each is predicted from those
+before it. accuracy is the share of prompts in which every token of the answer is the most likely
+one; loss is -ln p of the answer in nats per token, mean over prompts. The file is written after
+each cell; rerun the same command to resume.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int, PyTree
+
+from xsake import _files, selection
+from xsake.block_mask import BlockMask
+from xsake.data import tasks
+from xsake.data.tasks import Encode, Prompt
+from xsake.evaluate.methods import Activations, Method, sources_of
+from xsake.evaluate.quality import mean_and_error
+from xsake.evaluate.table import to_json
+from xsake.hads import row_blocks
+from xsake.hads.profile import hash_of
+from xsake.model.observer import Observer
+
+SCHEMA = 1
+LEAST_ACCURACY = 0.5  # of dense attention; a family below it is left out at that length
+ANSWER_TOKENS = 32  # positions whose predictions are computed, whatever the answer's length
+RULE = (
+    f"a family is left out at a length where dense attention has less than {LEAST_ACCURACY:.0%} "
+    "of the answers"
+)
+
+MethodsAt = Callable[[float, int], list[Method]]  # the methods at a density for a length
+
+
+class Answers(NamedTuple):
+    """How a model answered each of P prompts."""
+
+    right: Bool[np.ndarray, " P"]  # every token of the answer is the most likely one
+    loss: Float[np.ndarray, " P"]  # -ln p of the answer, nats per token
+
+
+def answer_prompts(
+    subject: Observer,
+    prompts: Sequence[Prompt],
+    method: Method | None,
+    block: int,
+    sources: tuple[str, ...] | None = None,
+) -> Answers:
+    """The answers under a method's masks, or of dense attention without a method.
+
+    `sources`, from `sources_of` of several methods, lets these share one compiled program.
+    """
+    how: Any = {"subject": subject, "count": min(ANSWER_TOKENS, len(prompts[0].tokens) - 1)}
+    if (longest := max(prompt.answer for prompt in prompts)) > how["count"]:
+        raise ValueError(f"answers have at most {how['count']} tokens here, one has {longest}")
+    if method is not None:
+        how |= {"block": block, "sources": sources or sources_of([method])}
+        method = method.anonymous()
+    found = []
+    for prompt in prompts:  # not fetched before all are queued
+        given = (subject.weights, prompt.tokens, jnp.int32(prompt.answer))
+        found.append(_dense(*given, **how) if method is None else _sparse(*given, method, **how))
+    right, loss = (np.asarray(x) for x in zip(*jax.device_get(found), strict=True))
+    return Answers(right, loss.astype(np.float64))
+
+
+@functools.partial(jax.jit, static_argnames=("subject", "count"))
+def _dense(
+    weights: PyTree, tokens: Int[Array, " T"], answer: Array, *, subject: Observer, count: int
+) -> tuple[Array, Array]:
+    logits = subject.logits(weights, subject.hidden(weights, tokens)[-count - 1 : -1])
+    return score(logits, tokens[-count:], answer)
+
+
+@functools.partial(jax.jit, static_argnames=("subject", "count", "block", "sources"))
+def _sparse(
+    weights: PyTree,
+    tokens: Int[Array, " T"],
+    answer: Array,
+    method: Method,
+    *,
+    subject: Observer,
+    count: int,
+    block: int,
+    sources: tuple[str, ...],
+) -> tuple[Array, Array]:
+    def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
+        blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block, sources)
+        return selection.to_mask(blocks, q.shape[1], block)
+
+    hidden = subject.sparse_hidden(weights, tokens, choose, method.corrected)
+    return score(subject.logits(weights, hidden[-count - 1 : -1]), tokens[-count:], answer)
+
+
+def score(
+    logits: Float[Array, "count vocab"], targets: Int[Array, " count"], answer: Int[Array, ""]
+) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+    """(whether all of the last `answer` targets are the most likely ones, their mean -ln p)."""
+    real = jnp.arange(len(targets)) >= len(targets) - answer
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[:, None], 1)[:, 0]
+    right = ((logits.argmax(-1) == targets) | ~real).all()
+    return right, -jnp.where(real, chosen, 0).sum() / answer
+
+
+# ---------------------------------------------------------------------------------------------- run
+
+
+class Settings(NamedTuple):
+    """Which prompts are made, and at which densities methods are measured."""
+
+    families: Sequence[str]
+    lengths: Sequence[int]
+    prompts: int  # of each family and length
+    densities: Sequence[float]
+    seed: int
+
+
+def run_tasks(
+    subject: Observer,
+    methods_at: MethodsAt,
+    encode: Encode,
+    fillers: Sequence[Int[np.ndarray, " _"]],
+    settings: Settings,
+    block: int,
+    out: Path,
+    *,
+    facts: dict[str, Any] | None = None,
+    provenance: dict[str, Any] | None = None,
+    report: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Measures what the JSON file `out` does not hold yet, and returns all that it then holds.
+
+    Args:
+      subject: the model.
+      methods_at: returns the methods at a density for a length.
+      encode: of the model's tokenizer.
+      fillers: token ids of texts, at least as many as prompts and as long as the longest.
+      settings: families, lengths, prompts, densities, seed.
+      block: tokens per block of the methods.
+      out: the file.
+      facts: of what the methods were made from; a file with other facts is refused.
+      provenance: recorded with the results.
+      report: is called with a line for every cell.
+    """
+    report = report or (lambda line: None)
+    table = _resumed(
+        out,
+        {
+            "schema": SCHEMA,
+            "kind": "tasks",
+            "model_hash": subject.hash,
+            "filler_hash": hash_of(fillers),
+            "prompts": settings.prompts,
+            "seed": settings.seed,
+            "block": block,
+            "rule": RULE,
+            **(facts or {}),
+        },
+    )
+    for length, family in ((x, y) for x in settings.lengths for y in settings.families):
+        prompts = tasks.make_prompts(
+            family, encode, fillers, length, settings.prompts, settings.seed
+        )
+        cell = _Cell(family, length, prompts)
+        for rows in _measure(subject, methods_at, cell, settings.densities, block, table["rows"]):
+            table["rows"] += rows
+            table["provenance"] = provenance or {}
+            out.write_text(to_json(table))
+            for row in rows:
+                report(_line(row))
+    table["infeasible"] = [
+        {"length": length, "density": density}
+        for length in settings.lengths
+        for density in settings.densities
+        if not _feasible(density, length, block)
+    ]
+    out.write_text(to_json(table))
+    return table
+
+
+class _Cell(NamedTuple):
+    family: str
+    length: int
+    prompts: list[Prompt]
+
+    def find(self, rows: list[dict[str, Any]], method: str, density: float) -> dict[str, Any]:
+        """The record of a method at a density, {} if there is none yet."""
+        wanted = (self.family, self.length, method, density)
+        keys = ("family", "length", "method", "density")
+        return next((row for row in rows if tuple(row[x] for x in keys) == wanted), {})
+
+
+def _measure(
+    subject: Observer,
+    methods_at: MethodsAt,
+    cell: _Cell,
+    densities: Sequence[float],
+    block: int,
+    known: list[dict[str, Any]],
+) -> Iterator[list[dict[str, Any]]]:
+    """Records of dense attention and of the methods at each density; none for those `known`."""
+    dense = cell.find(known, "dense", 1.0)
+    if not dense:
+        answers = answer_prompts(subject, cell.prompts, None, block)
+        dense = record(cell.family, cell.prompts, "dense", "dense", 1.0, answers)
+        yield [dense]
+    if dense["accuracy"] < LEAST_ACCURACY:
+        return
+    base = Answers(
+        np.array([x == "1" for x in dense["right_by_prompt"]]), np.array(dense["loss_by_prompt"])
+    )
+    for density in densities:
+        if not _feasible(density, cell.length, block):
+            continue
+        rows, methods = [], methods_at(density, cell.length)
+        sources = sources_of(methods)
+        for method in methods:
+            if cell.find(known, method.name, density):
+                continue
+            answers = answer_prompts(subject, cell.prompts, method, block, sources)
+            rows.append(
+                record(cell.family, cell.prompts, method.name, method.kind, density, answers, base)
+                | {"realised_density_ratio": _realised(method)}
+            )
+        yield rows
+
+
+def _feasible(density: float, length: int, block: int) -> bool:
+    return density >= row_blocks.least_density(row_blocks.count_blocks(length, block))
+
+
+def _realised(method: Method) -> float:
+    layers, heads, n = method.counts.shape
+    return float(np.asarray(method.counts).sum() / (layers * heads * n * (n + 1) / 2))
+
+
+def record(
+    family: str,
+    prompts: Sequence[Prompt],
+    method: str,
+    kind: str,
+    density: float,
+    answers: Answers,
+    dense: Answers | None = None,
+) -> dict[str, Any]:
+    """Accuracy and loss over prompts and by depth; with `dense`, the differences by prompt.
+
+    Every mean has its standard error over prompts, None for a single one.
+    """
+    found: dict[str, Any] = {
+        "family": family,
+        "length": len(prompts[0].tokens),
+        "method": method,
+        "kind": kind,
+        "density": density,
+        "prompts": len(prompts),
+    }
+    figures = {"accuracy": answers.right.astype(float), "loss": answers.loss}
+    if dense is not None:
+        figures["accuracy_difference"] = answers.right.astype(float) - dense.right
+        figures["loss_difference"] = answers.loss - dense.loss
+    for name, values in figures.items():
+        found[name], found[f"{name}_standard_error"] = mean_and_error(values)
+    depths = np.array([prompt.depth for prompt in prompts])
+    found["by_depth"] = [
+        {
+            "depth": float(depth),
+            "accuracy": float(answers.right[depths == depth].mean()),
+            "loss": float(answers.loss[depths == depth].mean()),
+        }
+        for depth in np.unique(depths)
+    ]
+    found["right_by_prompt"] = "".join("1" if right else "0" for right in answers.right)
+    found["loss_by_prompt"] = [round(float(x), 5) for x in answers.loss]
+    return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    where = f"{row['length']:,} tokens, {row['family']}"
+    density = "" if row["method"] == "dense" else f" at {row['density']}"
+    return f"{where}, {row['method']}{density}: {row['accuracy']:.0%}, loss {row['loss']:.3f}"
+
+
+def _resumed(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """The results in `out`, or none; raises if they are of another model, text or setting."""
+    if not out.is_file():
+        return {**facts, "rows": []}
+    table = _files.read_record(out, "a table of tasks", {"schema": int, "rows": list})
+    differs = [name for name in facts if table.get(name) != facts[name]]
+    if differs:
+        raise ValueError(
+            f"{out} holds tasks that differ in {', '.join(differs)}; name another file"
+        )
+    return table
+
+
+# ------------------------------------------------------------------------------------------ summary
+
+
+def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each length, method and density: means over the families that dense can do.
+
+    share_of_dense is the mean accuracy ÷ that of dense on the same families. The standard errors of
+    the mean differences assume that the families' prompts are independent.
+    """
+    dense = {(x["length"], x["family"]): x for x in rows if x["method"] == "dense"}
+    kept = {key: x for key, x in dense.items() if x["accuracy"] >= LEAST_ACCURACY}
+    groups: dict[tuple[int, float, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["method"] != "dense" and (row["length"], row["family"]) in kept:
+            groups.setdefault((row["length"], row["density"], row["method"]), []).append(row)
+    found = []
+    for (length, density, method), members in sorted(groups.items()):
+        base = np.mean([kept[length, x["family"]]["accuracy"] for x in members])
+        accuracy = np.mean([x["accuracy"] for x in members])
+        new = {
+            "length": length,
+            "density": density,
+            "method": method,
+            "families": [x["family"] for x in members],
+            "accuracy": float(accuracy),
+            "dense_accuracy": float(base),
+            "share_of_dense": float(accuracy / base) if base else None,
+        }
+        for name in ("accuracy_difference", "loss_difference"):
+            errors = [x[f"{name}_standard_error"] for x in members]
+            new[name] = float(np.mean([x[name] for x in members]))
+            new[f"{name}_standard_error"] = (
+                None if None in errors else float(np.sqrt(np.sum(np.square(errors))) / len(errors))
+            )
+        found.append(new)
+    return found
