@@ -3,7 +3,7 @@
     tokens [P], of which `length` are the text ─┬─ read    masses, scores, entropies; hidden states
                                                 └─ sparse  hidden states, with a method's blocks
 
-A text is padded to a power of two, so that texts of many lengths share a compiled program. Padding
+A text is padded to one of a few lengths, so that many texts share a compiled program. Padding
 comes after the text: causality hides it from every token of the text, and the mean query of a last
 row block that is short is kept by filling the row block up with that mean.
 """
@@ -24,6 +24,8 @@ from xsake.hads import chunks
 from xsake.hads.statistics import AnyArray, entropy
 from xsake.model.observer import Observer
 
+# Where a sparse pass has its blocks from: given, or ranked on each layer's own input.
+SOURCES = ("given", "mean_query", "mass")
 ROWS_AT_ONCE = 256  # of logits, which are vocab_size floats each
 
 
@@ -103,17 +105,17 @@ def filled(q: Float[Array, "P N H"], block: int, length: Any) -> Float[Array, "P
     return jnp.where((position < length)[:, None, None], q, mean[None]).astype(q.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("subject", "block", "source"))
+@functools.partial(jax.jit, static_argnames=("subject", "block"))
 def sparse(
     weights: PyTree,
     tokens: Int[Array, " P"],
     length: Any,
     counts: Int[Array, "layers N n"],
     given: Bool[Array, "layers N n n"],
+    source: Any,
     *,
     subject: Observer,
     block: int,
-    source: str,
 ) -> Float[Array, "P width"]:
     """Final hidden states if every layer visits a method's blocks only.
 
@@ -121,21 +123,25 @@ def sparse(
       weights: of the subject.
       tokens: the text and its padding.
       length: of the text.
-      counts: blocks that each row block keeps, for "mean_query" and "mass".
-      given: the blocks, for "given".
+      counts: blocks that each row block keeps, if they are ranked.
+      given: the blocks, if they are given.
+      source: index into SOURCES, traced: all methods share a compiled program.
       subject: the model.
       block: tokens per block.
-      source: of the blocks: "given", or the scores that rank them on each layer's own input.
     """
 
+    def by_query(q: Array, k: Array, layer: Any) -> Array:
+        scores = block_scores.estimate("mean_query", filled(q, block, length), k, block)
+        return selection.keep_top(scores, counts[layer])
+
+    def by_mass(q: Array, k: Array, layer: Any) -> Array:
+        return selection.keep_top(_row_mass(q, k, block, length), counts[layer])
+
+    def as_given(q: Array, k: Array, layer: Any) -> Array:
+        return given[layer]
+
     def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
-        if source == "given":
-            blocks = given[layer]
-        elif source == "mean_query":
-            scores = block_scores.estimate(source, filled(q[0], block, length), k[0], block)
-            blocks = selection.keep_top(scores, counts[layer])
-        else:
-            blocks = selection.keep_top(_row_mass(q[0], k[0], block, length), counts[layer])
+        blocks = lax.switch(source, [as_given, by_query, by_mass], q[0], k[0], layer)
         return selection.to_mask(blocks, len(tokens), block)
 
     return subject.sparse_hidden(weights, tokens, choose)
