@@ -17,6 +17,8 @@ PYTEST_ARGS ?=
 # `make fuzz` and `make test-slow` run N random cases; SEED is the base seed of all of them
 N ?= 1000
 SEED ?= 0
+# Extra arguments for xsake serve: make serve SERVE_ARGS="--port 9000 --runs runs"
+SERVE_ARGS ?=
 # Extra arguments for uv pip compile: make lock LOCK_ARGS=--upgrade
 LOCK_ARGS ?=
 
@@ -33,7 +35,7 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint pytest test-slow format bench fuzz docs wheel lock clean
+.PHONY: help setup demo serve web test lint pytest test-slow format bench fuzz docs wheel lock clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +61,21 @@ $(VENV)/pyvenv.cfg:
 
 demo: setup  ## calibrate the shipped model, compare HADS with fixed patterns, train a tiny model
 	@$(BIN)/xsake demo
+
+# The pages are built once from web/ by Node, into the package; without Node the API is served alone.
+serve: setup  ## serve the dashboard on http://127.0.0.1:8000; builds its pages if Node is there
+	@if test -f xsake/server/static/index.html; then :; \
+	 elif test -f web/package.json && command -v npm >/dev/null; then \
+	    echo "Building the pages once, into xsake/server/static …"; $(MAKE) --no-print-directory web; \
+	 else echo "The pages are not built: web/ or Node is missing. Serving the API alone."; fi
+	@$(BIN)/xsake serve $(SERVE_ARGS)
+
+web:  ## build the pages of web/ into xsake/server/static, from the server's OpenAPI; needs Node
+	@command -v npm >/dev/null || { echo "make web needs Node and npm" >&2; exit 1; }
+	@test -f web/package.json || { echo "make web needs the folder web/" >&2; exit 1; }
+	$(BIN)/python -m xsake.server.openapi > web/openapi.json
+	cd web && npm ci --no-audit --no-fund && npm run build
+	rm -rf xsake/server/static && cp -R web/out xsake/server/static
 
 # Lint runs beside the first tests, on the core that they leave idle; its lines come in between.
 test: setup  ## everything that must pass: lint, tests, doctests, README's code

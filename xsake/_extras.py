@@ -14,11 +14,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "model": ("flax", "gguf", "safetensors", "tokenizers"),
     "train": ("optax", "orbax.checkpoint", "zstandard"),
     "tensorboard": ("tensorboardX",),
-    "serve": ("fastapi", "prometheus_client", "uvicorn"),
+    "serve": ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    "trackio": ("trackio",),
     "wandb": ("wandb",),
     "cuda": ("absl",),
 }
-INCLUDED = {"train": ("model",)}  # extras that an extra installs too
+INCLUDED = {"train": ("model",), "serve": ("model",)}  # extras that an extra installs too
 
 
 def require(what: str, extra: str, *modules: str) -> None:

@@ -157,9 +157,10 @@ def test_prometheus_serves_the_newest_values_as_text():
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     sink.close()
-    assert 'xsake_train_density_ratio{file="",run="a"} 0.43' in text
+    assert 'xsake_train_density_ratio{run="a"} 0.43' in text
+    assert 'xsake_train_tokens_seen_total{run="a"} 192.0' in text
     assert 'xsake_evaluation_perplexity{file="valid",run="a"} 9.0' in text
-    assert 'xsake_step{file="",run="a"} 3.0' in text
+    assert 'xsake_step{run="a"} 3.0' in text
 
 
 def test_tensorboard_has_every_scalar(tmp_path):

@@ -11,7 +11,7 @@ import tyro
 import xsake
 from xsake import _extras
 from xsake.bench.checks import WrongResultError
-from xsake.cli import checkpoints, demo, hads, machine, training
+from xsake.cli import checkpoints, demo, hads, machine, serve, training
 from xsake.cli.terminal import console
 
 DESCRIPTION = """Block-sparse attention for JAX. `xsake COMMAND --help` describes a command.
@@ -40,6 +40,7 @@ COMMANDS: dict[str, Command] = {
     "tokenize": Command(training.tokenize, "model"),
     "train": Command(training.train, "train"),
     "runs": Command(training.runs),
+    "serve": Command(serve.serve, "serve"),
 }
 
 

@@ -218,7 +218,7 @@ def _planned(
         if not (_wanted(name, names) or _wanted(centroids, names)):
             continue
         if selector == "oracle":
-            counts = _oracle(profile, density, policy, length)
+            counts = oracle_counts(profile, density, policy, length)
             yield _scored(name, "oracle", counts, ORACLES[policy])
             continue
         plan = make(profile, density, policy, selector, length=length)
@@ -249,7 +249,7 @@ def of_plan(plan: Plan, length: int) -> Method:
     return _scored(name, "run time", plan.counts, terms.selector)
 
 
-def _oracle(
+def oracle_counts(
     profile: Profile, density: float, policy: str, length: int
 ) -> Int[np.ndarray, "layers N n"]:
     """The counts of `policy` by the cost curves of the oracle."""

@@ -72,9 +72,10 @@ class TrainStep(Event):
     loss_nats: float | None
     learning_rate: float
     gradient_norm: float | None
-    skipped_steps: int  # total so far of steps whose loss or gradient was not finite
+    # total so far of steps whose loss or gradient was not finite
+    skipped_steps: int = dataclasses.field(metadata={"is_counter": True})
     density_ratio: float  # of the plan; 1 without a plan
-    tokens_seen: int
+    tokens_seen: int = dataclasses.field(metadata={"is_counter": True})
     step_seconds: float
     tokens_per_second: float
     mfu_ratio: float | None = None

@@ -12,11 +12,20 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from xsake.observe import sinks
-from xsake.observe.events import Evaluated, PlanSwapped, Resumed, RunStarted, Stopped, TrainStep
+from xsake.observe import event_log, sinks
+from xsake.observe.events import (
+    Evaluated,
+    Event,
+    PlanSwapped,
+    Resumed,
+    RunStarted,
+    Stopped,
+    TrainStep,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +85,44 @@ def is_live(folder: Path) -> bool:
 
 def summary(folder: Path) -> Summary:
     """The summary of a run's folder; a damaged run is reported as damaged, not skipped."""
+    return summarised(folder, sinks.read)
+
+
+def glance(folder: Path) -> Summary:
+    """`summary` from the two ends of a run's events, however many it has; see `event_log.newest`.
+
+    Perplexities are of the evaluations that are found there.
+    """
+    return summarised(folder, event_log.newest)
+
+
+def summarised(folder: Path, read: Callable[[Path], list[Event]]) -> Summary:
+    """The summary of a run from the events that `read` returns."""
     path = folder / "events.jsonl"
     try:
-        events = sinks.read(path) if path.is_file() else []
+        events = read(path) if path.is_file() else []
     except ValueError as error:
         return Summary(folder.name, state=str(error))
     except OSError as error:
         return Summary(folder.name, state=f"events.jsonl cannot be read: {error}")
+    saved = (folder / "checkpoints").glob("*")
+    return dataclasses.replace(
+        of_events(folder.name, events, is_live(folder)),
+        checkpoints=tuple(sorted(int(x.name) for x in saved if x.name.isdigit())),
+        plans=len(list((folder / "plans").glob("*.safetensors"))),
+    )
+
+
+def of_events(name: str, events: list[Event], live: bool = False) -> Summary:
+    """The summary of a run's events, without what else is in its folder."""
     # a run that was killed or crashed has not logged that it stopped
-    values: dict[str, object] = {"state": "running" if is_live(folder) else "dead"}
-    values = values if events else {}
+    values: dict[str, Any] = {"state": "running" if live else "dead"} if events else {}
     perplexity: dict[str, float] = {}
     for event in events:
         values["step"] = event.step
         if isinstance(event, RunStarted):
-            for name in ("config_hash", "data_hash", "commit", "device", "steps"):
-                values[name] = getattr(event, name)
+            for field in ("config_hash", "data_hash", "commit", "device", "steps"):
+                values[field] = getattr(event, field)
         elif isinstance(event, Resumed):
             values |= {"commit": event.commit, "device": event.device}
             values |= {} if event.steps is None else {"steps": event.steps}
@@ -103,11 +134,4 @@ def summary(folder: Path) -> Summary:
             values["plan"] = event.plan_hash
         elif isinstance(event, Stopped):
             values["state"] = event.reason
-    saved = (folder / "checkpoints").glob("*")
-    return Summary(
-        folder.name,
-        checkpoints=tuple(sorted(int(x.name) for x in saved if x.name.isdigit())),
-        plans=len(list((folder / "plans").glob("*.safetensors"))),
-        perplexity=perplexity,
-        **values,  # type: ignore[arg-type]
-    )
+    return Summary(name, perplexity=perplexity, **values)

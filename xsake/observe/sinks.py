@@ -4,6 +4,7 @@ Event ─┬─ EventFile     events.jsonl, always written; the source of truth
        ├─ Terminal      a progress bar, or plain lines if the output is not a terminal
        ├─ Prometheus    /metrics on a port
        ├─ Wandb         an offline run in the run's folder
+       ├─ Trackio       a run of the local Trackio project
        └─ TensorBoard   scalars
 """
 
@@ -12,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from xsake import _files
+from xsake.observe import metrics
 from xsake.observe.compiling import compiling
 from xsake.observe.events import (
     Evaluated,
@@ -29,6 +31,7 @@ from xsake.observe.events import (
     TrainStep,
     parse,
 )
+from xsake.observe.metrics import scalars
 
 
 @runtime_checkable
@@ -106,46 +109,23 @@ def read(path: str | Path) -> list[Event]:
 # -------------------------------------------------------------------------------------- on request
 
 
-def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event by name: "train/loss_nats", "evaluation/enwiki-test/loss_nats" …."""
-    prefixes = {"TrainStep": "train", "PlanSwapped": "plan"}
-    if isinstance(event, Evaluated):
-        prefix = f"evaluation/{event.file}"
-    elif type(event).__name__ in prefixes:
-        prefix = prefixes[type(event).__name__]
-    else:
-        return {}
-    excluded = ("step", "time_unix_seconds")
-    return {
-        f"{prefix}/{name}": float(value)
-        for name, value in vars(event).items()
-        if isinstance(value, int | float) and name not in excluded
-    }
-
-
 class Prometheus:
-    """Gauges xsake_train_loss_nats, xsake_evaluation_loss_nats{file="…"} …, served on a port."""
+    """xsake_train_loss_nats{run="…"} and the other metrics of `metrics.py`, served on a port."""
 
     def __init__(self, port: int = 0, run: str = "") -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self.registry = CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
-        self._run = run
+        self._newest, self._run = metrics.Newest(), run
+        self.registry.register(self)
         self._server = start_http_server(port, registry=self.registry)[0] if port else None
 
     def write(self, event: Event) -> None:
-        for name, value in scalars(event).items():
-            prefix, *file, last = name.split("/")
-            self._gauge(f"xsake_{prefix}_{last}", file[0] if file else "").set(value)
-        self._gauge("xsake_step", "").set(event.step)
+        self._newest.write(event)
 
-    def _gauge(self, name: str, file: str) -> Any:
-        from prometheus_client import Gauge
-
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, name, ["run", "file"], registry=self.registry)
-        return self._gauges[name].labels(run=self._run, file=file)
+    def collect(self) -> Iterator[Any]:
+        """What prometheus_client calls for a scrape, in a thread of its own."""
+        return metrics.families({self._run: self._newest})
 
     def close(self) -> None:
         if self._server is not None:
@@ -154,13 +134,52 @@ class Prometheus:
 
 
 class Wandb:
-    """An offline W&B run; `wandb sync` uploads it."""
+    """An offline W&B run; `wandb sync --append FOLDER/wandb/offline-run-*` uploads it.
 
-    def __init__(self, folder: Path, run: str, config: Mapping[str, object]) -> None:
+    Every process of a run writes a folder of its own, all with the run's id, so that they are one
+    run after the upload. W&B keeps the first value of a step; a resumed run logs the same again.
+    """
+
+    def __init__(self, folder: Path, run: str, config: Mapping[str, object], step: int = 0) -> None:
         import wandb
 
         self._run = wandb.init(
-            mode="offline", project="xsake", name=run, id=run, dir=str(folder), config=dict(config)
+            mode="offline",
+            project="xsake",
+            name=run,
+            id=run,
+            dir=str(folder),
+            config={**config, "resumed_at_step": step},
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def write(self, event: Event) -> None:
+        if found := scalars(event):
+            self._run.log(found, step=event.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of the local Trackio project `xsake`; `trackio show` opens its dashboard.
+
+    A resumed run continues the run of its name and logs the steps after its checkpoint again, with
+    the same values.
+    """
+
+    def __init__(self, run: str, config: Mapping[str, object], step: int = 0) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project="xsake",
+            name=run,
+            config=dict(config),
+            resume="allow" if step else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def write(self, event: Event) -> None:

@@ -130,6 +130,7 @@ class Observe:
     every: int = 1  # steps between two TrainStep events
     prometheus_port: int = 0  # port that serves /metrics; 0: none
     wandb: bool = False  # log to an offline W&B run in the run's folder
+    trackio: bool = False  # log to the local Trackio project `xsake`
     tensorboard: bool = False  # log to TensorBoard files in the run's folder
     sample_every: int = 0  # steps between two samples of the model's text; 0: none
     sample_tokens: int = 48  # new tokens of a sample

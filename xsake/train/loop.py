@@ -400,6 +400,7 @@ def _check_sinks(config: Config) -> None:
     for name, is_on, extra, module in (
         ("prometheus_port", settings.prometheus_port, "serve", "prometheus_client"),
         ("wandb", settings.wandb, "wandb", "wandb"),
+        ("trackio", settings.trackio, "trackio", "trackio"),
         ("tensorboard", settings.tensorboard, "tensorboard", "tensorboardX"),
     ):
         if is_on:
@@ -411,7 +412,9 @@ def _configured_sinks(config: Config, step: int) -> Iterator[sinks.Sink]:
     if settings.prometheus_port:
         yield sinks.Prometheus(settings.prometheus_port, config.run.name)
     if settings.wandb:
-        yield sinks.Wandb(folder, config.run.name, config.to_dict())
+        yield sinks.Wandb(folder, config.run.name, config.to_dict(), step)
+    if settings.trackio:
+        yield sinks.Trackio(config.run.name, config.to_dict(), step)
     if settings.tensorboard:
         yield sinks.TensorBoard(folder / "tensorboard", step)
 
