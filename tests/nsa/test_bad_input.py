@@ -224,8 +224,8 @@ REFUSED = {
     "an unknown implementation": (
         lambda: apply(INDICES, implementation="triton"),
         (
-            "implementation 'triton' is not one of ['hopper', 'xla', 'reference'], which compute the "
-            "selected branch; leave it out for the fastest that can run"
+            "implementation 'triton' is not one of ['hopper', 'xla', 'reference'], which compute "
+            "the selected branch; leave it out for the fastest that can run"
         ),
     ),
     "a cache for msa without its size": (
