@@ -92,6 +92,9 @@ class SelectedCall:
     block: int = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
     options: Options = dataclasses.field(metadata={"static": True})
+    # (initial, local): every list has at least the first `initial` blocks and the last `local` ones
+    # up to the query's own, as many of them as there are. Kernels may use it.
+    forced: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
 
     @property
     def sizes(self) -> Sizes:

@@ -46,6 +46,7 @@ def attend_selected(
     sequences: Sequences = ONE_SEQUENCE,
     counts: int | Int[Array, "B T K"] | None = None,
     is_set: bool = False,
+    forced: tuple[int, int] = (0, 0),
     implementation: str | None = None,
     options: Options | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -62,6 +63,7 @@ def attend_selected(
       sequences: of the queries.
       counts: only the first so many indices count.
       is_set: the indices are known to be ascending, unique, causal, and -1 at the end.
+      forced: (initial, local), blocks that are known to be in every list, as in SelectedCall.
       implementation: a backend by name, which runs or raises; default the fastest that can run.
       options: settings of the backends.
 
@@ -75,6 +77,7 @@ def attend_selected(
         block=block,
         scale=float(scale),
         options=Options.of(options),
+        forced=forced,
     )
     name = backend_for(call, implementation).chosen
     if 0 in (*call.sizes[:3], indices.shape[-1]):
@@ -92,7 +95,7 @@ def attend_selected(
     assert name is not None
     call = _jax.vary(call, _jax.varying_axes(*jax.tree.leaves(call)))
     q, k, v = reverse_only(name, call.q, call.k, call.v)
-    static = (name, call.block, call.scale, call.options)
+    static = (name, call.block, call.scale, call.options, call.forced)
     return _attend(static, q, k, v, call.indices, call.first, call.last)
 
 

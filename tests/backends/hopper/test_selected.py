@@ -24,14 +24,15 @@ from xsake.nsa.selected import attend_selected
 LIMIT = 1e-2  # of bfloat16 and float16, as in test_conformance.py
 
 
-def sets(rng, B, T, K, n, block):
+def sets(rng, B, T, K, n, block, forced=(0, 0)):
     """Random sets of causal blocks of every query: some empty, some full, -1 at the end."""
-    blocks = -(-T // block)
     found = np.full((B, T, K, n), -1)
     for b, t, k in np.ndindex(B, T, K):
-        seen = min(t // block + 1, blocks)
-        chosen = rng.permutation(seen)[: rng.integers(0, n + 1)]
-        found[b, t, k, : len(chosen)] = np.sort(chosen)
+        current = t // block
+        chosen = {j for j in range(current + 1) if j < forced[0] or j > current - forced[1]}
+        others = [j for j in rng.permutation(current + 1).tolist() if j not in chosen]
+        chosen |= set(others[: rng.integers(0, n + 1 - len(chosen))])
+        found[b, t, k, : len(chosen)] = sorted(chosen)
     return found
 
 
@@ -170,14 +171,14 @@ def test_all_branches_lower_for_cuda(group, H, monkeypatch):
 # --------------------------------------------------------------------------------------- on a GPU
 
 
-@functools.partial(jax.jit, static_argnames=("block", "implementation"))
-def results(q, k, v, indices, d_out, d_lse, block, implementation):
+@functools.partial(jax.jit, static_argnames=("block", "forced", "implementation"))
+def results(q, k, v, indices, d_out, d_lse, block, forced, implementation):
     """out, logsumexp and the gradients of q, k, v."""
 
     def attend(q, k, v):
         return attend_selected(
             *(q, k, v, indices), block=block, scale=q.shape[-1] ** -0.5, is_set=True,
-            implementation=implementation,
+            forced=forced, implementation=implementation,
         )  # fmt: skip
 
     found, pull_back = jax.vjp(attend, q, k, v)
@@ -195,6 +196,9 @@ CASES = {
     "blocks of 128": dict(N=16, K=1, H=128, Hv=128, T=600, block=128),
     "short": dict(N=8, K=1, H=64, Hv=64, T=1),
     "several chunks": dict(N=8, K=1, H=64, Hv=64, T=9000, n=4),
+    "forced": dict(N=16, K=1, H=128, Hv=128, T=700, n=5, forced=(1, 2)),
+    "forced only": dict(N=8, K=2, H=64, Hv=64, T=333, n=2, forced=(1, 1)),
+    "forced, several chunks": dict(N=8, K=1, H=64, Hv=64, T=9000, n=6, forced=(1, 2)),
 }
 
 
@@ -202,17 +206,19 @@ CASES = {
 @needs_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_results_agree_with_the_oracle_on_a_gpu(name):
-    case = {"dtype": "bfloat16", "block": 64, "n": 5} | CASES[name]
-    block, n, dtype = case.pop("block"), case.pop("n"), case["dtype"]
+    case = {"dtype": "bfloat16", "block": 64, "n": 5, "forced": (0, 0)} | CASES[name]
+    block, n, forced = (case.pop(x) for x in ("block", "n", "forced"))
+    dtype = case["dtype"]
     given = inputs(B=case.pop("B", 2), **case)
     B, T, K = given["k"].shape[:3]
-    indices = sets(np.random.default_rng(7), B, T, K, n, block)
+    indices = sets(np.random.default_rng(7), B, T, K, n, block, forced)
     arrays = [jnp.asarray(given[x], dtype) for x in ("q", "k", "v", "d_out")]
     ints, d_lse = jnp.asarray(indices, jnp.int32), jnp.asarray(given["d_lse"], jnp.float32)
-    found = results(*arrays[:3], ints, arrays[3], d_lse, block=block, implementation="hopper")
+    how = {"block": block, "forced": forced}
+    found = results(*arrays[:3], ints, arrays[3], d_lse, implementation="hopper", **how)
     if T > 1000:  # the oracle's T × T would be large: float32 on xla, which is compared with it
         wide = [x.astype(jnp.float32) for x in arrays]
-        expected = results(*wide[:3], ints, wide[3], d_lse, block=block, implementation="xla")
+        expected = results(*wide[:3], ints, wide[3], d_lse, implementation="xla", **how)
     else:
         expected = by_oracle(given, indices, block)
     for what, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
@@ -252,31 +258,59 @@ def test_chosen_blocks_agree_with_xla_on_a_gpu(T, N, K, H):
 
 
 @needs_interpreter
-def test_parts_and_their_sum_agree_when_interpreted(capsys, monkeypatch):
-    """Two CTAs, tiles with and without a mask, slots without a token; no race."""
+def test_all_steps_of_the_forward_agree_when_interpreted(capsys, monkeypatch):
+    """Two CTAs, tiles with and without a mask, slots without a token, forced blocks; no race."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from xsake.backends.hopper.selected import merge, parts
+    from xsake.backends.hopper.selected import finish, parts
 
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
-    given = inputs(B=1, T=128, N=16, K=1, H=64, Hv=64, dtype="float16")
-    indices = sets(np.random.default_rng(0), 1, 128, 1, 2, 64)
-    tiles = lists.tiles_of(jnp.asarray(indices, jnp.int32), 2, 64, 4, 128)
+    given = inputs(B=1, T=192, N=16, K=1, H=64, Hv=64, dtype="float16")
+    indices = sets(np.random.default_rng(0), 1, 192, 1, 2, 64)
+    for t in range(192):  # the own block, and sometimes another
+        others = [j for j in indices[0, t, 0] if 0 <= j < t // 64][:1]
+        indices[0, t, 0] = [*others, t // 64, -1][:2]
+    rest = selected.without_forced(jnp.asarray(indices, jnp.int32), 0, 1)
+    assert rest.shape[-1] == 1
+    tiles = lists.tiles_of(rest, 3, 64, 4, 192)
     q, k, v = (jnp.asarray(given[x], jnp.float16) for x in "qkv")
+    q = q.reshape(192, 16, 64)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     part, lse = parts.parts(
-        *(q.reshape(128, 16, 64), k, v, tiles, jnp.int32(0)),
-        segments=1, most_tiles=66, scale=0.125, interpret=interpret,
+        *(q, k, v, tiles, jnp.int32(0)),
+        segments=1, most_tiles=51, scale=0.125, interpret=interpret,
     )  # fmt: skip
     slots = tiles.slots[0]
-    own = jnp.where(slots[..., None] < 0, -jnp.inf, lse.reshape(-1, 16)[slots])  # [T, 1, 2, g]
-    weights = jax.nn.softmax(own * np.log(2), axis=2)
-    weights = jnp.where(jnp.isnan(weights), 0, weights).transpose(1, 2, 0, 3).reshape(1, 2, -1)
-    found = merge.merge(
-        part.reshape(-1, 16, 64), jnp.maximum(slots, 0), weights, interpret=interpret
-    )
+    own = jnp.where(slots[..., None] < 0, -jnp.inf, lse.reshape(-1, 16)[slots])
+    own = own.transpose(1, 2, 0, 3).reshape(1, 1, -1)
+    out, total = finish.finish(
+        *(q, k, v, part.reshape(-1, 16, 64), own, jnp.maximum(slots, 0), jnp.zeros(2, jnp.int32)),
+        forced=(0, 1), scale=0.125, interpret=interpret,
+    )  # fmt: skip
     assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
-    given["d_lse"] = given["d_lse"] * 0
-    expected = by_oracle(given, indices, 64)[0][0]
-    error = relative_error(np.asarray(found.reshape(128, 16, 64), np.float64), expected)
-    assert error <= LIMIT
+    expected = by_oracle(given, indices, 64)
+    found = out.reshape(192, 16, 64), total.reshape(192, 16) * np.log(2)
+    for x, y in zip(found, expected, strict=False):
+        assert relative_error(np.asarray(x, np.float64), y[0]) <= LIMIT
+
+
+@pytest.mark.parametrize(("initial", "local"), [(1, 2), (0, 1), (2, 3)])
+def test_lists_without_forced_blocks(initial, local):
+    rng = np.random.default_rng(initial)
+    T, n = 64 * 9, 6
+    indices = np.full((1, T, 1, n), -1)
+    expected = []
+    for t in range(T):
+        current = t // 64
+        forced = {j for j in range(current + 1) if j < initial or j > current - local}
+        others = rng.permutation([j for j in range(current + 1) if j not in forced])
+        others = set(others[: n - len(forced)].tolist())
+        chosen = sorted(forced | others)
+        indices[0, t, 0, : len(chosen)] = chosen
+        expected.append(others)
+    rest = np.asarray(selected.without_forced(jnp.asarray(indices, jnp.int32), initial, local))
+    assert rest.shape[-1] == max(1, n - initial - local)
+    for t in range(T):
+        kept = rest[0, t, 0]
+        assert set(kept[kept >= 0].tolist()) == expected[t]
+        assert (kept >= 0).sum() == len(expected[t])

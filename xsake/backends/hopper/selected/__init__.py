@@ -1,7 +1,7 @@
 """Attention over kv blocks that every token selects for itself, on Hopper GPUs (sm90).
 
-    indices ─ lists.py ─ tiles by kv block ─┬─ parts.py ───── out, logsumexp ─┐
-                                            └─ gradients.py ─ dk, dv, dq ─────┴─ merge.py
+    indices ─ lists.py ─ tiles by kv block ─┬─ parts.py ───── out, logsumexp ─── finish.py
+                                            └─ gradients.py ─ dk, dv, dq ─────── merge.py
 
     q, compressed keys ─ importance.py ─ top.py ─ indices                      (choose.py)
 
@@ -63,21 +63,22 @@ def why_not_arrays(q: Any, group: int, head_size: int) -> str | None:
 @jax.jit
 def forward(call: SelectedCall) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
-    from xsake.backends.hopper.selected import merge, parts
+    from xsake.backends.hopper.selected import finish, parts
 
-    chunks = _Chunks(call, FORWARD_CHUNK)
+    forced = call.forced if call.block == BLOCK else (0, 0)
+    chunks = _Chunks(call, FORWARD_CHUNK, without=forced)
     q, k, v = chunks.rows(call.q), chunks.keys(call.k), chunks.keys(call.v)
     group = chunks.group
 
-    def one(at: Array, slots: Array) -> tuple[Array, Array]:
+    def one(at: Array, begin: Array, slots: Array) -> tuple[Array, Array]:
         part, lse = parts.parts(q, k, v, chunks.tiles, at, scale=call.scale, **chunks.sizes)
         own = jnp.where(slots[..., None] < 0, -jnp.inf, lse.reshape(-1, group)[slots])
-        total = jax.nn.logsumexp(own / LOG2E, axis=2)  # [chunk, K, g]
-        base = jnp.where(total > -jnp.inf, total, 0.0)
-        weights = jnp.exp2(own - base[:, :, None] * LOG2E)
-        weights = jnp.transpose(weights, (1, 2, 0, 3)).reshape(*weights.shape[1:3], -1)
+        own = jnp.transpose(own, (1, 2, 0, 3)).reshape(*own.shape[1:3], -1)
         part = part.reshape(-1, group, part.shape[-1])
-        return merge.merge(part, jnp.maximum(slots, 0), weights), total
+        out, total = finish.finish(
+            *(q, k, v, part, own, jnp.maximum(slots, 0), begin), forced=forced, scale=call.scale
+        )
+        return out, jnp.moveaxis(total.reshape(chunks.K, -1, group), 0, 1) / LOG2E
 
     out, total = chunks.map(one)
     return unaliased(chunks.tokens(out, call.sizes.Hv), chunks.tokens(total[..., None], 1)[..., 0])
@@ -105,7 +106,7 @@ def backward(
     lse, delta = (jnp.where(used, x, y).reshape(-1) for x, y in ((lse, jnp.inf), (delta, 0.0)))
     dk, dv = (jax.new_ref(jnp.zeros(x.shape, jnp.float32)) for x in (k, v))
 
-    def one(at: Array, slots: Array) -> Array:
+    def one(at: Array, begin: Array, slots: Array) -> Array:
         part = gradients.parts(
             q, k, v, d_rows, lse, delta, chunks.tiles, at, dk, dv, scale=call.scale,
             **chunks.sizes,
@@ -124,7 +125,7 @@ def backward(
 class _Chunks:
     """A call cut into chunks of tokens, with arrays as the kernels take them."""
 
-    def __init__(self, call: SelectedCall, chunk: int):
+    def __init__(self, call: SelectedCall, chunk: int, without: tuple[int, int] = (0, 0)):
         from xsake.backends.hopper.selected import lists
 
         self.B, self.T, S, N, self.K, H, Hv = call.sizes
@@ -133,6 +134,8 @@ class _Chunks:
         self.size = max(limits.padded_head_size(x) for x in (H, Hv))
         self.tokens_of_tile = lists.TILE_ROWS // self.group
         indices = of_kernel_blocks(call.indices, call.block)
+        if any(without):
+            indices = without_forced(indices, *without)
         n, self.padded_keys = indices.shape[-1], -(-S // BLOCK) * BLOCK
         part_bytes = n * self.K * self.group * self.size * call.q.dtype.itemsize  # of a token
         chunk = min(chunk, MAX_PART_BYTES // part_bytes, self.T)
@@ -157,22 +160,26 @@ class _Chunks:
         x = x.reshape(self.B, -1, *x.shape[2:])[:, : self.T, :, : self.heads, :size]
         return x.reshape(self.B, self.T, -1, size)
 
-    def map(self, one: Callable[[Array, Array], Any]) -> Any:
-        """one(first segment, slots [chunk, K, n]) for every chunk, stacked.
+    def map(self, one: Callable[[Array, Array, Array], Any]) -> Any:
+        """one(first segment, begin, slots [chunk, K, n]) for every chunk, stacked.
 
-        Slots are counted from the chunk's first tile; -1: nothing was selected.
+        begin is (batch row, first token). Slots are counted from the chunk's first tile; -1: nothing
+        was selected.
         """
         past = ((0, 0), (0, -self.T % self.chunk), (0, 0), (0, 0))
         slots = jnp.pad(self.tiles.slots, past, constant_values=-1)
         slots = slots.reshape(-1, self.chunk, *slots.shape[2:])
-        first = jnp.arange(len(slots), dtype=jnp.int32) * self.K
+        number = jnp.arange(len(slots), dtype=jnp.int32)
+        chunks = len(slots) // self.B
 
         def step(carry: None, xs: tuple[Array, Array]) -> tuple[None, Any]:
-            at, slots = xs
+            number, slots = xs
+            at = number * self.K
+            begin = jnp.stack([number // chunks, number % chunks * self.chunk])
             start = self.tiles.starts[at] * self.tokens_of_tile
-            return carry, one(at, jnp.where(slots < 0, -1, slots - start))
+            return carry, one(at, begin, jnp.where(slots < 0, -1, slots - start))
 
-        return lax.scan(step, None, (first, slots))[1]
+        return lax.scan(step, None, (number, slots))[1]
 
 
 def of_kernel_blocks(indices: Array, block: int) -> Array:
@@ -184,6 +191,18 @@ def of_kernel_blocks(indices: Array, block: int) -> Array:
     t = jnp.arange(indices.shape[1], dtype=jnp.int32)[:, None, None, None]
     split = jnp.where((indices[..., None] >= 0) & (split * BLOCK <= t), split, -1)
     return split.reshape(*indices.shape[:-1], -1)
+
+
+def without_forced(indices: Array, initial: int, local: int) -> Array:
+    """Ascending indices [B, T, K, n] without blocks that every list has: [B, T, K, fewer].
+
+    The first `initial` columns are initial blocks; the last `local` columns are local ones or
+    nothing.
+    """
+    t = jnp.arange(indices.shape[1], dtype=jnp.int32)[:, None, None]
+    rest = indices[..., initial : indices.shape[-1] - local]
+    rest = jnp.where(rest > t // BLOCK - local, -1, rest)
+    return rest if rest.shape[-1] else jnp.full_like(indices[..., :1], -1)
 
 
 def _padded(x: Array, after: tuple[int, ...]) -> Array:
