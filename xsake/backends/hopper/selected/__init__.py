@@ -1,7 +1,9 @@
 """Attention over kv blocks that every token selects for itself, on Hopper GPUs (sm90).
 
-    indices ─ lists.py ─ tiles by kv block ─┬─ parts.py ───── out, logsumexp ─── finish.py
-                                            └─ gradients.py ─ dk, dv, dq ─────── merge.py
+    indices ─ lists.py ─ tiles by kv block ─┬─ parts.py ───── out, logsumexp ─┐
+                                            └─ gradients.py ─ dk, dv, dq ─────┴─ merge.py
+
+    blocks that the caller says every list has: finish.py computes them where it adds the parts
 
     q, compressed keys ─ importance.py ─ top.py ─ indices                      (choose.py)
 
@@ -63,7 +65,7 @@ def why_not_arrays(q: Any, group: int, head_size: int) -> str | None:
 @jax.jit
 def forward(call: SelectedCall) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
-    from xsake.backends.hopper.selected import finish, parts
+    from xsake.backends.hopper.selected import finish, merge, parts
 
     forced = call.forced if call.block == BLOCK else (0, 0)
     chunks = _Chunks(call, FORWARD_CHUNK, without=forced)
@@ -72,9 +74,15 @@ def forward(call: SelectedCall) -> tuple[Array, Array]:
 
     def one(at: Array, begin: Array, slots: Array) -> tuple[Array, Array]:
         part, lse = parts.parts(q, k, v, chunks.tiles, at, scale=call.scale, **chunks.sizes)
-        own = jnp.where(slots[..., None] < 0, -jnp.inf, lse.reshape(-1, group)[slots])
-        own = jnp.transpose(own, (1, 2, 0, 3)).reshape(*own.shape[1:3], -1)
         part = part.reshape(-1, group, part.shape[-1])
+        own = jnp.where(slots[..., None] < 0, -jnp.inf, lse.reshape(-1, group)[slots])
+        if not any(forced):
+            total = jax.nn.logsumexp(own / LOG2E, axis=2)  # [chunk, K, g]
+            base = jnp.where(total > -jnp.inf, total, 0.0)
+            weights = jnp.exp2(own - base[:, :, None] * LOG2E)
+            weights = jnp.transpose(weights, (1, 2, 0, 3)).reshape(*weights.shape[1:3], -1)
+            return merge.merge(part, jnp.maximum(slots, 0), weights), total
+        own = jnp.transpose(own, (1, 2, 0, 3)).reshape(*own.shape[1:3], -1)
         out, total = finish.finish(
             *(q, k, v, part, own, jnp.maximum(slots, 0), begin), forced=forced, scale=call.scale
         )
@@ -163,8 +171,8 @@ class _Chunks:
     def map(self, one: Callable[[Array, Array, Array], Any]) -> Any:
         """one(first segment, begin, slots [chunk, K, n]) for every chunk, stacked.
 
-        begin is (batch row, first token). Slots are counted from the chunk's first tile; -1: nothing
-        was selected.
+        begin is (batch row, first token). Slots are counted from the chunk's first tile; -1:
+        nothing was selected.
         """
         past = ((0, 0), (0, -self.T % self.chunk), (0, 0), (0, 0))
         slots = jnp.pad(self.tiles.slots, past, constant_values=-1)
