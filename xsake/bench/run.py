@@ -1,7 +1,7 @@
 """Runs the suites of `xsake bench --suite NAME` and writes their JSON files.
 
-An interrupted Hopper suite resumes from its file, if commit, machine, versions and `quick` match:
-cases with a record in the file are not measured again. The suites `cpu` and `model` are one case
+An interrupted suite resumes from its file, if commit, machine, versions and `quick` match: cases
+with a record in the file are not measured again. The suites `cpu` and `model` are one case
 each; they start again and cannot be joined. `join` merges the files of several processes, each of
 which measured a subset of the cases.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from xsake import _files
 from xsake.bench import peers
-from xsake.bench.suites import Part, Record, Suite, cpu, hopper, hopper_features, model
+from xsake.bench.suites import Part, Record, Suite, cpu, hopper, hopper_features, model, nsa
 from xsake.bench.timing import provenance
 
 SUITES: dict[str, Suite] = {
@@ -24,6 +24,7 @@ SUITES: dict[str, Suite] = {
     "hopper": hopper,
     "hopper-features": hopper_features,
     "model": model,
+    "nsa": nsa,
 }
 
 MUST_MATCH = ("commit", "machine", "versions", "quick")  # for files to be resumed or joined

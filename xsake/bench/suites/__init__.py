@@ -11,6 +11,7 @@ the records of one case, so that an interrupted run can resume with the next cas
     hopper                 speed compared with peers, uneven heads, transposed lists
     hopper_features        one case per feature, the xla backend on a GPU, memory
     model                  loading, prefill and decode of a checkpoint
+    nsa                    Native Sparse Attention: time, memory, error against `reference`
 
 The other modules are programs, python -m xsake.bench.suites.NAME:
 
