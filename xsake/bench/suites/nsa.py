@@ -48,7 +48,9 @@ def selected(q: Array, k: Array, v: Array, blocks: Array, implementation: str | 
 def all_branches(q: Array, k: Array, v: Array, gates: Array, implementation: str | None) -> Array:
     """The three branches with their gates; blocks are selected from the input."""
     return nsa.native_sparse_attention(
-        *(q, k, v),
+        q,
+        k,
+        v,
         g_cmp=gates[0],
         g_slc=gates[1],
         g_swa=gates[2],
