@@ -94,14 +94,16 @@ def check(given, indices, counts, ids, dtype="float32", implementation=None, flo
         assert error <= limit, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize(
+    "group", [1, 3, *(pytest.param(x, marks=pytest.mark.slow) for x in (4, 8, 16))]
+)
 def test_any_group_and_any_indices(group):
     indices, counts = any_indices()
     check(inputs(N=2 * group), indices, counts, None)
 
 
 def test_packed_sequences_with_padding():
-    """With groups of 16, a block is visited by several tiles of queries."""
+    """Groups of 16, with which several tiles of queries visit a block."""
     indices, counts = any_indices()
     ids = np.stack([PACKED, np.roll(PACKED, 30)])
     check(inputs(N=32), indices, counts, ids)
