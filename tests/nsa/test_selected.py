@@ -199,6 +199,21 @@ def test_a_dropped_block_cannot_leak():
         assert np.array_equal(one, two)
 
 
+def test_a_key_after_the_query_may_hold_any_finite_value():
+    """Later tokens of a visited block do not change earlier rows, whatever they hold."""
+    given, t = inputs(), 40
+    indices, counts = any_indices()
+    arrays = {name: np.float32(x) for name, x in given.items()}
+    arrays["d_lse"] *= 0
+    arrays["d_out"] *= 100  # times such a value, it is infinite
+    arrays["d_out"][:, t + 1 :] = 0
+    call = {"indices": indices, "counts": counts, "ids": None}
+    clean = results(**arrays, **call)
+    arrays["k"][:, t + 1 :], arrays["v"][:, t + 1 :] = 1e18, 2e36
+    for one, two in zip(clean, results(**arrays, **call), strict=True):
+        assert np.array_equal(one[:, : t + 1], two[:, : t + 1])
+
+
 def test_memory_is_linear_in_the_length():
     """Twice the tokens need at most twice the temporary memory, and a little."""
 
