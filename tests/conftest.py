@@ -38,6 +38,7 @@ LONGEST_FIRST = [
     "tests/test_properties.py",
     "tests/model/test_generate.py",
     "tests/test_readme.py",
+    "tests/nsa/test_attention.py",
     "tests/model/test_transformer.py",
     "tests/backends/hopper/test_hopper.py",
 ]

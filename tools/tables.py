@@ -398,6 +398,24 @@ def hads_profile(report: Record) -> str:
     return _markdown(("device", "documents", "dtype", "cost curves", "seconds"), records)
 
 
+def nsa(records: list[Record]) -> str:
+    """The suite `nsa`."""
+    lines = [
+        [
+            f"{record['case'].partition(' T=')[0]}, {record['T']:,} tokens",
+            record["direction"],
+            f"{record['median_seconds']:.2f}",
+            f"{record['temporary_bytes'] / 2**20:.0f}",
+            f"{record['peak_resident_bytes'] / 2**20:.0f}",
+            f"{record['load_average']:.1f}",
+            f"{record['error']:.1e}",
+        ]
+        for record in records
+    ]
+    head = "case | direction | seconds | temporary MiB | process MiB | load before | error"
+    return _markdown(head.split(" | "), lines)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "hopper": hopper,
     "hopper-costs": hopper_costs,
@@ -406,6 +424,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "counters": counters,
     "cpu": cpu,
     "model": model,
+    "nsa": nsa,
     "head-roles": head_roles,
     "training": training,
     "train-step": train_step,

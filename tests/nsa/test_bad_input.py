@@ -191,6 +191,13 @@ REFUSED = {
         lambda: attend(score="msa", index_query=zeros(B, T, K, 4), index_key=zeros(B, T, 1, 5)),
         "index_key must be [2, 32, 2, 4] or [2, 32, 1, 4], got shape [2, 32, 1, 5]",
     ),
+    "an indexer beside given blocks": (
+        lambda: attend(score="msa", index_query=zeros(B, T, K, 4), block_indices=INDICES),
+        (
+            "index_query selects blocks, but block_indices are given or the selected branch is "
+            "off; leave it out"
+        ),
+    ),
     "cu_seqlens of a batch": (
         lambda: attend(cu_seqlens=np.array([0, 32])),
         (

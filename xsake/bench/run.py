@@ -1,7 +1,7 @@
 """Runs the suites of `xsake bench --suite NAME` and writes their JSON files.
 
-An interrupted Hopper suite resumes from its file, if commit, machine, versions and `quick` match:
-cases with a record in the file are not measured again. The suites `cpu` and `model` are one case
+An interrupted suite resumes from its file, if commit, machine, versions and `quick` match: cases
+with a record in the file are not measured again. The suites `cpu` and `model` are one case
 each; they start again and cannot be joined. `join` merges the files of several processes, each of
 which measured a subset of the cases.
 """
@@ -16,13 +16,24 @@ from typing import Any
 
 from xsake import _files
 from xsake.bench import peers
-from xsake.bench.suites import Part, Record, Suite, cpu, hopper, hopper_features, model, nsa
+from xsake.bench.suites import (
+    Part,
+    Record,
+    Suite,
+    cpu,
+    hopper,
+    hopper_features,
+    hopper_nsa,
+    model,
+    nsa,
+)
 from xsake.bench.timing import provenance
 
 SUITES: dict[str, Suite] = {
     "cpu": cpu,
     "hopper": hopper,
     "hopper-features": hopper_features,
+    "hopper-nsa": hopper_nsa,
     "model": model,
     "nsa": nsa,
 }
@@ -54,7 +65,7 @@ def run_suite(
         raise ValueError(f"suite {name!r} has no case with {only!r} in its name: {list(parts)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     facts, began = provenance() | {"quick": quick}, time.perf_counter()
-    if name in ("hopper", "nsa"):
+    if name in ("hopper", "hopper-nsa"):
         facts["versions"] |= peers.versions()
     result = _earlier(out, facts)
     records = [record for record in result["results"] if record["case"] in parts]

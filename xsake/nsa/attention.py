@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from xsake.attention import Tensor, dot_product_attention
@@ -139,9 +139,7 @@ def native_sparse_attention(
     compresses = "g_cmp" in branches or (selects and score == "nsa")
     settings.check(selects=selects, compresses=compresses)
     functions_of(compression)
-    index = None
-    if selects:
-        index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
+    index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]), selects)
     if 0 in q.shape[:2]:
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     how: dict[str, Any] = {"scale": scale, "implementation": implementation, "options": options}
@@ -158,7 +156,10 @@ def native_sparse_attention(
                 implementation=implementation,
             )
         found["g_slc"], _ = attend_selected(
-            *(q, k, v, indices),
+            q,
+            k,
+            v,
+            indices,
             block=block_size,
             sequences=sequences,
             counts=counts,
@@ -292,6 +293,7 @@ def choose(
     means: of whole blocks, for "moba", where they are known already.
     """
     block, choice, keys = settings.block_size, settings.choice, k.shape[1]
+    q, k, pooled, logsumexp, index = lax.stop_gradient((q, k, pooled, logsumexp, index))
     if settings.score == "msa":
         assert index is not None
         return select.by_indexer(*index, sequences, block=block, **choice)
@@ -302,7 +304,10 @@ def choose(
     assert pooled is not None
     assert logsumexp is not None
     return select.by_compressed_attention(
-        *(q, pooled, logsumexp, sequences),
+        q,
+        pooled,
+        logsumexp,
+        sequences,
         keys=keys,
         block=block,
         pooled_block=settings.compression_block,

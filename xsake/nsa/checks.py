@@ -90,11 +90,15 @@ def check_counts(counts: Any, indices: Array | None, q: Array, k: Array) -> Any:
 
 
 def check_indexer(
-    settings: Settings, index_query: Any, index_key: Any, lead: tuple[int, ...]
+    settings: Settings,
+    index_query: Any,
+    index_key: Any,
+    lead: tuple[int, ...],
+    selects: bool = True,
 ) -> tuple[Array, Array] | None:
     """The indexer's queries [B, T, K, Hi] and keys [B, T, K|1, Hi]; None unless score is "msa".
 
-    `lead` is (B, T, K).
+    `lead` is (B, T, K); `selects`: whether blocks are to be selected.
     """
     given = {"index_query": index_query, "index_key": index_key}
     for name, x in given.items():
@@ -102,9 +106,14 @@ def check_indexer(
             raise ValueError(
                 f"{name} is for score='msa', but score is {settings.score!r}; leave it out"
             )
-        if settings.score == "msa" and x is None:
+        if not selects and x is not None:
+            raise ValueError(
+                f"{name} selects blocks, but block_indices are given or the selected branch is "
+                "off; leave it out"
+            )
+        if settings.score == "msa" and selects and x is None:
             raise ValueError(f"score='msa' needs {name}")
-    if settings.score != "msa":
+    if settings.score != "msa" or not selects:
         return None
     q, k = jnp.asarray(index_query), jnp.asarray(index_key)
     if q.ndim != 4 or q.shape[:3] != lead:

@@ -75,11 +75,8 @@ def slots_of(sequences: Sequences, length: int, block: int, stride: int) -> Slot
     slot = jnp.where(is_end, ends - 1, capacity)  # past the end: dropped
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], slot.shape)
     end = jnp.full((len(is_end), capacity), length, jnp.int32).at[row, slot].set(index, mode="drop")
-    number = jnp.where(
-        end < length, sequences.number[row, jnp.minimum(end, max(length - 1, 0))], -1
-    )
-    # a block that ends at a sequence's first token has length 1 and belongs to it
-    before = ends - is_end
+    number = jnp.where(end < length, sequences.number[row, jnp.minimum(end, length - 1)], -1)
+    before = ends - is_end  # blocks that end before each token
     return Slots(end, number, before[row, sequences.first])
 
 

@@ -143,9 +143,8 @@ def prefill(
     if count.shape != (B,):
         raise ValueError(f"lengths must have shape [{B}], got {list(count.shape)}")
     block, stride = _pooled_sizes(cache.settings)
-    pooled = compress(
-        *(k, v, ONE_SEQUENCE), block=block, stride=stride, compression=_used(cache, compression)
-    )
+    how = _used(cache, compression)
+    pooled = compress(k, v, ONE_SEQUENCE, block=block, stride=stride, compression=how)
     new: dict[str, Any] = {"k": k, "v": v, "pooled_k": pooled.k, "pooled_v": pooled.v}
     if cache.index_k is not None:
         if index_key is None:

@@ -86,7 +86,9 @@ def indexer_loss(
         if indices is not None:
             return attend_selected(q, k, v, indices, block=block_size, sequences=sequences, **how)
         return dot_product_attention(
-            *(q, k, v),
+            q,
+            k,
+            v,
             is_causal=True,
             q_segment_ids=sequences.number,
             return_residual=True,

@@ -10,7 +10,7 @@
     They count among the n. A query with fewer than n blocks behind it selects all of them.
 
 Scores are computed for a chunk of queries at a time: neither T × P nor T × blocks is ever stored.
-The selection has no gradient.
+Callers stop gradients before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ LEAST_QUERIES = 16  # of a chunk, however long the sequence
 
 # (arrays of a chunk of queries) -> scores [B, c, K, n] in float32
 Score = Callable[[dict[str, Array]], Array]
-
 
 STATIC = "keys block pooled_block stride scale num_selected initial local implementation".split()
 
@@ -172,11 +171,10 @@ def _select(
     if sequences.number is not None and pooled.before is not None:
         arrays |= {"number": sequences.number, "before": pooled.before}
     arrays = {name: jnp.broadcast_to(x, (B, *x.shape[1:])) for name, x in arrays.items()}
-    arrays = lax.stop_gradient(arrays)
 
     def best(at: dict[str, Array]) -> Array:
         position = at["position"][:, :, None, None]
-        scores = lax.stop_gradient(score(at))
+        scores = score(at)
         blocks = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None, None]
         current = position // block  # negative for padding, which selects nothing
         forced = (blocks < initial) | (blocks > current - local)
@@ -210,8 +208,7 @@ def _grouped(query: Array, K: int) -> Array:
 
 def _products(q: Float[Array, "B c K G H"], k: Float[Array, "B P K H"]) -> Array:
     """q · k in float32, [B, c, K, G, P]."""
-    q, k = operand(q), operand(k)
-    return product("bckgh,bpkh->bckgp", q, lax.stop_gradient(k), accumulator(q.dtype))
+    return product("bckgh,bpkh->bckgp", operand(q), operand(k), accumulator(q.dtype))
 
 
 def _visible(pooled: Pooled, at: dict[str, Array]) -> Array:

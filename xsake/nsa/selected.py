@@ -73,7 +73,12 @@ def attend_selected(
     """
     indices = indices if is_set else as_sets(indices, counts, sequences, block)
     call = SelectedCall(
-        *(query, key, value, indices, sequences.first, sequences.last),
+        q=query,
+        k=key,
+        v=value,
+        indices=indices,
+        first=sequences.first,
+        last=sequences.last,
         block=block,
         scale=float(scale),
         options=Options.of(options),
@@ -86,7 +91,9 @@ def attend_selected(
         return jnp.zeros((B, T, N, Hv), query.dtype), lse
     if name == REFERENCE:
         return dot_product_attention(
-            *(query, key, value),
+            query,
+            key,
+            value,
             mask=as_mask(call),
             scale=scale,
             implementation=REFERENCE,
@@ -142,7 +149,12 @@ def explain(
     def ask(q: Any, k: Any, v: Any, indices: Any, ids: Any) -> int:
         sequences = sequences_of(*q.shape[:2], segment_ids=ids, cu_seqlens=None, token_indices=None)
         call = SelectedCall(
-            *(q, k, v, indices, sequences.first, sequences.last),
+            q=q,
+            k=k,
+            v=v,
+            indices=indices,
+            first=sequences.first,
+            last=sequences.last,
             block=block_size,
             scale=scale,
             options=Options.of(options),

@@ -94,6 +94,11 @@ class Tile(NamedTuple):
     live: Array  # bool [R, W]
     allowed: Array  # bool [R, W, 1, block]: which token pairs
 
+    def masked(self, x: Array, other: float) -> Array:
+        """x [R, W · G, block] where a query may see the key, else the number `other`."""
+        by_token = x.reshape(*self.token.shape, -1, x.shape[-1])
+        return jnp.where(self.allowed, by_token, other).reshape(x.shape)
+
     def target(self, T: int) -> Array:
         """The tokens that results are written to; T, which is dropped, for padding."""
         return jnp.where(self.live, self.token, T)
@@ -153,8 +158,7 @@ class Operands:
     def logits(self, q_rows: Array, k_rows: Array, tile: Tile) -> Array:
         """[R, W · G, block], -inf where a query may not see the key."""
         s = product("rqh,rkh->rqk", q_rows, k_rows, accumulator(self.call.q.dtype)) * self.scale
-        by_token = s.reshape(*tile.token.shape, -1, self.call.block)
-        return jnp.where(tile.allowed, by_token, -jnp.inf).reshape(s.shape)
+        return tile.masked(s, -jnp.inf)
 
 
 def _by_head(x: Array, K: int) -> Array:
@@ -230,18 +234,19 @@ def backward(
         d = given.rows(d_rows, tile)
         p = exp(given.logits(q, k, tile) - given.rows(level, tile))
         dp = product("rqh,rkh->rqk", d, v, dtype)
-        ds = p * (dp - given.rows(delta, tile))
+        # masked again: a value that no query sees may be so large that dp is infinite
+        ds = tile.masked(p * (dp - given.rows(delta, tile)), 0.0)
         p, ds = p.astype(q.dtype), ds.astype(q.dtype)
         dq_rows = product("rqk,rkh->rqh", ds, k, dtype).reshape(*tile.token.shape, -1)
         dq = dq.at[row, tile.target(T)].add(dq_rows, mode="drop")
         dk = _add_block(dk, tile.begin, product("rqk,rqh->rkh", ds, q, dtype))
         return dq, dk, _add_block(dv, tile.begin, product("rqk,rqh->rkh", p, d, dtype))
 
-    lengths = S + call.block
+    length = S + call.block
     nothing = (
         _zeros(call.q, R, T, G * H),
-        _zeros(call.q, R, lengths, H),
-        _zeros(call.q, R, lengths, Hv),
+        _zeros(call.q, R, length, H),
+        _zeros(call.q, R, length, Hv),
     )
     dq, dk, dv = lax.fori_loop(0, tiles.total.max(initial=0), step, nothing)
     dq, dk = dq * call.scale, dk * given.scale
