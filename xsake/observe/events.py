@@ -73,7 +73,8 @@ class TrainStep(Event):
     learning_rate: float
     gradient_norm: float | None
     skipped_steps: int  # total so far of steps whose loss or gradient was not finite
-    density_ratio: float  # of the plan; 1 without a plan
+    # of the plan, or of the selected branch of sparse attention; 1 without either
+    density_ratio: float
     tokens_seen: int
     step_seconds: float
     tokens_per_second: float
@@ -81,6 +82,8 @@ class TrainStep(Event):
     peak_bytes: int | None = None
     # Density that this batch visited, with its document boundaries; None if unknown.
     visited_density_ratio: float | None = None
+    # KL of the indexer, the mean over layers; None unless model.attention is "msa".
+    index_loss_nats: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ class Evaluated(Event):
     loss_nats: float | None
     perplexity: float | None
     targets: int
-    density_ratio: float  # of the plan; 1 without a plan
+    density_ratio: float  # as that of TrainStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
