@@ -67,14 +67,16 @@ class Resumed(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainStep(Event):
-    """Metrics of one step; times are the mean over the steps since the previous TrainStep."""
+    """Metrics of one step; times are the mean over the steps since the previous TrainStep.
+
+    density_ratio is that of the selected branch, if the model has sparse attention.
+    """
 
     loss_nats: float | None
     learning_rate: float
     gradient_norm: float | None
     skipped_steps: int  # total so far of steps whose loss or gradient was not finite
-    # of the plan, or of the selected branch of sparse attention; 1 without either
-    density_ratio: float
+    density_ratio: float  # of the plan; 1 without a plan
     tokens_seen: int
     step_seconds: float
     tokens_per_second: float
