@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from examples import calibrate_and_generate, packed_documents, replace_attention, train_and_resume
+from examples import (
+    calibrate_and_generate,
+    packed_documents,
+    replace_attention,
+    train_and_resume,
+    train_nsa,
+)
 
 pytestmark = pytest.mark.second_python
 
@@ -34,3 +40,11 @@ def test_a_crashed_run_continues_as_if_nothing_had_happened(tmp_path, capsys):
     assert "power cut at step 6\nresumed at step 4" in capsys.readouterr().out.replace(
         "step 2: new plan of density 0.60\n", ""
     )
+
+
+def test_a_model_with_sparse_attention_is_trained_loaded_and_continues(tmp_path, capsys):
+    """12 steps are enough for the loss to fall; the exported folder generates."""
+    losses = train_nsa.main(tmp_path, steps=12, length=64, words=4)
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.1
+    assert "Cat number 3 sat on" in capsys.readouterr().out

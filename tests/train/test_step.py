@@ -30,7 +30,7 @@ slope = jax.jit(jax.value_and_grad(step.summed_loss, has_aux=True), static_argnu
 
 def gradient_of(whole, batch):
     parameters = step.initial(whole).parameters
-    (_, (loss, count)), gradient = slope(parameters, batch, None, whole)
+    (_, (loss, count, _)), gradient = slope(parameters, batch, None, whole)
     return float(loss), float(count), jax.tree.map(np.asarray, gradient)
 
 
@@ -52,7 +52,7 @@ def test_accumulation_of_4_equals_a_batch_4_times_as_large(whole, stream):
         how = changed(whole, data__rows=4, optimizer__accumulate=pieces)
         sums = jax.jit(step.summed_gradient, static_argnums=3)
         found.append(sums(step.initial(how).parameters, batch, None, how))
-    ((loss, targets), one), ((same, told), four) = jax.tree.map(np.asarray, found)
+    ((loss, targets, _), one), ((same, told, _), four) = jax.tree.map(np.asarray, found)
     assert loss == pytest.approx(same, rel=1e-6)
     assert targets == told == batch.weights.sum()
     assert_close(one, four)

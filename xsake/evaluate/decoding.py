@@ -19,7 +19,7 @@ from jax import Array, lax
 from xsake.decode import REFRESH, CacheReader
 from xsake.evaluate.quality import Predictions, compare_predictions
 from xsake.model import GenerateOptions, Transformer
-from xsake.model.generate import decode_step, prefill
+from xsake.model.generate import AnyCache, decode_step, prefill
 from xsake.model.kv_cache import KVCache
 
 
@@ -37,13 +37,15 @@ def compare_decoding(
         GenerateOptions(budget=given, refresh=refresh).reader(model.config)
         for given in (None, budget)
     ]
-    cache = KVCache.empty(model.config, 1, len(tokens), dtype=model.dtype, block=readers[0].block)
+    cache: AnyCache = KVCache.empty(
+        model.config, 1, len(tokens), dtype=model.dtype, block=readers[0].block
+    )
     cache, _ = prefill(model, cache, [prompt.tolist()])
     dense, sparse = (_fed(model, cache, rest, reader.over(cache.capacity)) for reader in readers)
     return compare_predictions(dense, sparse, rest, model.logits, at_once=64)
 
 
-def _fed(model: Transformer, cache: KVCache, tokens: Array, reader: CacheReader) -> Array:
+def _fed(model: Transformer, cache: AnyCache, tokens: Array, reader: CacheReader) -> Array:
     """Hidden states [new, width] of tokens that are fed one a step."""
     found = []
     for first in range(0, len(tokens), reader.refresh):
@@ -56,8 +58,8 @@ def _fed(model: Transformer, cache: KVCache, tokens: Array, reader: CacheReader)
 
 @jax.jit
 def _fed_with_one_selection(
-    model: Transformer, cache: KVCache, tokens: Array, reader: CacheReader
-) -> tuple[KVCache, Array]:
+    model: Transformer, cache: AnyCache, tokens: Array, reader: CacheReader
+) -> tuple[AnyCache, Array]:
     """Feeds a group of tokens, which all read the blocks that the first one selects."""
     one = jnp.ones(1, jnp.int32)
 

@@ -4,6 +4,8 @@ from xsake.model.config import PRESETS, Config
 from xsake.model.generate import Completion, GenerateOptions, Sampling, generate, stream
 from xsake.model.kv_cache import KVCache
 from xsake.model.rope import Rope
+from xsake.model.sparse.cache import SparseCache
+from xsake.model.sparse.options import Sparse
 from xsake.model.transformer import Observation, Transformer, parameter_shapes
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "Observation",
     "Rope",
     "Sampling",
+    "Sparse",
+    "SparseCache",
     "Transformer",
     "generate",
     "parameter_shapes",

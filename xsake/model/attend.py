@@ -8,6 +8,7 @@
 
 layer is the layer's number (traced when layers are scanned), q [B, T, N, H], k and v [B, T, K, H],
 all normed and rotated; out is [B, T, N, H]. `state` is any pytree, handed from layer to layer.
+`sparse/attend.py` has those of sparse attention.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from xsake.masks.rule import Rule
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
 
-Attend = Callable[[Any, Array, Array, Array, Any], tuple[Array, Any]]
+# (layer, q, k, v, state), and the layer's SparseInputs in a model with sparse attention
+Attend = Callable[..., tuple[Array, Any]]
 
 if TYPE_CHECKING:
     ModelMask = Rule | BlockMask | InputMask | MaskFunction | None

@@ -2,7 +2,8 @@
 
 One transformer covers GPT-2 (learned positions, LayerNorm, GELU, biases) and the Llama family
 (rotary positions, RMSNorm, gated SiLU, grouped heads; Qwen's biases and q/k norm, Mistral's
-window): they differ in the fields below and in nothing else.
+window): they differ in the fields below and in nothing else. `attention` gives any of them
+attention that selects its own blocks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 from xsake import _files
 from xsake.model.rope import Rope
+from xsake.model.sparse import options
+from xsake.model.sparse.options import Sparse
+from xsake.nsa.settings import Score, Settings
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 NORMS = ("layer", "rms")
@@ -45,6 +49,8 @@ class Config:
     tied: bool = False  # the output head is the token embedding, transposed
     window: int | None = None  # a query sees itself and window - 1 keys to the left
     window_layers: tuple[int, ...] | None = None  # which layers have it; None: all
+    attention: str = "dense"  # dense | nsa | moba | msa
+    sparse: Sparse = dataclasses.field(default_factory=Sparse)  # read unless attention = "dense"
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
@@ -71,6 +77,18 @@ class Config:
         if self.window is not None:
             _check_count("window", self.window)
         _check_window_layers(self)
+        options.check(
+            self.attention,
+            self.sparse,
+            kv_heads=self.kv_heads,
+            head_size=self.head_size,
+            rope=self.positions == "rope",
+        )
+        if self.is_sparse and self.window is not None:
+            raise ValueError(
+                f"window = {self.window} is for attention = 'dense', but it is {self.attention!r}, "
+                "whose window branch has sparse.window_size; leave window out"
+            )
         for name, ids in (("bos", [] if self.bos is None else [self.bos]), ("eos", self.eos)):
             if any(not 0 <= i < self.vocab_size for i in ids):
                 raise ValueError(
@@ -81,6 +99,32 @@ class Config:
         """Whether this layer sees a window only."""
         among = self.window_layers is None or layer in self.window_layers
         return self.window is not None and among
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether attention selects its own blocks."""
+        return self.attention != "dense"
+
+    @property
+    def settings(self) -> Settings:
+        """The numbers of sparse attention, as `xsake.nsa` takes them."""
+        return self.sparse.settings(self._score)
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The branches of sparse attention, by the names of their gates."""
+        return self.sparse.branches(self._score)
+
+    @property
+    def index_size(self) -> int:
+        """Head size of the indexer of msa."""
+        return self.sparse.index_size or self.head_size
+
+    @property
+    def _score(self) -> Score:
+        if not self.is_sparse:
+            raise ValueError("attention is 'dense': it has no settings of sparse attention")
+        return self.attention  # type: ignore[return-value]  # checked by options.check
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `from_dict` reads them."""
@@ -99,11 +143,13 @@ class Config:
         for name in ("window_layers", "eos"):
             if not isinstance(values.get(name), list | tuple | None):
                 raise ValueError(f"Config: {name!r} must be a list, got {values[name]!r:.40}")
-        if not isinstance(values.get("rope", Rope()), Mapping | Rope):
-            raise ValueError(f"Config: 'rope' must be an object, got {values['rope']!r:.40}")
-        if isinstance(values.get("rope"), Mapping):
-            _check_keys(Rope, values["rope"])
-            values["rope"] = Rope(**values["rope"])
+        nested: tuple[tuple[str, Any], ...] = (("rope", Rope), ("sparse", Sparse))
+        for name, kind in nested:
+            if not isinstance(values.get(name, kind()), Mapping | kind):
+                raise ValueError(f"Config: {name!r} must be an object, got {values[name]!r:.40}")
+            if isinstance(values.get(name), Mapping):
+                _check_keys(kind, values[name])
+                values[name] = kind(**values[name])
         for name in ("window_layers", "eos"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +31,10 @@ from xsake.model import kv_cache
 from xsake.model.attend import by_cache, by_chunk, by_mask
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
+from xsake.model.prompts import check_prompts, check_stop, padded, padded_stop
 from xsake.model.sampling import Sampling, check_whole, sample
+from xsake.model.sparse.attend import by_prompt, by_sparse_cache
+from xsake.model.sparse.cache import SparseCache
 from xsake.model.transformer import Transformer
 
 __all__ = ["Completion", "GenerateOptions", "Sampling", "generate", "stream"]
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 else:
     PromptMask = Any  # at run time `as_input_mask` raises for other types
     Prompts = StopTokens = Draw = Any  # `GenerateOptions` raises
+AnyCache = KVCache | SparseCache  # of a model with dense attention, with sparse attention
 
 
 class Completion(NamedTuple):
@@ -84,7 +87,8 @@ class GenerateOptions:
       refresh: blocks are reselected every `refresh` tokens and at the start of each burst, by exact
         attention to all keys so far; the tokens in between read the same blocks. 1 is the most
         faithful, more is faster.
-      chunk: prompt tokens of one pass.
+      chunk: prompt tokens of one pass; a model with sparse attention reads all in one, in memory
+        linear in their number.
       burst: tokens between two yields.
     """
 
@@ -109,8 +113,13 @@ class GenerateOptions:
 
     def check(self, config: Config, prompts: Prompts) -> None:
         """Raises if a model of this config cannot read these prompts with these options."""
-        _check_prompts(config, prompts, self.max_tokens)
-        _check_stop(config, self.stop)
+        check_prompts(config, prompts, self.max_tokens)
+        check_stop(config, self.stop)
+        if config.is_sparse and self.mask is not None:
+            raise ValueError(
+                f"mask restricts dense attention, but this model has attention = "
+                f"{config.attention!r}, which selects its own blocks; leave mask out"
+            )
         if isinstance(self.mask, InputMask):
             self.mask.check(config.layers, config.heads)
         in_chunks = max(map(len, prompts)) > self.chunk
@@ -123,6 +132,11 @@ class GenerateOptions:
 
     def reader(self, config: Config) -> CacheReader:
         """How new tokens read the cache; the budget is checked here."""
+        if config.is_sparse and self.budget is not None:
+            raise ValueError(
+                f"budget is for dense attention, but this model has attention = "
+                f"{config.attention!r}, which reads sparse.num_selected blocks; leave budget out"
+            )
         return CacheReader.of(
             self.budget,
             layers=config.layers,
@@ -176,11 +190,15 @@ def _stream(
     reader: CacheReader,
 ) -> Iterator[list[Completion]]:
     config, sampling = model.config, options.sampling or Sampling()
-    stop = _padded_stop(config.eos if options.stop is None else options.stop)
+    stop = padded_stop(config.eos if options.stop is None else options.stop)
     longest, left = max(map(len, prompts)), options.max_tokens - 1
-    cache = KVCache.empty(
-        config, len(prompts), longest + left, dtype=model.dtype, block=reader.block
-    )
+    cache: AnyCache
+    if config.is_sparse:
+        cache = SparseCache.empty(config, len(prompts), longest + left, dtype=model.dtype)
+    else:
+        cache = KVCache.empty(
+            config, len(prompts), longest + left, dtype=model.dtype, block=reader.block
+        )
     cache, hidden = prefill(model, cache, prompts, mask=options.mask, chunk=options.chunk)
     # the seed is an argument, so that another one does not recompile
     seed, sampling = np.uint32(sampling.seed), dataclasses.replace(sampling, seed=0)
@@ -226,28 +244,28 @@ def _completions(
 
 def prefill(
     model: Transformer,
-    cache: KVCache,
+    cache: AnyCache,
     prompts: Prompts,
     *,
     mask: PromptMask = None,
     chunk: int = CHUNK,
-) -> tuple[KVCache, Array]:
+) -> tuple[AnyCache, Array]:
     """Reads the prompts into an empty cache: (cache, the last token's hidden state [B, width])."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, mask = int(lengths.max()), _prompt_mask(mask)
     cache.check_capacity(longest)
-    if longest <= chunk:
+    if isinstance(cache, SparseCache) or longest <= chunk:
         # Pad to a few lengths, so that few programs are compiled; an InputMask selects whole
         # blocks, so its prompts are padded to the next one.
         step = min(256, max(16, 1 << (longest - 1).bit_length()))
         if isinstance(mask, InputMask):
             step = BLOCK
-        tokens = _padded(prompts, -(-longest // step) * step)
+        tokens = padded(prompts, -(-longest // step) * step)
         mask = mask.at(tokens.shape[1]) if isinstance(mask, InputMask) else mask
         return _prefill_whole(model, cache, tokens, jnp.asarray(lengths), mask)
     hidden = jnp.zeros((len(prompts), model.config.width), model.dtype)
     count = -(-longest // chunk)
-    tokens = _padded(prompts, count * chunk)
+    tokens = padded(prompts, count * chunk)
     span = _span(longest, cache)
     mask = mask.at(span) if isinstance(mask, InputMask) else mask
     for first in range(0, count * chunk, chunk):
@@ -273,20 +291,24 @@ def _prompt_mask(mask: PromptMask) -> Rule | InputMask | None:
 @functools.partial(jax.jit, donate_argnames="cache")
 def _prefill_whole(
     model: Transformer,
-    cache: KVCache,
+    cache: AnyCache,
     tokens: Array,
     count: Array,
     mask: Rule | InputMask | None,
-) -> tuple[KVCache, Array]:
+) -> tuple[AnyCache, Array]:
     B, T = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    if isinstance(cache, SparseCache):
+        by_count = by_prompt(model.config, count, model.implementation)
+        hidden, filled = model.run(tokens, positions, by_count, cache, scan=False)
+        return filled, hidden[jnp.arange(B), count - 1]
     inside = by_mask(model.config, mask, B, T, implementation=model.implementation)
 
     def attend(layer: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
         return inside(layer, q, k, v, None)[0], cache.append(layer, k, v, count)
 
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    hidden, cache = model.run(tokens, positions, attend, cache)
-    return cache.advance(count), hidden[jnp.arange(B), count - 1]
+    hidden, filled = model.run(tokens, positions, attend, cache)
+    return filled.advance(count), hidden[jnp.arange(B), count - 1]
 
 
 @functools.partial(jax.jit, static_argnames="span", donate_argnames="cache")
@@ -327,7 +349,7 @@ def _first(
 @functools.partial(jax.jit, static_argnames=("sampling", "burst"), donate_argnames="cache")
 def _burst(
     model: Transformer,
-    cache: KVCache,
+    cache: AnyCache,
     token: Array,
     done: Array,
     seed: Any,
@@ -337,7 +359,7 @@ def _burst(
     *,
     sampling: Sampling,
     burst: int,
-) -> tuple[KVCache, Array, Array, Array]:
+) -> tuple[AnyCache, Array, Array, Array]:
     """Up to `steps` tokens for every sequence that is not done, int32 [B, burst]; else -1."""
 
     def is_running(state: Any) -> Array:
@@ -372,12 +394,12 @@ def _burst(
 def decode_step(
     model: Transformer,
     reader: CacheReader,
-    state: tuple[KVCache, Chosen | None],
+    state: tuple[AnyCache, Chosen | None],
     token: Array,
     count: Array,
     *,
     reselect: bool,
-) -> tuple[Array, tuple[KVCache, Chosen | None]]:
+) -> tuple[Array, tuple[AnyCache, Chosen | None]]:
     """One token of every sequence through the model: (hidden [B, width], the next state).
 
     Args:
@@ -385,67 +407,21 @@ def decode_step(
       reader: which part of the cache is read.
       state: (cache, selected blocks); the initial selection is `reader.nothing_chosen(batch)`.
       token: int [B].
-      count: int [B], 1 where the token is appended to the cache, else 0.
+      count: int [B], 1 where the token is appended to the cache, else 0; a SparseCache appends
+        every one.
       reselect: select blocks by these tokens' attention, or reuse those in the state.
     """
     positions = state[0].length[:, None]
+    if isinstance(state[0], SparseCache):
+        by_step = by_sparse_cache(model.config)
+        hidden, longer = model.run(token[:, None], positions, by_step, state[0], scan=False)
+        return hidden[:, 0], (longer, None)
     attend = by_cache(model.config, reader, positions, count, reselect=reselect)
     hidden, (cache, chosen) = model.run(token[:, None], positions, attend, state)
     return hidden[:, 0], (cache.advance(count), chosen)
 
 
 # ------------------------------------------------------------------------------------------- checks
-
-
-def _check_prompts(config: Config, prompts: Any, max_tokens: int) -> None:
-    wanted = "prompts must be a list of lists of token ids"
-    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
-        raise ValueError(
-            f"{wanted}, got {type(prompts).__name__}; write [tokenizer.encode(text)] for a text"
-        )
-    if not len(prompts):
-        raise ValueError(f"{wanted}, got none")
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or np.ndim(prompt) == 0:
-            remedy = "encode the text" if isinstance(prompt, str) else "write [prompt] for one"
-            raise ValueError(f"{wanted}, but prompt {i} is {prompt!r:.40}; {remedy}")
-        if not len(prompt):
-            raise ValueError(f"prompt {i} is empty; a model needs one token to continue from")
-        if not all(_is_token(config, token) for token in prompt):
-            raise ValueError(
-                f"prompt {i} has a token outside 0 … {config.vocab_size - 1}; "
-                "was it made by this model's tokenizer?"
-            )
-        if len(prompt) >= config.context:
-            raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens, which fills the model's context of "
-                f"{config.context}; shorten it"
-            )
-        if len(prompt) + max_tokens > config.context:
-            raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens, which with max_tokens = {max_tokens} "
-                f"exceeds the model's context of {config.context}; shorten it, or ask for at "
-                f"most {config.context - len(prompt)}"
-            )
-
-
-def _check_stop(config: Config, stop: Any) -> None:
-    if stop is None:
-        return
-    if isinstance(stop, str) or not hasattr(stop, "__len__") or np.ndim(stop) != 1:
-        raise ValueError(f"stop must be a list of token ids, got {stop!r:.40}; write stop=[id]")
-    for token in stop:
-        if not _is_token(config, token):
-            raise ValueError(
-                f"stop must be token ids from 0 to {config.vocab_size - 1}, got {token!r:.40}"
-            )
-
-
-def _is_token(config: Config, token: Any) -> bool:
-    is_whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
-    if isinstance(token, Array):
-        is_whole = jnp.issubdtype(token.dtype, jnp.integer)
-    return is_whole and bool(0 <= token < config.vocab_size)
 
 
 _hashes: weakref.WeakKeyDictionary[Transformer, tuple[list[Any], str]] = weakref.WeakKeyDictionary()
@@ -467,23 +443,11 @@ def _check_weights(model: Transformer, plan: Plan) -> None:
     plan.check_model(found)
 
 
-def _span(needed: int, cache: KVCache) -> int:
+def _span(needed: int, cache: AnyCache) -> int:
     """A part of the cache that holds `needed` tokens: 256, 512, 1024 … slots, or all of it."""
+    if isinstance(cache, SparseCache):
+        return cache.capacity  # a step gathers what it selects, whatever the capacity
     span = SPAN
     while span < needed:
         span *= 2
     return min(span, cache.capacity)
-
-
-def _padded_stop(tokens: Sequence[int]) -> np.ndarray:
-    """int32, padded with -1 to a multiple of 8, so that another stop token does not recompile."""
-    filled = np.full(-(-len(tokens) // 8) * 8 or 8, -1, np.int32)
-    filled[: len(tokens)] = tokens
-    return filled
-
-
-def _padded(prompts: Sequence[Sequence[int]], length: int) -> Array:
-    rows = np.zeros((len(prompts), length), np.int32)
-    for row, prompt in zip(rows, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return jnp.asarray(rows)

@@ -6,6 +6,8 @@ llama        rope       rms    gated SiLU   attention_bias, mlp_bias
 mistral      rope       rms    gated SiLU   none                        sliding_window, all layers
 qwen2        rope       rms    gated SiLU   q, k, v                     a window in some layers
 qwen3        rope       rms    gated SiLU   attention_bias              q/k norm, as qwen2
+
+model_type "xsake" is our own: its `config` is Config's fields, for models that no kind above has.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ KINDS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+OWN = "xsake"  # model_type of our own layout
 # Hugging Face name → our name; if several map to one, `write` uses the last.
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -70,8 +73,10 @@ def read(values: Values, generation: Values, path: str, most_layers: int | None 
     `most_layers` is the number of tensors that the checkpoint has: a layer has at least one.
     """
     kind = values.get("model_type")
+    if kind == OWN:
+        return _own(values, path)
     if kind not in list(KINDS):
-        raise ValueError(f"{path}: model_type {kind!r} is not one of {list(KINDS)}")
+        raise ValueError(f"{path}: model_type {kind!r} is not one of {[*KINDS, OWN]}")
     if (named := values.get("architectures")) not in (None, [], [KINDS[kind]]):
         raise ValueError(f"{path}: architectures {named} is not {[KINDS[kind]]}")
     _check_fixed(values, FIXED, path)
@@ -85,6 +90,15 @@ def read(values: Values, generation: Values, path: str, most_layers: int | None 
     except KeyError as missing:
         raise ValueError(f"{path} lacks {missing.args[0]!r}") from None
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _own(values: Values, path: str) -> Config:
+    if not isinstance(values.get("config"), Mapping):
+        raise ValueError(f"{path} lacks 'config', the fields of the model")
+    try:
+        return Config.from_dict(values["config"])
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -219,6 +233,11 @@ def kind_of(config: Config) -> str:
     >>> [kind_of(PRESETS[name]) for name in ("gpt2", "smollm2-135m", "qwen3-0.6b")]
     ['gpt2', 'llama', 'qwen3']
     """
+    if config.is_sparse:
+        raise ValueError(
+            f"no model_type of {list(KINDS)} has attention = {config.attention!r}; "
+            "save with layout='xsake'"
+        )
     for kind in KINDS:
         try:
             same = read(_values(config, kind), {}, "config") == _plain(config)
@@ -247,6 +266,11 @@ def write(config: Config) -> dict[str, Any]:
     """config.json's values, which `read` and transformers turn back into the same model."""
     kind = kind_of(config)
     return {"architectures": [KINDS[kind]], "model_type": kind, **_values(config, kind)}
+
+
+def write_own(config: Config) -> dict[str, Any]:
+    """config.json's values in our own layout."""
+    return {"model_type": OWN, "config": config.to_dict()}
 
 
 def _values(config: Config, kind: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ INDEX = "model.safetensors.index.json"
 # What `save` writes and `load` reads, config.json apart: an earlier save's are cleared.
 WRITTEN = ("model*.safetensors", INDEX, "generation_config.json", "tokenizer*.json")
 PART = ".xsake-part"  # where a save is written before it is moved
+LAYOUTS = {"huggingface": hf_config.write, "xsake": hf_config.write_own}
 PADDING = 512  # a vocabulary may have so many ids without a token before `load` warns of it
 
 
@@ -132,7 +133,7 @@ def examine(path: str | os.PathLike[str]) -> Checkpoint:
     metadata = None
     if path.is_dir():
         values = _config_values(path)
-        names = weights.GPT2 if values.get("model_type") == "gpt2" else weights.LLAMA
+        names = _names(values)
         source = folder_source(path, names)
         config = _config(path, values, len(source.shapes))
     elif path.suffix == ".gguf":
@@ -163,6 +164,12 @@ def _config(folder: Path, values: dict[str, Any], tensors: int) -> Config:
         str(folder / "config.json"),
         tensors,
     )
+
+
+def _names(values: dict[str, Any]) -> weights.Names:
+    """How the folder of a config.json names its tensors."""
+    own = {"gpt2": weights.GPT2, hf_config.OWN: weights.XSAKE}
+    return own.get(str(values.get("model_type")), weights.LLAMA)
 
 
 def folder_source(folder: Path, names: weights.Names) -> weights.Source:
@@ -248,6 +255,7 @@ def save(
     *,
     shard_bytes: int = 5_000_000_000,
     replace: bool = False,
+    layout: str = "huggingface",
 ) -> None:
     """Writes a folder that `load` and transformers read: config.json, safetensors, tokenizer.
 
@@ -261,12 +269,16 @@ def save(
       tokenizer: saved beside the weights.
       shard_bytes: the largest size of a file of weights.
       replace: replace the checkpoint in the folder; by default that raises.
+      layout: "huggingface", or "xsake", which has every config, sparse attention too, and which
+        `load` reads but transformers does not.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} is not one of {list(LAYOUTS)}")
     folder = Path(path)
     if (folder / "config.json").exists() and not replace:
         raise FileExistsError(f"{folder} already holds a checkpoint; name another folder")
-    values = hf_config.write(model.config)
-    names = weights.GPT2 if values["model_type"] == "gpt2" else weights.LLAMA
+    values = LAYOUTS[layout](model.config)
+    names = _names(values)
     parameters = model.parameters()
     values["dtype"] = values["torch_dtype"] = parameters["embed.tokens"].dtype.name
     part = folder / PART

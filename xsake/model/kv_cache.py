@@ -44,6 +44,11 @@ class KVCache:
         block: int = BLOCK,
     ) -> KVCache:
         """Space for `capacity` tokens per sequence, rounded up to whole blocks."""
+        if config.is_sparse:
+            raise ValueError(
+                f"KVCache is for dense attention, but the config has attention = "
+                f"{config.attention!r}; use xsake.model.SparseCache"
+            )
         for name, value in (("batch", batch), ("capacity", capacity), ("block", block)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

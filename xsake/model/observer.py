@@ -25,6 +25,11 @@ class Observer:
     """
 
     def __init__(self, model: Transformer) -> None:
+        if model.config.is_sparse:
+            raise ValueError(
+                "HADS plans dense attention, but this model has attention = "
+                f"{model.config.attention!r}, which selects its own blocks; use a dense model"
+            )
         self.graph, self.weights = nnx.split(model)
         self.layers, self.heads = model.config.layers, model.config.heads
         self.vocab_size = model.config.vocab_size

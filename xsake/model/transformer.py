@@ -21,6 +21,15 @@ and a checkpoint is a handful of arrays. `model.parameters()` names them:
     layers.gate.kernel      [layers, embed, mlp]                  gated; .bias with mlp_bias
     layers.up.kernel        [layers, embed, mlp]                  .bias [layers, mlp] with mlp_bias
     layers.down.kernel      [layers, mlp, embed]                  .bias [layers, embed]
+    layers.sparse.gates.kernel       [layers, embed, branches, heads]       sparse attention with
+                                                                            more than one branch
+    layers.sparse.pool_key.weights   [layers, block, kv_heads]              compression = "weights";
+    layers.sparse.pool_key.positions [layers, block, kv_heads, head_size]   pool_value likewise
+    layers.sparse.pool_key.positions [layers, block, head_size]             compression = "mlp",
+    layers.sparse.pool_key.hidden.kernel [layers, block, head_size, pool_width]     and .bias;
+    layers.sparse.pool_key.out.kernel    [layers, pool_width, head_size]    pool_value likewise
+    layers.sparse.index_query.kernel [layers, embed, kv_heads, index_size]  attention = "msa"
+    layers.sparse.index_key.kernel   [layers, embed, index_heads, index_size]
     norm.scale              [embed]                               and .bias with norm = "layer"
     head.kernel             [embed, vocab]                        unless tied
 
@@ -44,6 +53,9 @@ from jaxtyping import Float, Int
 from xsake.model import rope
 from xsake.model.attend import Attend, ModelMask, by_mask
 from xsake.model.config import Config
+from xsake.model.modules import Axes, Linear, Norm, normal
+from xsake.model.sparse.attend import by_blocks, with_index_loss
+from xsake.model.sparse.module import SparseAttention, SparseInputs
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -51,9 +63,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
 }
-
-# Axis names and sizes, in order: {"embed": 576, "mlp": 1536}.
-Axes = dict[str, int]
 
 
 class Observation(NamedTuple):
@@ -64,6 +73,17 @@ class Observation(NamedTuple):
     v: Array  # [B, T, K, H]
     out: Array  # [B, T, N, H], what enters the output projection
     kernel: Array  # [N, H, width], the output projection
+
+
+class SparseObservation(NamedTuple):
+    """The same of a layer with sparse attention, and what that takes beside q, k and v."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    kernel: Array
+    inputs: SparseInputs
 
 
 class Transformer(nnx.Module):
@@ -126,6 +146,20 @@ class Transformer(nnx.Module):
         attend, positions = self._prepare(tokens, mask, positions, segment_ids)
         return self.run(tokens, positions, attend)[0]
 
+    def hidden_and_index_loss(
+        self, tokens: Any, *, positions: Any = None, segment_ids: Any = None
+    ) -> tuple[Float[Array, "B T width"], Float[Array, ""]]:
+        """`hidden`, and the loss of the indexer of attention = "msa": KL, the mean over layers."""
+        if self.config.attention != "msa":
+            raise ValueError(
+                "hidden_and_index_loss needs attention = 'msa', which has an indexer, but it is "
+                f"{self.config.attention!r}; use hidden"
+            )
+        _, positions = self._prepare(tokens, None, positions, segment_ids)
+        attend = with_index_loss(self.config, segment_ids, self.implementation)
+        hidden, total = self.run(tokens, positions, attend, jnp.zeros((), jnp.float32))
+        return hidden, total / self.config.layers
+
     def logits(self, hidden: Float[Array, "*lead width"]) -> Float[Array, "*lead vocab"]:
         """hidden [..., width] -> float32 [..., vocab]."""
         kernel = self.head_kernel().astype(hidden.dtype)
@@ -138,7 +172,7 @@ class Transformer(nnx.Module):
     def observe(
         self,
         tokens: Any,
-        fold: Callable[[Any, Observation, Any], Any],
+        fold: Callable[[Any, Any, Any], Any],
         carry: Any,
         *,
         mask: ModelMask = None,
@@ -148,38 +182,53 @@ class Transformer(nnx.Module):
         """Folds over the layers' attention: carry = fold(layer, Observation, carry), in order.
 
         One layer's q, k and v are alive at a time. Under scan `layer` is traced and `carry` keeps
-        its shapes: `carry.at[layer].set(…)` collects a figure for each layer.
+        its shapes: `carry.at[layer].set(…)` collects a figure for each layer. Layers with sparse
+        attention give a SparseObservation.
         """
         attend, positions = self._prepare(tokens, mask, positions, segment_ids)
 
-        def watched(layer: Any, q: Array, k: Array, v: Array, carry: Any) -> tuple[Array, Any]:
-            out, _ = attend(layer, q, k, v, None)
-            kernel = self.layer(layer).out.kernel[...]
-            return out, fold(layer, Observation(q, k, v, out, kernel), carry)
+        def watched(
+            layer: Any, q: Array, k: Array, v: Array, carry: Any, *sparse: SparseInputs
+        ) -> tuple[Array, Any]:
+            out, _ = attend(layer, q, k, v, None, *sparse)
+            seen = Observation(q, k, v, out, self.layer(layer).out.kernel[...])
+            return out, fold(layer, SparseObservation(*seen, *sparse) if sparse else seen, carry)
 
         return self.run(tokens, positions, watched, carry)[1]
 
     def run(
-        self, tokens: Any, positions: Any, attend: Attend, state: Any = None
+        self,
+        tokens: Any,
+        positions: Any,
+        attend: Attend,
+        state: Any = None,
+        *,
+        scan: bool | None = None,
     ) -> tuple[Float[Array, "B T width"], Any]:
-        """(hidden [B, T, width], state) after all layers; `attend` is each one's attention."""
+        """(hidden [B, T, width], state) after all layers; `attend` is each one's attention.
+
+        In a model with sparse attention, `attend` takes the layer's SparseInputs as well. `scan`
+        replaces the model's own: False gives `attend` the layers' numbers as ints.
+        """
+        config, scan = self.config, self.scan if scan is None else scan
         x = self.embed(tokens, positions).astype(self.dtype)
         angles = None
-        if self.config.positions == "rope":
-            angles = rope.angles(self.config.rope, self.config.head_size, positions)
+        if config.positions == "rope":
+            sizes = {config.head_size} | ({config.index_size} if config.is_sparse else set())
+            angles = {size: rope.angles(config.rope, size, positions) for size in sizes}
 
         def through(number: Any, layer: Any, x: Array, state: Any) -> tuple[Array, Any]:
             return layer(number, x, angles, attend, state)
 
-        if self.scan and self.is_stacked:
+        if scan and self.is_stacked:
             step = jax.checkpoint(through) if self.remat else through
             (x, state), _ = lax.scan(
                 lambda carry, layer: (step(*layer, *carry), None),
                 (x, state),
-                (jnp.arange(self.config.layers), self.layers),
+                (jnp.arange(config.layers), self.layers),
             )
         else:
-            for number in range(self.config.layers):
+            for number in range(config.layers):
                 step = functools.partial(through, number)
                 step = jax.checkpoint(step) if self.remat else step
                 x, state = step(self.layer(number), x, state)
@@ -230,7 +279,15 @@ class Transformer(nnx.Module):
                     "learned; shorten the sequence or pass positions"
                 )
             positions = document_positions(B, T, segment_ids)
-        attend = by_mask(self.config, mask, B, T, segment_ids, self.implementation)
+        if self.config.is_sparse:
+            if mask is not None:
+                raise ValueError(
+                    "mask restricts dense attention, but this model has attention = "
+                    f"{self.config.attention!r}, which selects its own blocks; leave mask out"
+                )
+            attend = by_blocks(self.config, segment_ids, self.implementation)
+        else:
+            attend = by_mask(self.config, mask, B, T, segment_ids, self.implementation)
         return attend, jnp.asarray(positions)
 
     # ---------------------------------------------------------------------------------- parameters
@@ -321,19 +378,25 @@ class Layer(nnx.Module):
         self.gate = linear(embed, mlp, bias=config.mlp_bias) if config.gated else None
         self.up = linear(embed, mlp, bias=config.mlp_bias)
         self.down = linear(mlp, embed, bias=config.mlp_bias, deviation=small)
+        # last, so that a seed gives the other parameters the values that they have with dense
+        self.sparse = SparseAttention(config, rngs, stack) if config.is_sparse else None
         self.activation = config.activation
 
     def __call__(
         self, number: Any, x: Array, angles: Any, attend: Attend, state: Any
     ) -> tuple[Array, Any]:
-        """x [B, T, width] -> x + attention + mlp, and the state that `attend` handed on."""
+        """x [B, T, width] -> x + attention + mlp, and the state that `attend` handed on.
+
+        `angles` are RoPE's, by head size; None without it.
+        """
         h = self.attention_norm(x)
         q, k, v = self.query(h), self.key(h), self.value(h)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if angles is not None:
-            q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
-        out, state = attend(number, q, k, v, state)
+            q, k = (rope.rotate(x, *angles[x.shape[-1]]) for x in (q, k))
+        more = () if self.sparse is None else (self.sparse(h, angles),)
+        out, state = attend(number, q, k, v, state, *more)
         x = x + self.out(out)
         return x + self.mlp(self.mlp_norm(x)), state
 
@@ -350,71 +413,13 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         embed = {"embed": config.width}
-        self.tokens = _normal(rngs, {"vocab": config.vocab_size} | embed, 0.02)
+        self.tokens = normal(rngs, {"vocab": config.vocab_size} | embed, 0.02)
         learned = config.positions == "learned"
         self.positions = (
-            _normal(rngs, {"context": config.context} | embed, 0.01) if learned else None
+            normal(rngs, {"context": config.context} | embed, 0.01) if learned else None
         )
 
     def __call__(self, tokens: Any, positions: Any) -> Array:
         """[B, T] and [B, T] -> [B, T, width]."""
         x = self.tokens[...][tokens]
         return x if self.positions is None else x + self.positions[...][positions]
-
-
-class Linear(nnx.Module):
-    """y = x · kernel + bias, from the axes `inputs` to the axes `outputs`."""
-
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        inputs: Axes,
-        outputs: Axes,
-        *,
-        bias: bool = False,
-        deviation: float = 0.02,
-        stack: Axes | None = None,
-    ) -> None:
-        stack = stack or {}
-        self.contracted = len(inputs)
-        self.kernel = _normal(rngs, stack | inputs | outputs, deviation)
-        self.bias = _constant(stack | outputs, 0.0) if bias else None
-
-    def __call__(self, x: Array) -> Array:
-        """[..., *inputs] -> [..., *outputs], in x's dtype."""
-        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.contracted)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
-
-
-class Norm(nnx.Module):
-    """rms: x / sqrt(mean(x²) + ε) · scale;  layer: the same of x - mean(x), + bias; in float32."""
-
-    def __init__(self, kind: str, epsilon: float, axes: Axes, stack: Axes | None = None) -> None:
-        self.epsilon = epsilon
-        self.scale = _constant((stack or {}) | axes, 1.0)
-        self.bias = _constant((stack or {}) | axes, 0.0) if kind == "layer" else None
-
-    def __call__(self, x: Array) -> Array:
-        """[..., width] -> the same, in x's dtype."""
-        wide = x.astype(jnp.float32)
-        if self.bias is not None:
-            wide = wide - wide.mean(-1, keepdims=True)
-        wide = wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + self.epsilon)
-        wide = wide * self.scale[...].astype(jnp.float32)
-        if self.bias is not None:
-            wide = wide + self.bias[...].astype(jnp.float32)
-        return wide.astype(x.dtype)
-
-
-def _normal(rngs: nnx.Rngs, axes: Axes, deviation: float) -> nnx.Param[Array]:
-    draw = deviation * jax.random.normal(rngs.params(), tuple(axes.values()), jnp.float32)
-    return _named(draw, axes)
-
-
-def _constant(axes: Axes, value: float) -> nnx.Param[Array]:
-    return _named(jnp.full(tuple(axes.values()), value, jnp.float32), axes)
-
-
-def _named(value: Array, axes: Axes) -> nnx.Param[Array]:
-    """A parameter with logical axis names, for sharding rules."""
-    return nnx.Param(value, out_sharding=tuple(axes), eager_sharding=False)

@@ -40,13 +40,17 @@ class Names:
       inputs_first: True: matrices are stored [in, out], except the head; False: [out, in].
       adjacent_pairs: q and k are stored in the interleaved RoPE layout.
       ignored: a pattern for tensors that hold no parameter, such as masks and frequencies.
+      stacked: tensors are the parameters themselves, all layers in one; `modules` is not read.
     """
 
     modules: Mapping[str, str]
     inputs_first: bool = False
     adjacent_pairs: bool = False
     ignored: str = r"$^"
+    stacked: bool = False
 
+
+XSAKE = Names({}, stacked=True)
 
 LLAMA = Names(
     {
@@ -153,6 +157,10 @@ class Entry:
 def entries(config: Config, names: Names) -> Iterator[Entry]:
     """Every tensor of a checkpoint of this config; raises if `names` lacks a parameter."""
     shapes = parameter_shapes(config)
+    if names.stacked:
+        for parameter, shape in shapes.items():
+            yield Entry(parameter, {parameter: shape}, shape, None, False, False)
+        return
     together: dict[str, list[str]] = {}
     for parameter in shapes:
         together.setdefault(_tensor(parameter, names), []).append(parameter)
@@ -179,6 +187,8 @@ def _module(parameter: str) -> str:
 
 
 def _tensor(parameter: str, names: Names) -> str:
+    if names.stacked:
+        return parameter
     module, leaf = _module(parameter), parameter.rpartition(".")[2]
     if module not in names.modules:
         raise ValueError(f"this checkpoint format has no tensor for parameter {parameter!r}")
@@ -281,6 +291,9 @@ def scatter(
     config: Config, names: Names, parameters: Mapping[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(name, tensor) as the file holds them; values and types stay, bit for bit."""
+    if names.stacked:
+        yield from ((name, np.asarray(x)) for name, x in parameters.items())
+        return
     for entry in entries(config, names):
         stacks = [np.asarray(parameters[p]) for p in entry.parameters]
         for layer, name in enumerate(entry.names()):

@@ -67,7 +67,10 @@ class Resumed(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainStep(Event):
-    """Metrics of one step; times are the mean over the steps since the previous TrainStep."""
+    """Metrics of one step; times are the mean over the steps since the previous TrainStep.
+
+    density_ratio is that of the selected branch, if the model has sparse attention.
+    """
 
     loss_nats: float | None
     learning_rate: float
@@ -82,6 +85,8 @@ class TrainStep(Event):
     peak_bytes: int | None = None
     # Density that this batch visited, with its document boundaries; None if unknown.
     visited_density_ratio: float | None = None
+    # KL of the indexer, the mean over layers; None unless model.attention is "msa".
+    index_loss_nats: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ class Evaluated(Event):
     loss_nats: float | None
     perplexity: float | None
     targets: int
-    density_ratio: float  # of the plan; 1 without a plan
+    density_ratio: float  # as that of TrainStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ from xsake.observe.sinks import Terminal
 from xsake.train import loop, warm_start
 from xsake.train.config import PRESETS, Config
 
+Preset = Literal["tiny", "shipped", "gpt-37m", "gpt-37m-4k", "gpt-37m-nsa", "gpt-37m-msa"]
+
 
 def train_from(arguments: list[str]) -> Callable[..., None]:
     """The `train` command, with the defaults of the --preset or --config among its arguments."""
@@ -29,7 +31,7 @@ def train_from(arguments: list[str]) -> Callable[..., None]:
 
     def train(
         settings: Annotated[Config, tyro.conf.arg(name="")] = default,
-        preset: Literal["tiny", "shipped", "gpt-37m"] = "tiny",
+        preset: Preset = "tiny",
         config: Path | None = None,
     ) -> None:
         """Trains a model, or resumes the run of this name; see docs/training.md.

@@ -1,6 +1,7 @@
 """Training config: one nested dataclass defines the Python API, the flags and config.json.
 
     Config ─┬─ model, seed, data, optimizer, schedule, hads, compute    affect the results: hashed
+            │  (and index_loss, with model.attention = "msa")
             └─ evaluation, checkpoint, observe, run                     may change on resume
 
 `xsake train --preset tiny --optimizer.learning-rate 1e-3` sets one field. runs/NAME/config.json
@@ -23,6 +24,7 @@ from xsake.hads import budget, row_blocks
 from xsake.hads.statistics import SELECTORS
 from xsake.model import PRESETS as MODELS
 from xsake.model import Config as Model
+from xsake.model import Sparse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +163,7 @@ class Config:
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     hads: Hads = Hads()
+    index_loss: float = 1.0  # weight of the indexer's loss (KL), with model.attention = "msa"
     compute: Compute = Compute()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
@@ -195,6 +198,7 @@ class Config:
             optimizer=self.optimizer,
             schedule=self.schedule,
             hads=self.hads,
+            index_loss=self.index_loss,
             compute=self.compute,
         )
 
@@ -202,9 +206,16 @@ class Config:
         """The settings that `hash` covers, as plain values."""
         names = ("model", "seed", "data", "optimizer", "schedule", "hads", "compute")
         values = self.static.to_dict()
-        # the path may change, as those of the data; without `init` the hash is that of old runs
-        init = {"init": True} if self.init else {}
-        return {name: values[name] for name in names} | init
+        found = {name: values[name] for name in names}
+        # what an old run did not have is left out unless it is used: its hash stays
+        if not self.model.is_sparse:
+            found["model"] = {
+                name: x for name, x in found["model"].items() if name not in ("attention", "sparse")
+            }
+        if self.model.attention == "msa":
+            found["index_loss"] = self.index_loss
+        # the path may change, as those of the data
+        return found | ({"init": True} if self.init else {})
 
     def with_steps(self, steps: int) -> Config:
         """This config with a schedule of so many steps."""
@@ -287,6 +298,7 @@ def _check(config: Config) -> None:
             "data.bos begins every sequence with model.bos, which is None; set model.bos to the id "
             "of a token, or data.bos to False"
         )
+    _check_sparse(config)
     if hads.density is not None:
         blocks = row_blocks.count_blocks(data.length, hads.block)
         heads = config.model.layers * config.model.heads
@@ -294,6 +306,20 @@ def _check(config: Config) -> None:
             row_blocks.blocks_of_density(hads.density, blocks, heads, hads.band)
         except ValueError as error:
             raise ValueError(f"{error} (hads.density, hads.block = {hads.block})") from None
+
+
+def _check_sparse(config: Config) -> None:
+    attention = config.model.attention
+    if config.model.is_sparse and config.hads.density is not None:
+        raise ValueError(
+            f"hads.density = {config.hads.density} plans dense attention, but model.attention is "
+            f"{attention!r}, which selects its own blocks; leave one of them out"
+        )
+    if attention != "msa" and config.index_loss != Config.index_loss:
+        raise ValueError(
+            f"index_loss = {config.index_loss} is the weight of the indexer's loss, which "
+            f"model.attention = {attention!r} does not have; leave it out"
+        )
 
 
 def _check_ranges(config: Config) -> None:
@@ -326,6 +352,7 @@ def _check_ranges(config: Config) -> None:
         "optimizer.weight_decay": optimizer.weight_decay,
         "optimizer.clip_norm": optimizer.clip_norm,
         "optimizer.learning_rate": optimizer.learning_rate,
+        "index_loss": config.index_loss,
     }
     for name, size in not_negative.items():
         if not size >= 0:
@@ -410,7 +437,35 @@ _GPT = Config(
     run=Run(name="gpt-37m"),
 )
 
+# The same text at 4,096 tokens a sequence, with dense attention and two that are sparse: a query
+# sees 1,024 selected keys in both. A sequence is one text, so that there is much to select from;
+# four query heads share a kv head, and with it their blocks. 37 M parameters each.
+_LONG = dataclasses.replace(
+    _GPT,
+    model=dataclasses.replace(_GPT.model, context=4096, heads=8, kv_heads=2, mlp_width=1088),
+    data=Data(length=4096, rows=8, separate=False),
+    schedule=Schedule(steps=2000, warmup_steps=200, final_ratio=0.1),
+    hads=Hads(),
+    compute=Compute(dtype="bfloat16", loss_tokens=8192),
+    evaluation=Evaluation(every=500, windows=128, rows=8),
+    checkpoint=Checkpoint(every=250),
+    run=Run(name="gpt-37m-4k"),
+)
+
+
+def _sparse_long(attention: str, **settings: Any) -> Config:
+    model = dataclasses.replace(_LONG.model, attention=attention, sparse=Sparse(**settings))
+    return dataclasses.replace(_LONG, model=model, run=Run(name=f"gpt-37m-{attention}"))
+
+
 # for first steps on a CPU, with any tokenizer of up to 8,192 entries
 _TINY = Config(model=dataclasses.replace(MODELS["tiny"], vocab_size=8192), run=Run(name="tiny"))
 
-PRESETS: dict[str, Config] = {"tiny": _TINY, "shipped": _SHIPPED, "gpt-37m": _GPT}
+PRESETS: dict[str, Config] = {
+    "tiny": _TINY,
+    "shipped": _SHIPPED,
+    "gpt-37m": _GPT,
+    "gpt-37m-4k": _LONG,
+    "gpt-37m-nsa": _sparse_long("nsa"),
+    "gpt-37m-msa": _sparse_long("msa", num_selected=8),
+}

@@ -22,7 +22,9 @@ def per_token(config: Config, length: int, density: float = 1.0) -> float:
         6 Σ kernel sizes (with the head) + 6 · layers · N · H · T · density
 
     A query sees T / 2 keys on average; each takes 2 · 2H operations forward, twice that backward.
-    Document boundaries in a sequence and recomputed activations are not taken into account.
+    With sparse attention `density` is that of the selected branch; the pooled keys and those of the
+    window are added, the scores and the loss of an indexer are not. Document boundaries in a
+    sequence and recomputed activations are not taken into account.
 
     >>> from xsake.model import PRESETS
     >>> f"{per_token(PRESETS['gpt2'], 1024):.3g}"
@@ -38,8 +40,20 @@ def per_token(config: Config, length: int, density: float = 1.0) -> float:
         for axis in shape:
             size *= axis
         total += size
-    attention = config.layers * config.heads * config.head_size * length * density
-    return 6.0 * (total + attention)
+    keys = length * density + _more_keys(config, length)  # twice the mean number of keys
+    return 6.0 * (total + config.layers * config.heads * config.head_size * keys)
+
+
+def _more_keys(config: Config, length: int) -> float:
+    """Twice the mean number of keys of a query beside those of its blocks."""
+    if not config.is_sparse:
+        return 0.0
+    settings, keys = config.settings, 0.0
+    if config.attention == "nsa" or "g_cmp" in config.branches:
+        keys += length / settings.compression_stride
+    if settings.window_size is not None:
+        keys += 2 * min(settings.window_size, length / 2)
+    return keys
 
 
 def utilisation(tokens_per_second: float, flops_per_token: float, dtype: str) -> float | None:

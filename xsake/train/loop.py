@@ -208,7 +208,7 @@ class _Session:
         config, metrics = self.config, pending.metrics
         device_count = 1 if self.mesh is None else self.mesh.size
         tokens = config.data.rows * config.data.length
-        density = planning.density(self.plan)
+        density = planning.used_density(config, self.plan)
         cost = flops.per_token(config.model, config.data.length, density)
         return events.TrainStep(
             step=pending.step,
@@ -225,6 +225,7 @@ class _Session:
                 tokens / seconds / device_count, cost, config.compute.dtype
             ),
             peak_bytes=_peak_bytes(),
+            index_loss_nats=float(metrics.index_loss) if config.model.attention == "msa" else None,
         )
 
     def _swap_plan(self) -> None:
@@ -265,7 +266,7 @@ class _Session:
                         loss_nats=loss,
                         perplexity=math.exp(min(loss, 700.0)),
                         targets=targets,
-                        density_ratio=planning.density(self.plan),
+                        density_ratio=planning.used_density(self.config, self.plan),
                     )
                 )
         return losses[0] if math.isfinite(losses[0]) else None
@@ -368,7 +369,8 @@ class _Session:
         file = self.stream.files[0]
         ends = () if file.header.end is None else (file.header.end,)
         tokenizer = read_tokenizer(file.tokenizer, next(iter(ends), None), ends)
-        huggingface.save(out, model, tokenizer, replace=True)
+        layout = "xsake" if self.config.model.is_sparse else "huggingface"
+        huggingface.save(out, model, tokenizer, replace=True, layout=layout)
 
 
 def evaluate(

@@ -75,6 +75,18 @@ def density(plan: Plan | None) -> float:
     return 1.0 if plan is None else plan.density
 
 
+def used_density(config: Config, plan: Plan | None) -> float:
+    """The density of the attention in use, 0 to 1: of the plan, or of the model's own selection.
+
+    With sparse attention: blocks that the selected branch visits ÷ blocks that causality allows.
+    """
+    if not config.model.is_sparse:
+        return density(plan)
+    settings = config.model.settings
+    allowed = row_blocks.ceilings(row_blocks.count_blocks(config.data.length, settings.block_size))
+    return float(np.minimum(allowed, settings.num_selected).sum() / allowed.sum())
+
+
 def visited_density(config: Config, plan: Plan | None, segment_ids: np.ndarray) -> float | None:
     """Blocks that a batch visits ÷ blocks that causality allows, 0 to 1.
 
@@ -82,9 +94,9 @@ def visited_density(config: Config, plan: Plan | None, segment_ids: np.ndarray) 
 
     over layers, heads, batch rows and row blocks; own[b, i] is how many blocks up to i share a
     document with block i. Without a plan counts[l, h, i] = i + 1. None for sliding-window models,
-    where this would be too large.
+    where this would be too large, and for models with sparse attention.
     """
-    if config.model.window is not None:
+    if config.model.window is not None or config.model.is_sparse:
         return None
     block = BLOCK if plan is None else plan.terms.block
     ids = segment_ids if config.data.separate else np.zeros_like(segment_ids)

@@ -47,6 +47,15 @@ class Metrics(NamedTuple):
     learning_rate: Any
     skipped_steps: Any  # so far, because loss or gradient was not finite
     bad_steps: Any  # consecutive ones, up to this update
+    index_loss: Any  # nats: KL of the indexer of model.attention = "msa"; else 0
+
+
+class Sums(NamedTuple):
+    """Sums over the rows of a batch, float32 []."""
+
+    loss: Any  # weight · -log p(target)
+    targets: Any  # weights
+    index_loss: Any  # the indexer's mean loss · weights
 
 
 def initial(config: Config, parameters: Any = None) -> State:
@@ -78,10 +87,20 @@ def transformer(config: Config, parameters: Any) -> Transformer:
     )
 
 
-def summed_loss(
-    parameters: Any, batch: Batch, plan: Any, config: Config
-) -> tuple[Array, tuple[Array, Array]]:
-    """(Σ loss, (Σ loss, Σ weights)) in float32, with loss = weight · -log p(target)."""
+def summed_loss(parameters: Any, batch: Batch, plan: Any, config: Config) -> tuple[Array, Sums]:
+    """(what is minimised, Sums): Σ loss, plus config.index_loss · Σ index loss for "msa"."""
+    if config.model.attention != "msa":
+        return evaluation_loss(parameters, batch, plan, config)
+    model = transformer(config, parameters)
+    segments = batch.segment_ids if config.data.separate else None
+    hidden, index = model.hidden_and_index_loss(batch.tokens, segment_ids=segments)
+    total, sums = loss_of_hidden(model, hidden, batch, config)
+    sums = sums._replace(index_loss=index * sums.targets)
+    return total + config.index_loss * sums.index_loss, sums
+
+
+def evaluation_loss(parameters: Any, batch: Batch, plan: Any, config: Config) -> tuple[Array, Sums]:
+    """(Σ loss, Sums) in float32, with loss = weight · -log p(target)."""
     model = transformer(config, parameters)
     segments = batch.segment_ids if config.data.separate else None
     hidden = model.hidden(batch.tokens, mask=plan, segment_ids=segments)
@@ -90,8 +109,8 @@ def summed_loss(
 
 def loss_of_hidden(
     model: Transformer, hidden: Array, batch: Batch, config: Config
-) -> tuple[Array, tuple[Array, Array]]:
-    """(Σ loss, (Σ loss, Σ weights)) of hidden states [B, T, width], all float32."""
+) -> tuple[Array, Sums]:
+    """(Σ loss, Sums without an index loss) of hidden states [B, T, width]."""
     total = cross_entropy.summed(
         config.compute.loss_tokens,
         hidden.reshape(-1, hidden.shape[-1]),
@@ -99,16 +118,16 @@ def loss_of_hidden(
         batch.targets.reshape(-1),
         batch.weights.reshape(-1),
     )
-    return total, (total, batch.weights.sum())
+    return total, Sums(total, batch.weights.sum(), jnp.zeros((), jnp.float32))
 
 
-Loss = Callable[[Any, Batch, Any, Config], tuple[Array, tuple[Array, Array]]]
+Loss = Callable[[Any, Batch, Any, Config], tuple[Array, Sums]]
 
 
 def summed_gradient(
     parameters: Any, batch: Batch, plan: Any, config: Config, loss_fn: Loss = summed_loss
 ) -> Any:
-    """((Σ loss, Σ weights), gradient of Σ loss) over rows, a micro-batch at a time."""
+    """(Sums, gradient of what `loss_fn` minimises) over rows, a micro-batch at a time."""
     pieces = config.optimizer.accumulate
     slope = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -138,7 +157,8 @@ def update(
 ) -> tuple[State, Metrics]:
     """One step; batch has all rows of the update, sharded over the devices of `mesh`."""
     sums = functools.partial(summed_gradient, config=config, loss_fn=loss_fn)
-    (loss, targets), gradient = sum_over_batch(sums, mesh)(state.parameters, batch, plan)
+    found, gradient = sum_over_batch(sums, mesh)(state.parameters, batch, plan)
+    loss, targets, index_loss = found
     count = jnp.maximum(targets, 1)
     gradient = jax.tree.map(lambda x: x / count, gradient)
     loss, norm = loss / count, jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient)))
@@ -151,7 +171,9 @@ def update(
         skipped_steps=state.skipped_steps + ~good,
         bad_steps=jnp.where(good, 0, state.bad_steps + 1),
     )
-    metrics = Metrics(loss, targets, norm, speed, after.skipped_steps, after.bad_steps)
+    metrics = Metrics(
+        loss, targets, norm, speed, after.skipped_steps, after.bad_steps, index_loss / count
+    )
     # copies: the state's buffers are donated to the next step
     return after, jax.tree.map(lambda x: x + 0, metrics)
 
@@ -183,6 +205,6 @@ def compiled_loss(
     """(Σ loss, Σ weights) of a batch, for evaluation."""
 
     def sums(parameters: Any, batch: Batch, plan: Any) -> Any:
-        return summed_loss(parameters, batch, plan, config)[1]
+        return evaluation_loss(parameters, batch, plan, config)[1][:2]
 
     return sum_over_batch(sums, mesh)(parameters, batch, plan)
