@@ -56,8 +56,8 @@ def test_part_queries_find_a_block_that_few_queries_of_a_row_block_want():
         for name in ("mean_query", "part_queries")
     )
     assert mean[1] < mean[0]
-    assert np.exp(parts[1]) == pytest.approx(0.25, abs=0.03)
-    np.testing.assert_allclose(np.exp(parts).sum(), 1, rtol=1e-4)
+    assert parts[1] > parts[0]
+    assert np.exp(parts[1]) == pytest.approx(0.5, abs=0.01)  # the root of a quarter
 
 
 def test_past_query_does_not_depend_on_later_tokens():

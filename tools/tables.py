@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tools import task_tables
+
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -416,6 +418,11 @@ def nsa(records: list[Record]) -> str:
     return _markdown(head.split(" | "), lines)
 
 
+def tasks(cells: Callable[[Record], task_tables.Cells], report: Record) -> str:
+    """A table of long-context tasks."""
+    return _markdown(*cells(report))
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "hopper": hopper,
     "hopper-costs": hopper_costs,
@@ -431,6 +438,14 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "train-profile": train_profile,
     "hads-speed": hads_speed,
     "hads-profile": hads_profile,
+    "tasks": functools.partial(tasks, task_tables.accuracy),
+    **{
+        f"tasks-{cells.__name__}": functools.partial(tasks, cells)
+        for cells in (
+            *(task_tables.depth, task_tables.perplexity, task_tables.tuning),
+            *(task_tables.ranking, task_tables.heads),
+        )
+    },
     **{
         f"hads-{column.replace('_', '-')}": functools.partial(hads, column)
         for column in ("kl", "recall", "error", "logit_kl", "perplexity_gap")

@@ -90,14 +90,20 @@ def mean_query(
 
 
 def part_queries(
-    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0, parts: int = 4
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    block: int,
+    first: Index = 0,
+    parts: int = 16,
 ) -> Float[Array, "N R n"]:
     """Mean queries of `parts` parts of a row block, each against every key.
 
-        score[i, j] = log mean_{parts a of i} softmax_j(log Σ_{k of j} exp(q̄_a · k / √H))
+        score[i, j] = log sqrt(mean_{parts a of i} p_a[j]²)
+        p_a[j] = share of block j in Σ_k exp(q̄_a · k / √H), over the blocks that i may visit
 
-    A block that a quarter of the queries wants stays visible, which the mean of all of them hides.
-    The cost is parts/block of that of q·kᵀ.
+    A block that a few queries want stays visible, which the mean of all of them
+    hides. Masses are squared because the error of the output grows with the square of the mass that
+    is dropped. The cost is parts/block of that of q·kᵀ.
     """
     parts = math.gcd(parts, block)
     size = block // parts
@@ -110,8 +116,8 @@ def part_queries(
     row, column = first + jnp.arange(A)[:, None] // parts, jnp.arange(n)[None]
     logs = jax.nn.log_softmax(jnp.where((column <= row)[None], scores, -jnp.inf), axis=-1)
     real = (_sizes(q.shape[0], size, block) > 0)[None, :, None]
-    logs = jnp.where(real, logs, -jnp.inf).reshape(N, -1, parts, n)
-    return jax.nn.logsumexp(logs, axis=2) - math.log(parts)
+    logs = jnp.where(real, 2 * logs, -jnp.inf).reshape(N, -1, parts, n)
+    return (jax.nn.logsumexp(logs, axis=2) - math.log(parts)) / 2
 
 
 def past_query(

@@ -23,7 +23,6 @@ from xsake.data.tasks import FAMILIES
 
 if TYPE_CHECKING:
     from xsake.hads import Plan, Profile
-    from xsake.hads.partial import Partial
     from xsake.model import Config
     from xsake.model.observer import Observer
 
@@ -60,88 +59,74 @@ def calibrate(
       block: tokens per block, 64 or 128 for the Hopper kernels.
       band: blocks before the diagonal that are always kept.
       selectors: selectors to measure cost curves for; must include the one of the plan.
-      retrieval: share of the documents into which facts and questions about them are put; the cost
-        of a head is then the larger of those on plain text and on such text.
+      retrieval: share of the documents into which facts and questions about them are put, so that
+        heads that retrieve show what they need.
       seed: the random seed for cutting documents.
       dtype: the model's compute dtype; statistics are float32.
       implementation: the attention backend; default the fastest that can run.
     """
-    from xsake import hads
     from xsake.hads.partial import Partial
 
     at_least(1, length=length, documents=documents, block=block)
     at_least(0, band=band, seed=seed)
     _check_selectors(selectors)
     writable_file(out)
+    partial = Partial(
+        out.with_name(out.name + ".partial"), {"dtype": dtype, "implementation": implementation}
+    )
     subject = _Subject.load(model, dtype, implementation, text)
-    kinds = _kinds(subject, text, length, documents, retrieval, seed)
-    profiles, kept = {}, []
-    for kind, tokens in kinds.items():
-        suffix = ".partial" if kind == "text" else f".{kind}.partial"
-        partial = Partial(
-            out.with_name(out.name + suffix), {"dtype": dtype, "implementation": implementation}
-        )
-        kept.append(partial)
-        how = {"block": block, "band": band, "curves": selectors, "seed": seed}
-        profiles[kind] = _profile(subject.observer, kind, tokens, partial, how)
-    profile = profiles["text"] if len(profiles) == 1 else hads.worst_of(profiles)
-    profile.save(out)
-    for partial in kept:
-        partial.path.unlink()
-    _print_profile(profile)
-    console.print(f"written: {out}", soft_wrap=True)
-
-
-def _kinds(
-    subject: _Subject,
-    text: list[Path],
-    length: int | None,
-    documents: int,
-    retrieval: float,
-    seed: int,
-) -> dict[str, list[np.ndarray]]:
-    """Documents by kind: plain text and, with a share for it, text that asks for retrieval."""
-    from xsake.data.tasks import recall_documents
-
-    asking = round(retrieval * documents)
-    if not 0 <= retrieval < 1 or documents - asking < 1 or (retrieval and not asking):
-        raise ValueError(
-            f"--retrieval must be a share from 0 to below 1 that leaves documents of both kinds, "
-            f"got {retrieval} of {documents} documents"
-        )
-    if asking and subject.encode is None:
-        raise ValueError(
-            f"--retrieval adds words to text, and {text[0]} holds token ids; give --text a text "
-            "file, or leave it out"
-        )
     length = length or min(LENGTH, subject.config.context)
-    tokens = subject.documents(text, length, documents, seed)
-    if not asking or subject.encode is None:
-        return {"text": tokens}
-    recall = recall_documents(subject.encode, tokens[-asking:], length, seed)
-    return {"text": tokens[:-asking], "retrieval": recall}
-
-
-def _profile(
-    observer: Observer, kind: str, tokens: list[np.ndarray], partial: Partial, how: dict[str, Any]
-) -> Profile:
-    """The profile of one kind of text; an interruption says what its partial file keeps."""
-    size = _size(tokens) + ("" if kind == "text" else f" with {kind}")
+    tokens, kinds = _documents(subject, text, length, documents, retrieval, seed)
+    size = _size(tokens)
     try:
-        with progress(f"calibrating on {size}", len(tokens)) as report:
-            return observer.profile(
+        with progress(f"calibrating on {size}", documents) as report:
+            profile = subject.observer.profile(
                 tokens,
+                block=block,
+                band=band,
+                curves=selectors,
+                seed=seed,
+                kinds=kinds,
                 report=lambda done: report(f"{done} of {size}", done),
                 partial=partial,
-                **how,
             )
     except KeyboardInterrupt:
-        kept = f"{partial.path} keeps {partial.documents} of {len(tokens)} documents"
+        kept = f"{partial.path} keeps {partial.documents} of {documents} documents"
         raise KeyboardInterrupt(
             f"stopped by Ctrl-C; {kept}; run the same command again to continue"
             if partial.documents
             else ""
         ) from None
+    profile.save(out)
+    partial.path.unlink()
+    _print_profile(profile)
+    console.print(f"written: {out}", soft_wrap=True)
+
+
+def _documents(
+    subject: _Subject, text: list[Path], length: int, documents: int, retrieval: float, seed: int
+) -> tuple[list[np.ndarray], str]:
+    """Documents, a share of them with facts and questions, and how many there are of each kind."""
+    from xsake.data.tasks import recall_documents
+
+    asking = round(retrieval * documents)
+    if not 0 <= retrieval <= 1 or (retrieval > 0 and not asking):
+        raise ValueError(
+            "--retrieval must be a share from 0 to 1 of the documents, and at least one of them, "
+            f"got {retrieval} of {documents}"
+        )
+    tokens = subject.documents(text, length, documents, seed)
+    if not asking:
+        return tokens, ""
+    if subject.encode is None:
+        raise ValueError(
+            f"--retrieval adds words to text, and {text[0]} holds token ids; give --text a text "
+            "file, or leave it out"
+        )
+    plain = documents - asking
+    recall = recall_documents(subject.encode, tokens[plain:], length, seed)
+    kinds = f"{plain} documents of plain text and {asking} with facts and questions"
+    return tokens[:plain] + recall, kinds
 
 
 def _size(tokens: list[np.ndarray]) -> str:
@@ -197,7 +182,7 @@ def plan(
       density: blocks visited ÷ causal blocks, over all layers and heads.
       out: the plan, a safetensors file.
       policy: uniform, entropy, kl or output.
-      selector: static, pooled, antidiagonal, gaussian, mean_query or past_query.
+      selector: static, pooled, antidiagonal, gaussian, mean_query, past_query or part_queries.
       top_p: stop adding blocks to a row block at this share of its estimated attention mass.
     """
     from xsake import hads

@@ -7,9 +7,9 @@
     passkey       one five-digit pass key              the key
     needles       the numbers of three words           the number of one of them
     lookup        one list of words and numbers        the number of one of them
-    variables     X = number; Y = X; and two others    the number of Y
+    variables     X = number; Y = X; and another       the number of Y
     common_words  one list in which a word recurs      that word
-    copy          one passage of another text          how it goes on after its first words
+    copy          a passage of another text, twice     how it goes on after its first words
 
 The families are those of RULER, smaller. `recall_documents` makes calibration text of another form:
 facts and questions about them all over a document.
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Int
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)  # share of the filler before the needle; prompts alternate
-COPIED, GIVEN = 12, 24  # tokens of a passage: the answer's, and those before it in the question
+COPIED, GIVEN = 6, 32  # tokens of a passage: the answer's, and those before it in the question
 
 Ids = list[int]
 Encode = Callable[[str], Sequence[int]]
@@ -81,8 +81,8 @@ def passkey(rng: np.random.Generator, source: Source) -> Task:
     """One pass key, stated twice."""
     key = _number(rng)
     return Task(
-        [source.encode(f" The pass key is {key}. Remember it. {key} is the pass key.")],
-        source.encode("\n\nWhat is the pass key? The pass key is"),
+        [source.encode(f"\n\nThe pass key is {key}. Remember it. The pass key is {key}.\n\n")],
+        source.encode("\n\nThe pass key is"),
         source.encode(f" {key}"),
     )
 
@@ -106,36 +106,35 @@ def needles(rng: np.random.Generator, source: Source) -> Task:
 
 
 def lookup(rng: np.random.Generator, source: Source) -> Task:
-    """A list of 16 words and their numbers; the number of one word is asked for."""
-    names = _choose(rng, WORDS, 16)
-    numbers = [_number(rng) for _ in names]
-    lines = [f"{name}: {number}" for name, number in zip(names, numbers, strict=True)]
+    """A list of eight words and their numbers; the number of one word is asked for."""
+    names = _choose(rng, WORDS, 8)
+    numbers = [_number(rng, 4) for _ in names]
+    lines = [f"{name} -> {number}" for name, number in zip(names, numbers, strict=True)]
     asked = int(rng.integers(len(names)))
     return Task(
         [source.encode("\n\nRecords\n" + "\n".join(lines) + "\n\n")],
-        source.encode(f"\n\nRecords\n{names[asked]}:"),
+        source.encode(f"\n\nRecords\n{names[asked]} ->"),
         source.encode(f" {numbers[asked]}"),
     )
 
 
 def variables(rng: np.random.Generator, source: Source) -> Task:
     """Assignments at different depths, Y = X after X = number; the question spells out Y = X."""
-    first, second, *others = _choose(rng, WORDS, 4)
+    first, second, other = _choose(rng, WORDS, 3)
     number = _number(rng, 4)
-    lines = [f"{first} = {number}", f"{second} = {first}"]
-    lines += [f"{name} = {_number(rng, 4)}" for name in others]
+    values = ((first, number), (second, first), (other, _number(rng, 4)))
     return Task(
-        [source.encode(f"\n\n{line}\n\n") for line in lines],
-        source.encode(f"\n\n{second} = {first} ="),
+        [source.encode(f"\n\nlet {name} = {value};\n\n") for name, value in values],
+        source.encode(f"\n\nlet {second} = {first} ="),
         source.encode(f" {number}"),
         in_order=True,
     )
 
 
 def common_words(rng: np.random.Generator, source: Source) -> Task:
-    """A list in which one word occurs 16 times and 16 others once; the start of a list like it."""
-    common, *others = _choose(rng, WORDS, 17)
-    listed = [*others, *[common] * 16]
+    """A list in which one word occurs 32 times and eight others once; then a new list begins."""
+    common, *others = _choose(rng, WORDS, 9)
+    listed = [*others, *[common] * 32]
     rng.shuffle(listed)
     return Task(
         [source.encode("\n\nWords: " + ", ".join(listed) + ".\n\n")],
@@ -145,10 +144,11 @@ def common_words(rng: np.random.Generator, source: Source) -> Task:
 
 
 def copy(rng: np.random.Generator, source: Source) -> Task:
-    """A passage of another text, whose first half is given again."""
+    """A passage of another text, twice; its first tokens are given again."""
     whole = source.passage(rng, GIVEN + COPIED)
     paragraph = source.encode("\n\n")
-    return Task([[*paragraph, *whole, *paragraph]], paragraph + whole[:GIVEN], whole[GIVEN:])
+    needle = [*paragraph, *whole, *paragraph]
+    return Task([needle, needle], paragraph + whole[:GIVEN], whole[GIVEN:])
 
 
 FAMILIES: dict[str, Family] = {

@@ -6,9 +6,8 @@ calibration text ─ calibrate ─ Profile ─ make ─ Plan ─ mask(layer, q, 
 """
 
 from xsake.hads.correction import corrected_attention
-from xsake.hads.kinds import worst_of
 from xsake.hads.plan import Plan, make
 from xsake.hads.profile import Profile, calibrate
 from xsake.hads.statistics import measure
 
-__all__ = ["Plan", "Profile", "calibrate", "corrected_attention", "make", "measure", "worst_of"]
+__all__ = ["Plan", "Profile", "calibrate", "corrected_attention", "make", "measure"]

@@ -404,7 +404,7 @@ def make(
 
 
 def _of_kinds(kinds: str) -> tuple[str, ...]:
-    return (f"calibrated on documents of several kinds: {kinds}",) if kinds else ()
+    return (f"calibrated on {kinds}",) if kinds else ()
 
 
 def _check_names(policy: str, selector: str, top_p: float | None) -> None:

@@ -49,7 +49,7 @@ class Facts:
     model_hash: str
     data_hash: str
     seed: int | None = None
-    kinds: str = ""  # documents of each kind of text, if `worst_of` joined several
+    kinds: str = ""  # how many documents of each kind of text, if there are several
 
     def __post_init__(self) -> None:
         row_blocks.check_sizes(
@@ -199,6 +199,7 @@ def calibrate(
     model_hash: str = "",
     vocab_size: int | None = None,
     seed: int | None = None,
+    kinds: str = "",
     report: Callable[[int], None] | None = None,
     partial: Partial | None = None,
 ) -> Profile:
@@ -216,6 +217,7 @@ def calibrate(
       model_hash: of the model, stored in the profile.
       vocab_size: of the model; token ids from there on raise.
       seed: the one that the documents were sampled with; only recorded.
+      kinds: of text that the documents are; only recorded.
       report: called with the number of documents done.
       partial: keeps what was measured so far in a file; the same call again starts from it.
     """
@@ -227,7 +229,7 @@ def calibrate(
     length = len(documents[0])
     n = row_blocks.count_blocks(length, block)
     how = {"observe": observe, "block": block, "band": band, "curves": curves}
-    facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed)
+    facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed, kinds)
     state = Running.start(layers, heads, n, curves)
     if partial is not None:
         state = partial.load(state, **dataclasses.asdict(facts), curves=curves)

@@ -1,8 +1,8 @@
 """Long-context tasks on one model, resumable: python -m xsake.bench.suites.tasks COMMAND.
 
     prepare   a model's tokenizer + text files → a folder of .npy documents
-    table     calibrates on text and on text with retrieval (cached), then measures tasks and
-              perplexity at every density → JSON
+    table     calibrates on text, and on text with facts and questions too (cached), then measures
+              tasks and perplexity at every density → JSON
     heads     gives one head at a time all of its blocks, or only the forced ones → JSON
 
 Prompts are made from the seed and the fillers with the model's tokenizer.
@@ -29,14 +29,18 @@ from xsake.evaluate.methods import Method
 from xsake.evaluate.needle import Settings, answer_prompts
 from xsake.evaluate.quality import mean_and_error
 from xsake.evaluate.table import measure_losses, to_json
-from xsake.hads import Profile, make, row_blocks, worst_of
+from xsake.hads import Profile, make, row_blocks
 from xsake.model import huggingface
 from xsake.model.observer import Observer
 
-KINDS = ("text", "retrieval")  # of calibration documents: plain, and with facts and questions
+KINDS = {"text": ("text",), "mixed": ("text", "retrieval")}  # calibrations and their documents
 LABEL = "from text"  # of methods that are calibrated on plain text only
 DENSITIES = (0.20, 0.43, 0.10, 0.30, 0.60)  # the first two for everything, then the others
-METHODS = ("mean_query/output", f"mean_query/output {LABEL}", "sink_window", "oracle/output")
+METHODS = (
+    *("part_queries/output", "mean_query/output", f"mean_query/output {LABEL}"),
+    *("sink_window", "oracle/output"),
+)
+CURVES = ("static", "mean_query", "part_queries", "oracle")
 
 
 def prepare(
@@ -94,7 +98,9 @@ class _Bench:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             began = time.perf_counter()
-            found = self.subject.profile(self.tokens(kind), block=block, curves=curves)
+            documents = [x for name in KINDS[kind] for x in self.tokens(name)]
+            kinds = " and ".join(f"{len(self.tokens(name))} of {name}" for name in KINDS[kind])
+            found = self.subject.profile(documents, block=block, curves=curves, kinds=kinds)
             print(f"profile of {kind}: {time.perf_counter() - began:.1f} s", flush=True)
             found.save(path)
         return Profile.load(path)
@@ -111,7 +117,7 @@ def table(
     prompts: int = 100,
     densities: tuple[float, ...] = DENSITIES,
     names: tuple[str, ...] = METHODS,
-    curves: tuple[str, ...] = ("static", "mean_query", "oracle"),
+    curves: tuple[str, ...] = CURVES,
     seed: int = 1,
     seconds: float = 1e9,
     dtype: str = "bfloat16",
@@ -139,7 +145,7 @@ def table(
     began = time.perf_counter()
     bench = _Bench.load(model, documents, dtype, implementation)
     kinds = {kind: bench.profile(kind, profiles, block, curves) for kind in KINDS}
-    main = worst_of(kinds)
+    main = kinds["mixed"]
     build = functools.lru_cache(maxsize=32)(
         functools.partial(
             methods.at_density, main, others={LABEL: kinds["text"]}, names=tuple(names)
@@ -212,7 +218,7 @@ def heads(
     family: str = "passkey",
     prompts: int = 10,
     density: float = 0.20,
-    curves: tuple[str, ...] = ("static", "mean_query", "oracle"),
+    curves: tuple[str, ...] = CURVES,
     seed: int = 0,
     dtype: str = "bfloat16",
     implementation: str | None = None,
@@ -223,14 +229,14 @@ def heads(
         starve  every head has all of its blocks; one head keeps the forced ones only
 
     The change of the answer's loss, in nats per token, is written for every layer and head, with
-    the densities that the heads have when calibrated on each kind of text and on both.
+    the densities that the heads have when calibrated on text and on both kinds of documents.
     """
     bench = _Bench.load(model, documents, dtype, implementation)
     kinds = {kind: bench.profile(kind, profiles, block, curves) for kind in KINDS}
     given = tasks.make_prompts(family, bench.encode, bench.tokens("fillers"), length, prompts, seed)
     plans = {
         kind: make(profile, density, "output", "mean_query", length=length)
-        for kind, profile in {**kinds, "both": worst_of(kinds)}.items()
+        for kind, profile in kinds.items()
     }
     base = methods.of_plan(plans["text"], length)
     most = np.broadcast_to(row_blocks.ceilings(base.counts.shape[-1]), base.counts.shape)

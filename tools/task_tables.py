@@ -1,0 +1,194 @@
+"""The rows of the tables of long-context tasks; `tables` writes them as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from xsake.evaluate.needle import LEAST_ACCURACY, summarise
+
+Record = dict[str, Any]
+Cells = tuple[list[str], Iterable[list[str]]]  # head, rows
+
+
+def _spread(value: float, error: float | None, scale: float, digits: int, sign: str = "") -> str:
+    shown = f"{scale * value:{sign}.{digits}f}"
+    return shown if error is None else f"{shown} ± {scale * error:.{digits}f}"
+
+
+def accuracy(report: Record) -> Cells:
+    """Answers right in % and paired difference to dense in points, by length, density, method."""
+    rows = report["rows"]
+    dense = {(x["length"], x["family"]): x for x in rows if x["method"] == "dense"}
+    families = list(dict.fromkeys(x["family"] for x in rows))
+    cells = {(x["length"], x["density"], x["method"], x["family"]): x for x in rows}
+
+    def shown(length: int, density: float, method: str, family: str) -> str:
+        row = cells.get((length, density, method, family))
+        if row is None:
+            return ""
+        difference = _spread(
+            row["accuracy_difference"], row["accuracy_difference_standard_error"], 100, 0, "+"
+        )
+        return f"{100 * row['accuracy']:.0f} ({difference})"
+
+    def lines() -> Iterator[list[str]]:
+        for length in sorted({x["length"] for x in rows}, reverse=True):
+            found = [
+                f"{100 * dense[length, family]['accuracy']:.0f}"
+                + (" left out" if dense[length, family]["accuracy"] < LEAST_ACCURACY else "")
+                if (length, family) in dense
+                else ""
+                for family in families
+            ]
+            yield [f"{length:,}", "", "dense", *found, ""]
+            means = summarise([x for x in rows if x["length"] == length])
+            for mean in means:
+                point = (length, mean["density"], mean["method"])
+                of_all = f"{mean['share_of_dense']:.3f} of {len(mean['families'])}"
+                yield [
+                    f"{length:,}",
+                    f"{mean['density']:g}",
+                    mean["method"],
+                    *(shown(*point, family) for family in families),
+                    of_all,
+                ]
+
+    head = ["tokens", "density", "method", *families, "share of dense, families"]
+    return head, lines()
+
+
+def depth(report: Record) -> Cells:
+    """Answers right in % by depth at the longest length, mean over the families dense can do."""
+    rows = report["rows"]
+    length = max(x["length"] for x in rows)
+    here = [x for x in rows if x["length"] == length]
+    able = {x["family"] for x in here if x["method"] == "dense" and x["accuracy"] >= LEAST_ACCURACY}
+    here = [x for x in here if x["family"] in able]
+    points = {(x["density"], x["method"]) for x in here}
+    full = [p for p in points if {x["family"] for x in here if _point(x) == p} == able]
+    depths = [x["depth"] for x in here[0]["by_depth"]]
+
+    def lines() -> Iterator[list[str]]:
+        for density, method in sorted(full, key=lambda x: (-x[0], x[1])):
+            members = [x for x in here if _point(x) == (density, method)]
+            means = [
+                sum(x["by_depth"][i]["accuracy"] for x in members) / len(members)
+                for i in range(len(depths))
+            ]
+            yield [f"{density:g}", method, *(f"{100 * x:.0f}" for x in means)]
+
+    return ["density", "method", *(f"depth {x:g}" for x in depths)], lines()
+
+
+def _point(row: Record) -> tuple[float, str]:
+    return row["density"], row["method"]
+
+
+def perplexity(report: Record) -> Cells:
+    """Perplexity gap in % of the same methods, a column per density."""
+    found = report["perplexity"]
+    densities = sorted({x["density"] for x in found})
+    cells = {(x["method"], x["density"]): x for x in found}
+    methods = list(dict.fromkeys(x["method"] for x in found))
+    lines = [
+        [
+            method,
+            *(
+                _spread(
+                    cells[method, d]["perplexity_gap"],
+                    cells[method, d]["perplexity_gap_standard_error"],
+                    100,
+                    2,
+                )
+                for d in densities
+            ),
+        ]
+        for method in methods
+    ]
+    return ["method", *(f"perplexity gap, % at density {d:g}" for d in densities)], lines
+
+
+def tuning(report: Record) -> Cells:
+    """Selectors and budgets at 8,192 tokens and density 0.2, on the families tuned on."""
+    found = report["second"]
+    gaps = {(x["selector"], x["budgets"]): x for x in found if x["what"] == "perplexity"}
+    cells: dict[tuple[str, str], dict[str, Record]] = {}
+    for row in found:
+        if row["what"] == "tune":
+            cells.setdefault((row["selector"], row["budgets"]), {})[row["family"]] = row
+    families = list(next(iter(cells.values())))
+
+    def lines() -> Iterator[list[str]]:
+        best = next(iter(cells.values()))
+        dense = [f"{100 * best[f]['dense']:.0f}, {best[f]['dense_loss']:.2f}" for f in families]
+        yield ["dense", "", *dense, "", ""]
+        for key, by_family in cells.items():
+            answers = [
+                f"{100 * by_family[f]['accuracy']:.0f}, {by_family[f]['loss']:.2f}"
+                for f in families
+            ]
+            gap = _spread(gaps[key]["gap"], gaps[key]["error"], 100, 2)
+            count = len(by_family[families[-1]]["right"])
+            milliseconds = f"{1e3 * by_family[families[-1]]['seconds'] / count:.1f}"
+            yield [*key, *answers, gap, milliseconds]
+
+    head = ["selector", "budgets from", *(f"{f}: right %, loss" for f in families)]
+    return [*head, "perplexity gap, %", "ms of a forward pass"], lines()
+
+
+def ranking(report: Record) -> Cells:
+    """The same budgets with the selector's ranking and with the true one, on the same prompts."""
+    found = report["first"]
+
+    def lines() -> Iterator[list[str]]:
+        for true in found:
+            if true["what"] != "same budget, true ranking":
+                continue
+            count = len(true["right"])
+            (own,) = (
+                x
+                for x in found
+                if x["what"] == "tune"
+                and (x["selector"], x["budgets"]) == ("mean_query", "text")
+                and (x["family"], x["length"]) == (true["family"], true["length"])
+                and "shared_at_run_time" not in x
+            )
+            right = own["right"][:count].count("1") / count
+            yield [
+                true["family"],
+                f"{true['length']:,}",
+                f"{true['density']:g}",
+                str(count),
+                *(f"{100 * x:.0f}" for x in (true["dense"], right, true["accuracy"])),
+            ]
+
+    head = ["family", "tokens", "density", "prompts", "dense, right %"]
+    return [*head, "ranked by mean_query", "ranked by true sensitivity"], lines()
+
+
+def heads(report: Record, count: int = 10) -> Cells:
+    """The heads whose starvation costs the answer most, and the density that they were given."""
+    both = {x["how"]: x for x in report["first"] if x["what"] == "heads"}
+    starved, given = both["starve"], both["all"]
+    shares = [x for row in starved["shares"] for x in row]
+    ranked = sorted(shares)
+    every = [
+        (change, layer, head)
+        for layer, row in enumerate(starved["change"])
+        for head, change in enumerate(row)
+    ]
+
+    def lines() -> Iterator[list[str]]:
+        for change, layer, head in sorted(every, reverse=True)[:count]:
+            share = starved["shares"][layer][head]
+            yield [
+                f"{layer}.{head}",
+                f"{change:+.3f}",
+                f"{given['change'][layer][head]:+.3f}",
+                f"{share:.2f}",
+                f"{ranked.index(share) + 1} of {len(ranked)}",
+            ]
+
+    names = ["head (layer.head)", "loss, this head starved", "loss at 0.2, this head given all"]
+    return [*names, "its density at 0.2", "rank from the smallest"], lines()
