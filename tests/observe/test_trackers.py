@@ -114,6 +114,7 @@ def run_folder(tmp_path_factory):
     return config.run_folder
 
 
+@pytest.mark.slow
 def test_tensorboard_files_of_a_resumed_run_are_its_events(run_folder):
     wanted = logged(run_folder)
     assert {step for _, step in wanted} == set(range(1, 7))
@@ -131,6 +132,7 @@ def test_tensorboard_forgets_what_a_run_that_was_killed_will_log_again(tmp_path)
     assert losses == {step: 2.0 if step < 6 else 3.0 for step in range(1, 12)}
 
 
+@pytest.mark.slow
 def test_offline_wandb_runs_of_a_resumed_run_are_its_events(run_folder):
     pytest.importorskip("wandb")
     (first, second), ids = read_wandb(run_folder)
@@ -140,6 +142,7 @@ def test_offline_wandb_runs_of_a_resumed_run_are_its_events(run_folder):
     assert {step for _, step in second} == {4, 5, 6}
 
 
+@pytest.mark.slow
 def test_trackio_continues_the_run_of_its_name(run_folder):
     pytest.importorskip("trackio")
     (path,) = (run_folder.parent.parent / "trackio").glob("xsake*.db")
