@@ -141,6 +141,7 @@ def test_the_next_word_is_what_the_copied_python_prints(shipped_client, read, me
         assert shown["text"] == eval(word)
 
 
+@pytest.mark.slow
 def test_words_along_the_text_are_compared_as_the_library_compares_them(
     shipped_client, read, reader, seen
 ):

@@ -25,7 +25,7 @@ from xsake.observe.events import Evaluated, Event, parse
 
 CHUNK = 1 << 20  # bytes that are read at a time
 MAX_LINE = 16 << 20  # bytes of a line; a longer one is damage
-WINDOW = 1 << 20  # bytes at the end of a file that `newest` reads
+WINDOW = 256 << 10  # bytes at the end of a file that `newest` reads: some 800 TrainSteps
 STEP = b'{"event": "TrainStep"'  # how `Event.to_json` begins a TrainStep
 LISTED = b'{"event": "'
 
@@ -181,7 +181,7 @@ def newest(path: Path, window: int = WINDOW) -> list[Event]:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = max(0, size - window)
-        head = os.pread(file.fileno(), CHUNK, 0) if begin else b""
+        head = os.pread(file.fileno(), window, 0) if begin else b""
         tail = os.pread(file.fileno(), window, begin)
     lines = tail.split(b"\n")[1 if begin else 0 : -1]
     found: list[Event] = []
