@@ -133,12 +133,13 @@ def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
     ]
     if not kept:
         return []
+    # as narrow as a terminal of 80 columns
     table = Table(
-        Column("density", justify="right"),
+        Column("at", justify="right"),
         Column("method", no_wrap=True),
-        *(Column(family, justify="right") for family in kept),
-        Column("mean - dense", justify="right"),
-        title=f"{length:,} tokens: answers right, % (and loss in nats per token of the answer)",
+        *(Column(x.replace("_", " "), justify="right", overflow="fold") for x in kept),
+        Column("mean", justify="right", no_wrap=True),
+        title=f"{length:,} tokens: % of answers right; mean difference to dense",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
@@ -147,7 +148,7 @@ def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
 
     def shown(density: float, method: str, family: str) -> str:
         row = cells.get((density, method, family))
-        return "" if row is None else f"{100 * row['accuracy']:.0f} ({row['loss']:.2f})"
+        return "" if row is None else f"{100 * row['accuracy']:.0f}"
 
     table.add_row("1", "dense", *(shown(1.0, "dense", family) for family in kept), "")
     for mean in summarise(here):
