@@ -280,8 +280,10 @@ def test_a_wrong_call_is_one_sentence(xsake, made, line, said):
     assert not (made / "p").exists()
 
 
-def test_a_method_that_cannot_be_measured_is_named(xsake, made):
+def test_a_method_or_a_length_that_cannot_be_measured_is_named(xsake, made):
     profile_of_the_model(made).save(made / "random")
+    said = xsake(f"{TASKS} t.json --lengths 64 999", code=1)
+    assert "--lengths has 999, but the model's context is 128 tokens" in said
     said = xsake(f"{TASKS} t.json --methods gaussian/kl", code=1)
     assert "method 'gaussian/kl' needs a cost curve that the profile lacks" in said
     said = xsake(f"{TASKS} t.json --methods nope", code=1)
