@@ -442,8 +442,8 @@ TABLES: dict[str, Callable[[Any], str]] = {
     **{
         f"tasks-{cells.__name__}": functools.partial(tasks, cells)
         for cells in (
-            *(task_tables.depth, task_tables.perplexity, task_tables.tuning),
-            *(task_tables.ranking, task_tables.heads),
+            *(task_tables.loss, task_tables.depth, task_tables.perplexity),
+            *(task_tables.tuning, task_tables.ranking, task_tables.heads),
         )
     },
     **{

@@ -18,44 +18,52 @@ def _spread(value: float, error: float | None, scale: float, digits: int, sign: 
 
 def accuracy(report: Record) -> Cells:
     """Answers right in % and paired difference to dense in points, by length, density, method."""
+    return _by_family(report, "accuracy", 100, 0)
+
+
+def loss(report: Record) -> Cells:
+    """-ln p of the answer in nats per token and paired difference to dense."""
+    return _by_family(report, "loss", 1, 2)
+
+
+def _by_family(report: Record, name: str, scale: float, digits: int) -> Cells:
     rows = report["rows"]
     dense = {(x["length"], x["family"]): x for x in rows if x["method"] == "dense"}
     families = list(dict.fromkeys(x["family"] for x in rows))
     cells = {(x["length"], x["density"], x["method"], x["family"]): x for x in rows}
 
+    def of_dense(length: int, family: str) -> str:
+        row = dense.get((length, family))
+        if row is None:
+            return ""
+        left_out = " left out" if row["accuracy"] < LEAST_ACCURACY else ""
+        return f"{scale * row[name]:.{digits}f}{left_out}"
+
     def shown(length: int, density: float, method: str, family: str) -> str:
         row = cells.get((length, density, method, family))
         if row is None:
             return ""
-        difference = _spread(
-            row["accuracy_difference"], row["accuracy_difference_standard_error"], 100, 0, "+"
-        )
-        return f"{100 * row['accuracy']:.0f} ({difference})"
+        error = row[f"{name}_difference_standard_error"]
+        difference = _spread(row[f"{name}_difference"], error, scale, digits, "+")
+        return f"{scale * row[name]:.{digits}f} ({difference})"
 
     def lines() -> Iterator[list[str]]:
         for length in sorted({x["length"] for x in rows}, reverse=True):
-            found = [
-                f"{100 * dense[length, family]['accuracy']:.0f}"
-                + (" left out" if dense[length, family]["accuracy"] < LEAST_ACCURACY else "")
-                if (length, family) in dense
-                else ""
-                for family in families
-            ]
-            yield [f"{length:,}", "", "dense", *found, ""]
-            means = summarise([x for x in rows if x["length"] == length])
-            for mean in means:
+            yield [f"{length:,}", "", "dense", *(of_dense(length, x) for x in families), ""]
+            for mean in summarise([x for x in rows if x["length"] == length]):
                 point = (length, mean["density"], mean["method"])
-                of_all = f"{mean['share_of_dense']:.3f} of {len(mean['families'])}"
                 yield [
                     f"{length:,}",
                     f"{mean['density']:g}",
                     mean["method"],
                     *(shown(*point, family) for family in families),
-                    of_all,
+                    f"{mean['share_of_dense']:.3f} of {len(mean['families'])}"
+                    if name == "accuracy"
+                    else f"{mean['loss_difference']:+.2f}",
                 ]
 
-    head = ["tokens", "density", "method", *families, "share of dense, families"]
-    return head, lines()
+    last = "share of dense, families" if name == "accuracy" else "mean difference"
+    return ["tokens", "density", "method", *families, last], lines()
 
 
 def depth(report: Record) -> Cells:

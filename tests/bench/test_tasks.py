@@ -55,17 +55,19 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
         if not runs:
             built.update(method.name for method in methods_at(settings.densities[0], 128))
         runs.append((tuple(settings.densities), facts["facts"]["kinds"]))
+        out.write_text(json.dumps({"rows": runs}))
 
     monkeypatch.setattr(tasks.needle, "run_tasks", run_tasks)
-    monkeypatch.setattr(tasks, "_perplexity", lambda *given: [])
+    monkeypatch.setattr(tasks, "_perplexity", lambda *given: ["gap"])
     paths = [tmp_path / name for name in ("model", "documents", "profiles", "out.json")]
     for _ in range(2):
         tasks.table(*paths, block=16, lengths=(128,), densities=(0.8, 0.9, 0.7))
-    assert asked == [(2, "2 of text"), (4, "2 of text and 2 of retrieval")]
+    mixed = "2 documents of text and 2 documents of retrieval"
+    assert asked == [(2, "2 documents of text"), (4, mixed)]
     assert built == set(tasks.METHODS)
-    mixed = "2 of text and 2 of retrieval"
+    assert json.loads(paths[-1].read_text())["perplexity"] == ["gap"]
     assert runs == [((0.8, 0.9), mixed), ((0.7,), mixed)] * 2
-    assert Profile.load(tmp_path / "profiles" / "text-16.safetensors").facts.kinds == "2 of text"
+    assert Profile.load(tmp_path / "profiles" / "text-16.safetensors").facts.kinds == asked[0][1]
 
 
 def test_one_head_at_a_time_is_changed(tmp_path, asked, monkeypatch):

@@ -165,7 +165,7 @@ def test_tasks_of_a_profile(xsake, made, monkeypatch):
         patched.setattr(needle, "LEAST_ACCURACY", 0.0)
         said = xsake(f"{TASKS} tasks.json")
     assert "written: tasks.json" in said
-    assert "128 tokens: answers right, %" in said
+    assert "128 tokens: % of answers right" in " ".join(said.split())  # the title may be wrapped
     assert "left out: density 0.1 at 128 tokens" in said
     found = json.loads((made / "tasks.json").read_text())
     assert [row["method"] for row in found["rows"]] == ["dense", "sink_window", "mean_query/output"]
@@ -280,8 +280,10 @@ def test_a_wrong_call_is_one_sentence(xsake, made, line, said):
     assert not (made / "p").exists()
 
 
-def test_a_method_that_cannot_be_measured_is_named(xsake, made):
+def test_a_method_or_a_length_that_cannot_be_measured_is_named(xsake, made):
     profile_of_the_model(made).save(made / "random")
+    said = xsake(f"{TASKS} t.json --lengths 64 999", code=1)
+    assert "--lengths has 999, but the model's context is 128 tokens" in said
     said = xsake(f"{TASKS} t.json --methods gaussian/kl", code=1)
     assert "method 'gaussian/kl' needs a cost curve that the profile lacks" in said
     said = xsake(f"{TASKS} t.json --methods nope", code=1)

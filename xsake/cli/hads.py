@@ -248,16 +248,13 @@ def evaluate(
             "give either --plan, or --profile and --table; with --tasks, --plan or --profile only"
         )
     if tasks is not None:
-        if update:
-            raise ValueError("--update adds perplexity to a plan; leave it out with --tasks")
         chosen = Chosen(families, lengths, prompts, densities, methods, seed)
-        chosen.check(tasks, text)
+        chosen.check(writable_file(tasks), text, update)
         made = hads.Plan.load(plan) if plan is not None else hads.Profile.load(str(profile))
-        writable_file(tasks)
         subject = _Subject.load(model, dtype, implementation, text)
+        chosen.check_context(subject.config.context)
         fillers = subject.documents(text, max(lengths), prompts, seed)
         measure_tasks(subject.observer, subject.encode, fillers, made, chosen, tasks)
-        console.print(f"written: {tasks}", soft_wrap=True)
     elif plan is not None:
         loaded = hads.Plan.load(writable_file(plan) if update else plan)
         subject = _Subject.load(model, dtype, implementation, text)

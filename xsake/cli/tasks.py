@@ -33,8 +33,10 @@ class Chosen(NamedTuple):
     methods: tuple[str, ...]
     seed: int
 
-    def check(self, out: Path, text: list[Path]) -> None:
+    def check(self, out: Path, text: list[Path], update: bool) -> None:
         """Raises for flags that cannot be used, before anything is loaded."""
+        if update:
+            raise ValueError("--update adds perplexity to a plan; leave it out with --tasks")
         if out.suffix == ".md":
             raise ValueError(f"--tasks {out} is the JSON file of the results; name a .json file")
         for name in ("families", "lengths", "densities", "methods"):
@@ -53,6 +55,14 @@ class Chosen(NamedTuple):
             raise ValueError(
                 f"--tasks hides words in text, and {text[0]} holds token ids; give --text a text "
                 "file"
+            )
+
+    def check_context(self, context: int) -> None:
+        """Raises for prompts that are longer than the model's context."""
+        if max(self.lengths) > context:
+            raise ValueError(
+                f"--lengths has {max(self.lengths):,}, but the model's context is {context:,} "
+                "tokens; give --lengths of that or less"
             )
 
 
@@ -105,6 +115,7 @@ def measure_tasks(
             "that are always kept are more",
             soft_wrap=True,
         )
+    console.print(f"written: {out}", soft_wrap=True)
 
 
 def _methods_at(made: Plan | Profile, names: tuple[str, ...]) -> MethodsAt:
@@ -133,12 +144,13 @@ def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
     ]
     if not kept:
         return []
+    # as narrow as a terminal of 80 columns
     table = Table(
-        Column("density", justify="right"),
+        Column("at", justify="right"),
         Column("method", no_wrap=True),
-        *(Column(family, justify="right") for family in kept),
-        Column("mean - dense", justify="right"),
-        title=f"{length:,} tokens: answers right, % (and loss in nats per token of the answer)",
+        *(Column(x.replace("_", " "), justify="right", overflow="fold") for x in kept),
+        Column("mean", justify="right", no_wrap=True),
+        title=f"{length:,} tokens: % of answers right; mean difference to dense",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
@@ -147,7 +159,7 @@ def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
 
     def shown(density: float, method: str, family: str) -> str:
         row = cells.get((density, method, family))
-        return "" if row is None else f"{100 * row['accuracy']:.0f} ({row['loss']:.2f})"
+        return "" if row is None else f"{100 * row['accuracy']:.0f}"
 
     table.add_row("1", "dense", *(shown(1.0, "dense", family) for family in kept), "")
     for mean in summarise(here):

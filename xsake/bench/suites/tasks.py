@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,9 @@ class _Bench:
             folder.mkdir(parents=True, exist_ok=True)
             began = time.perf_counter()
             documents = [x for name in KINDS[kind] for x in self.tokens(name)]
-            kinds = " and ".join(f"{len(self.tokens(name))} of {name}" for name in KINDS[kind])
+            kinds = " and ".join(
+                f"{len(self.tokens(name))} documents of {name}" for name in KINDS[kind]
+            )
             found = self.subject.profile(documents, block=block, curves=curves, kinds=kinds)
             print(f"profile of {kind}: {time.perf_counter() - began:.1f} s", flush=True)
             found.save(path)
@@ -171,9 +174,11 @@ def table(
                 block,
                 out,
                 facts=facts,
-                provenance=origin | {"perplexity": perplexity},
+                provenance=origin,
                 report=report,
             )
+            found = json.loads(out.read_text())
+            out.write_text(to_json(found | {"perplexity": perplexity}))
 
 
 def _perplexity(
