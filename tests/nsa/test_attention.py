@@ -262,3 +262,15 @@ def test_mlp_pooling_and_its_gradient():
         slope = (next(ends) - next(ends)) / (2 * step)
         size = np.abs(np.asarray(grads[name]) * direction).sum()
         assert abs((np.asarray(grads[name]) * direction).sum() - slope) <= 1e-5 * size, name
+
+
+@pytest.mark.parametrize("weights", [(POOLED,), (POOLED, 2)], ids=["shared weights", "by head"])
+@pytest.mark.parametrize("positions", [(POOLED, 3), (POOLED, 2, 3)], ids=["shared", "by head"])
+def test_weighted_pooling_with_a_position_embedding(weights, positions):
+    rng = np.random.default_rng(0)
+    blocks, w, e = (rng.standard_normal(x) for x in ((1, 4, POOLED, 2, 3), weights, positions))
+    pool = nsa.weighted_pooling(*(jnp.asarray(x, jnp.float32) for x in (w, e)))
+    found = pool(jnp.asarray(blocks, jnp.float32))
+    by_head = np.broadcast_to(w[:, None] if w.ndim == 1 else w, (POOLED, 2))[..., None]
+    wanted = (by_head * (blocks + (e[:, None] if e.ndim == 2 else e))).sum(2)
+    agree(found, wanted, 2e-6, "pooled")
