@@ -231,7 +231,7 @@ REFUSED = {
     "an unknown implementation": (
         lambda: apply(INDICES, implementation="triton"),
         (
-            "implementation 'triton' is not one of ['xla', 'reference'], which compute the "
+            f"implementation 'triton' is not one of {nsa.selected.NAMES}, which compute the "
             "selected branch; leave it out for the fastest that can run"
         ),
     ),
