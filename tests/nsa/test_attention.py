@@ -13,7 +13,10 @@ import xsake
 from tests.nsa import oracle
 from tests.nsa.test_selected import GRADIENT_LIMIT, OUTPUT_LIMIT
 from tests.oracle import relative_error
-from xsake import nsa
+from xsake import masks, nsa
+from xsake.masks.intervals import intervals_of
+from xsake.nsa.compress import slots_of
+from xsake.nsa.sequences import sequences_of
 
 T, BLOCK, POOLED, STRIDE, WINDOW, SELECTED = 75, 8, 8, 4, 9, 4
 PACKED = np.array([3] * 21 + [0] * 1 + [-1] * 2 + [4] * 35 + [1] * 16)
@@ -262,3 +265,30 @@ def test_mlp_pooling_and_its_gradient():
         slope = (next(ends) - next(ends)) / (2 * step)
         size = np.abs(np.asarray(grads[name]) * direction).sum()
         assert abs((np.asarray(grads[name]) * direction).sum() - slope) <= 1e-5 * size, name
+
+
+@pytest.mark.parametrize("weights", [(POOLED,), (POOLED, 2)], ids=["shared weights", "by head"])
+@pytest.mark.parametrize("positions", [(POOLED, 3), (POOLED, 2, 3)], ids=["shared", "by head"])
+def test_weighted_pooling_with_a_position_embedding(weights, positions):
+    rng = np.random.default_rng(0)
+    blocks, w, e = (rng.standard_normal(x) for x in ((1, 4, POOLED, 2, 3), weights, positions))
+    pool = nsa.weighted_pooling(*(jnp.asarray(x, jnp.float32) for x in (w, e)))
+    found = pool(jnp.asarray(blocks, jnp.float32))
+    by_head = np.broadcast_to(w[:, None] if w.ndim == 1 else w, (POOLED, 2))[..., None]
+    wanted = (by_head * (blocks + (e[:, None] if e.ndim == 2 else e))).sum(2)
+    agree(found, wanted, 2e-6, "pooled")
+
+
+def test_pooled_keys_are_one_interval_for_each_query():
+    """Hopper's kernels read two integers for each query where a rule is of this kind."""
+    ids = np.sort(np.where(PACKED < 0, 9, PACKED))  # padding between sequences is no interval
+    sequences = sequences_of(1, T, segment_ids=ids, cu_seqlens=None, token_indices=None)
+    slots = slots_of(sequences, T, POOLED, STRIDE)
+    rule = masks.documents(sequences.number, slots.number) & masks.causal()
+    rule = masks.at_positions(rule, None, slots.end)
+    lo, hi = np.asarray(intervals_of(rule, (T, slots.end.shape[1])))[0, 0, :, :, None]
+    slot = np.arange(slots.end.shape[1])[None]
+    seen = oracle.compressed_mask(ids, 1, POOLED, STRIDE)[:, 0]
+    inside = (lo <= slot) & (slot < hi)
+    np.testing.assert_array_equal(inside[:, : seen.shape[1]], seen)
+    assert not inside[:, seen.shape[1] :].any()

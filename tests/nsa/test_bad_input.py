@@ -231,8 +231,8 @@ REFUSED = {
     "an unknown implementation": (
         lambda: apply(INDICES, implementation="triton"),
         (
-            "implementation 'triton' is not one of ['hopper', 'xla', 'reference'], which compute "
-            "the selected branch; leave it out for the fastest that can run"
+            f"implementation 'triton' is not one of {nsa.selected.NAMES}, which compute the "
+            "selected branch; leave it out for the fastest that can run"
         ),
     ),
     "a cache for msa without its size": (
@@ -244,6 +244,17 @@ REFUSED = {
     "two tokens in a decode step": (
         lambda: nsa.decode_step(zeros(1, 2, N, H), zeros(1, 2, K, H), zeros(1, 2, K, H), cache()),
         "query and key must have one token, got 2 and 2; nsa.prefill takes a prompt",
+    ),
+    "a step of another batch": (
+        lambda: nsa.decode_step(zeros(2, 1, N, H), zeros(2, 1, K, H), zeros(2, 1, K, H), cache()),
+        (
+            "key must have a batch, heads and head size of [1, 2, 8], as the cache has, got shape "
+            "[2, 1, 2, 8]"
+        ),
+    ),
+    "lengths beyond the prompt": (
+        lambda: nsa.prefill(cache(), zeros(1, 9, K, H), zeros(1, 9, K, H), lengths=np.array([10])),
+        "lengths must be from 0 to T = 9, got [10]",
     ),
     "a prompt longer than the cache": (
         lambda: nsa.prefill(cache(), zeros(1, 17, K, H), zeros(1, 17, K, H)),

@@ -265,8 +265,7 @@ def select_blocks(
     pooled = logsumexp = None
     if score == "nsa":
         pooled = compress(k, None, sequences, compression=compression, **settings.pooling)
-        # only the logsumexp is needed: values of one element
-        pooled = pooled._replace(v=pooled.k[..., :1])
+        pooled = pooled._replace(v=pooled.k)  # any values: only the logsumexp is needed
         _, logsumexp = attend_compressed(
             q, pooled, sequences, scale=scale, implementation=implementation
         )

@@ -102,6 +102,16 @@ class Cache:
             settings=settings,
         )
 
+    def check_fits(self, key: Array, value: Array) -> None:
+        """Raises if keys and values are of another batch, number of heads or size."""
+        for name, x, own in (("key", key, self.k), ("value", value, self.v)):
+            wanted = (own.shape[0], *own.shape[2:])
+            if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != wanted:
+                raise ValueError(
+                    f"{name} must have a batch, heads and head size of {list(wanted)}, as the "
+                    f"cache has, got shape {list(x.shape)}"
+                )
+
     def check_capacity(self, more: int) -> None:
         """Raises if `more` tokens do not fit, where the lengths can be read."""
         if isinstance(self.length, jax.core.Tracer):
@@ -134,6 +144,7 @@ def prefill(
       index_key: the indexer's keys, for score="msa".
     """
     k, v = (jnp.asarray(x).astype(cache.k.dtype) for x in (key, value))
+    cache.check_fits(k, v)
     (B, T), capacity = k.shape[:2], cache.k.shape[1]
     if capacity < T:
         raise ValueError(
@@ -142,6 +153,8 @@ def prefill(
     count = jnp.full(B, T, jnp.int32) if lengths is None else integers("lengths", lengths)
     if count.shape != (B,):
         raise ValueError(f"lengths must have shape [{B}], got {list(count.shape)}")
+    if not isinstance(count, jax.core.Tracer) and not bool(((count >= 0) & (count <= T)).all()):
+        raise ValueError(f"lengths must be from 0 to T = {T}, got {count.tolist()}")
     block, stride = _pooled_sizes(cache.settings)
     how = _used(cache, compression)
     pooled = compress(k, v, ONE_SEQUENCE, block=block, stride=stride, compression=how)
@@ -151,7 +164,7 @@ def prefill(
             raise ValueError("score='msa' needs index_key")
         new["index_k"] = jnp.asarray(index_key).astype(cache.index_k.dtype)
     new = {name: getattr(cache, name).at[:, : x.shape[1]].set(x) for name, x in new.items()}
-    return dataclasses.replace(cache, **new, length=jnp.minimum(count, T))
+    return dataclasses.replace(cache, **new, length=count)
 
 
 def decode_step(
@@ -180,6 +193,7 @@ def decode_step(
             f"query and key must have one token, got {q.shape[1]} and {k.shape[1]}; "
             "nsa.prefill takes a prompt"
         )
+    cache.check_fits(k, v)
     cache.check_capacity(1)
     settings, scale = cache.settings, check_scale(q, scale)
     gates = check_gates(q, v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)

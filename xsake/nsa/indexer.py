@@ -97,7 +97,7 @@ def indexer_loss(
 
     q, k = lax.stop_gradient((q, k))
     mean_keys, lse_s = attend(q, k, jnp.concatenate([k, ik], axis=-1), scale)
-    _, lse_z = attend(iq, ik, ik[..., :1], z_scale)
+    _, lse_z = attend(iq, ik, lax.stop_gradient(ik), z_scale)  # any values
     dtype = accumulator(q.dtype)
     mean_keys, q, iq = (x.astype(dtype) for x in (mean_keys, q, iq))
     mean_s = scale * (q * lax.stop_gradient(mean_keys[..., :H])).sum(-1)

@@ -19,6 +19,7 @@ few token pairs have one loop for all visits, which is less to compile.
     products.py        products and logits of blocks
     output.py          the forward
     gradients.py       the backward: chunks of kv blocks by the transposed lists
+    selected.py        attention to lists of blocks of single queries (nsa)
     cpu_exp.py         exp on a CPU
     cpu_jax_0_10.py    the forward on CPUs with JAX before 0.11
 """

@@ -20,6 +20,7 @@ from xsake.bench.timing import temporary_bytes, time_calls
 
 SIZES = {"B": 1, "N": 8, "K": 8, "H": 64}
 BLOCK, SELECTED, WINDOW = 64, 16, 512
+CHECKED = 512  # tokens at which results are compared with `reference`, which needs T × S
 
 Attend = Callable[..., Array]
 
@@ -69,9 +70,8 @@ CASES: dict[str, tuple[Attend, str]] = {
 
 def measure(name: str, T: int, repeats: int) -> Iterator[Record]:
     """Forward, and forward with backward."""
-    attend, more = CASES[name]
-    given = inputs(T)
-    q, k, v, extra = (given[x] for x in ("q", "k", "v", more))
+    attend, _ = CASES[name]
+    q, k, v, extra = _arguments(name, T)
 
     def forward(q: Array, k: Array, v: Array, extra: Array, how: str | None = None) -> Array:
         return attend(q, k, v, extra, how)
@@ -80,13 +80,10 @@ def measure(name: str, T: int, repeats: int) -> Iterator[Record]:
         out, pull_back = jax.vjp(lambda *qkv: attend(*qkv, extra, how), q, k, v)
         return out, pull_back(out)
 
-    functions = {"forward": forward, "forward+backward": both}
-    found, records = {}, {}
-    for direction, fn in functions.items():
+    for direction, fn in (("forward", forward), ("forward+backward", both)):
         compiled = jax.jit(fn)
         timing = time_calls({name: (compiled, (q, k, v, extra))}, repeats)[name]
-        found[direction] = compiled(q, k, v, extra)
-        records[direction] = {
+        yield {
             "suite": "nsa",
             "case": _case(name, T),
             "direction": direction,
@@ -100,20 +97,24 @@ def measure(name: str, T: int, repeats: int) -> Iterator[Record]:
             "temporary_bytes": temporary_bytes(fn, q, k, v, extra),
             "peak_resident_bytes": _peak_resident_bytes(),
             "load_average": os.getloadavg()[0],
+            "error": _error(fn, name, min(T, CHECKED)),
         }
-    # only now, because of its memory: T × S
-    for direction, fn in functions.items():
-        expected = jax.jit(fn, static_argnames="how")(q, k, v, extra, how="reference")
-        yield records[direction] | {"error": _error(found[direction], expected)}
 
 
 def _case(name: str, T: int) -> str:
     return f"{name} T={T}"
 
 
-def _error(actual: Any, expected: Any) -> float:
+def _arguments(name: str, T: int) -> tuple[Array, ...]:
+    given = inputs(T)
+    return tuple(given[x] for x in ("q", "k", "v", CASES[name][1]))
+
+
+def _error(fn: Callable[..., Any], name: str, T: int) -> float:
     """The largest error of any array, relative to the largest value of that array."""
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    compiled, given = jax.jit(fn, static_argnames="how"), _arguments(name, T)
+    found, expected = compiled(*given), compiled(*given, how="reference")
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return max(float(abs(a - e).max() / abs(e).max()) for a, e in pairs)
 
 
