@@ -24,7 +24,7 @@ def main(
     folder: Path = Path("runs/nsa-example"),
     attention: str = "nsa",
     steps: int = 60,
-    length: int = 256,
+    length: int = 128,
     words: int = 24,
 ) -> list[float]:
     """Returns the loss of every step; prints some of them, and text of the trained model."""

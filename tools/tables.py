@@ -247,15 +247,46 @@ def training(records: list[Record]) -> str:
     """Training runs: perplexity of every file, and the gap to the first run."""
     lines = []
     for record in records:
-        attention = (
-            "dense" if record["density_ratio"] == 1 else f"HADS {record['density_ratio']:.2f}"
-        )
+        density, name = record["density_ratio"], record.get("attention", "dense")
+        if name == "dense":
+            attention = "dense" if density == 1 else f"HADS {density:.2f}"
+        else:
+            attention = f"{name} {density:.2f}"
         cells = [record["run"], attention, record["seed"], f"{record['steps']:,}"]
         for file, value in record["perplexity"].items():
             cells.append(f"{value:.2f} ({record['perplexity_gap'][file]:+.2%})")
         lines.append(cells)
     head = ("run", "attention", "seed", "steps", *records[0]["perplexity"])
     return _markdown(head, lines)
+
+
+def sparse_training(records: list[Record]) -> str:
+    """Models trained with dense and sparse attention: loss, speed, overlap of neighbours."""
+
+    def of_layers(overlap: Record | None, key: str) -> str:
+        if overlap is None:
+            return ""
+        ratios = overlap[key]
+        return f"{min(ratios):.2f} … {max(ratios):.2f}"
+
+    lines = []
+    for record in records:
+        overlap = record.get("overlap")
+        gap, speed = record["validation_loss_gap_ratio"], record["median_tokens_per_second"]
+        lines.append(
+            (
+                record["attention"],
+                f"{record['parameters'] / 1e6:.1f} M",
+                f"{record['steps']:,}",
+                f"{record['validation_loss_nats']:.4f} ({gap:+.2%})",
+                f"{speed:,.0f}",
+                of_layers(overlap, "overlap_ratio_by_layer"),
+                of_layers(overlap, "free_overlap_ratio_by_layer"),
+            )
+        )
+    overlap = "common blocks of neighbouring tokens, by layer"
+    head = ("attention", "parameters", "steps", "validation loss, nats (gap)", "tokens/s")
+    return _markdown((*head, overlap, "without forced blocks"), lines)
 
 
 def train_step(records: list[Record]) -> str:
@@ -434,6 +465,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "nsa": nsa,
     "head-roles": head_roles,
     "training": training,
+    "sparse-training": sparse_training,
     "train-step": train_step,
     "train-profile": train_profile,
     "hads-speed": hads_speed,

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from tests.train.corpus import MODEL, config, token_file
+from tools import tables
 from xsake.bench.suites import sparse_training
 from xsake.model import Sparse
 from xsake.observe import events, sinks
 from xsake.train import loop
-from xsake.train.config import PRESETS, Hads
+from xsake.train.config import PRESETS, Compute, Hads
 
 SPARSE = {
     "dense": Sparse(),
@@ -39,7 +40,8 @@ def tiny(monkeypatch):
         base = config("runs", hads=Hads(), model=model, schedule__steps=5, schedule__warmup_steps=0)
         checkpoint = dataclasses.replace(base.checkpoint, export=True)
         data = dataclasses.replace(base.data, separate=False)
-        found[preset] = dataclasses.replace(base, checkpoint=checkpoint, data=data)
+        compute = Compute(dtype="bfloat16", loss_tokens=32)
+        found[preset] = dataclasses.replace(base, checkpoint=checkpoint, data=data, compute=compute)
     monkeypatch.setattr(sparse_training, "PRESETS", found)
     monkeypatch.setattr(sparse_training, "WINDOWS", 2)
     return found
@@ -118,6 +120,25 @@ def test_a_run_is_finished_when_its_model_is_written(tmp_path):
     file.write(events.Stopped(step=5, reason="finished"))
     file.close()
     assert sparse_training.is_finished(tmp_path)
+
+
+def test_the_table_of_a_page_has_loss_speed_and_overlap():
+    record = {
+        "attention": "nsa",
+        "parameters": 37e6,
+        "steps": 2000,
+        "validation_loss_nats": 4.0,
+        "validation_loss_gap_ratio": 0.0125,
+        "median_tokens_per_second": 1234.5,
+        "overlap": {
+            "overlap_ratio_by_layer": [0.9, 0.75],
+            "free_overlap_ratio_by_layer": [0.5, 0.625],
+        },
+    }
+    dense = {x: y for x, y in record.items() if x != "overlap"} | {"attention": "dense"}
+    *_, first, second = tables.sparse_training([dense, record]).splitlines()
+    assert first == "| dense | 37.0 M | 2,000 | 4.0000 (+1.25%) | 1,234 |  |  |"
+    assert second.endswith("| 0.75 … 0.90 | 0.50 … 0.62 |")
 
 
 def test_overlaps_are_those_of_sets():

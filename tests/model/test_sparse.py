@@ -14,6 +14,7 @@ import pytest
 from tests.draws import FAST_COMPILATION
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import masks, nsa
+from xsake.cli import checkpoints
 from xsake.evaluate.decoding import compare_decoding
 from xsake.model import (
     Config,
@@ -198,7 +199,7 @@ def test_decoding_equals_the_full_pass(attention):
 def test_generated_tokens_are_those_of_the_full_pass():
     """Greedy, over several bursts and past the length of the prompts' padding."""
     own, prompts = model("nsa"), tokens()[:, :13].tolist()
-    rows = generate(own, prompts, max_tokens=T - 13, stop=(), burst=16)
+    rows = generate(own.unstacked(), prompts, max_tokens=T - 13, stop=(), burst=16)
     whole = [prompt + row.tokens for prompt, row in zip(prompts, rows, strict=True)]
     predicted = np.asarray(logits(own, np.asarray(whole, np.int32)))[:, 12:-1].argmax(-1)
     assert [row.tokens for row in rows] == predicted.tolist()
@@ -218,6 +219,15 @@ def test_a_saved_folder_is_the_same_model(attention, tmp_path):
     assert again.model.parameters().keys() == own.parameters().keys()
     for name, x in own.parameters().items():
         np.testing.assert_array_equal(again.model.parameters()[name], x)
+
+
+def test_inspect_counts_what_the_cache_holds(tmp_path, capsys):
+    """2 layers of k and v, 2 heads of 8, and the means of every 8 tokens: 64 + 8 numbers."""
+    huggingface.save(tmp_path, model("moba"), layout="xsake")
+    checkpoints.inspect(tmp_path)
+    said = capsys.readouterr().out
+    assert "moba" in said
+    assert "288 in float32, 144 in bfloat16" in said
 
 
 def test_hugging_face_has_no_layout_for_sparse_attention(tmp_path):

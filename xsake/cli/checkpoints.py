@@ -22,7 +22,7 @@ from xsake.cli.progress import status
 from xsake.cli.terminal import console, fast_dtype, reasons
 
 if TYPE_CHECKING:
-    from xsake.model import Transformer
+    from xsake.model import Config, Transformer
     from xsake.model.huggingface import Loaded
 
 
@@ -48,6 +48,8 @@ def inspect(path: tyro.conf.Positional[Path]) -> None:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     stored = collections.Counter(opened.source.types.values())
     cached = 2 * config.layers * config.kv_heads * config.head_size
+    if config.is_sparse:
+        cached = _sparse_cache_numbers(config)
     table = Table("size", "")
     table.add_row("parameters", f"{count:,}")
     table.add_row("bytes on disk", f"{sum(file.stat().st_size for file in files):,}")
@@ -69,6 +71,15 @@ def inspect(path: tyro.conf.Positional[Path]) -> None:
         for heads in (config.heads, config.kv_heads)
     )
     console.print(reasons(xsake.explain(q, k, k, is_causal=True), f"{length:,} tokens, {dtype}"))
+
+
+def _sparse_cache_numbers(config: Config) -> int:
+    """Numbers of a SparseCache per token, at the model's context: k, v, pooled blocks, indexer."""
+    from xsake.model import SparseCache
+
+    cache = jax.eval_shape(lambda: SparseCache.empty(config, 1, config.context))
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(cache) if x.ndim > 1)
+    return round(total / cache.capacity)
 
 
 def generate(

@@ -178,7 +178,6 @@ def record_of(name: str, config: Config) -> Record:
     steps = [x for x in events if isinstance(x, TrainStep)]
     found |= {
         "case": f"{name}, {config.data.length} tokens a sequence",
-        "attention": config.model.attention,
         "length": config.data.length,
         "rows": config.data.rows,
         "validation_loss_nats": losses[-1].loss_nats,

@@ -44,6 +44,7 @@ def record_of(run: Path) -> Record:
         "config_hash": began.config_hash,
         "data_hash": began.data_hash,
         "seed": settings["seed"],
+        "attention": settings["model"].get("attention", "dense"),
         "hads": settings["hads"],
         "parameters": began.parameters,
         "steps": began.steps,
