@@ -23,7 +23,6 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, PyTree
 
 from xsake import block_scores, selection
-from xsake.block_mask import BlockMask
 from xsake.hads import chunks
 from xsake.hads.chunks import Chunk, Chunks
 from xsake.hads.statistics import AnyArray, entropy
@@ -185,11 +184,15 @@ def sparse(
     def as_given(q: Array, k: Array, layer: Any) -> Array:
         return given[layer]
 
-    def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
-        blocks = lax.switch(source, [as_given, by_query, by_mass], q[0], k[0], layer)
-        return selection.to_mask(blocks, len(tokens), block)
+    model, P = nnx.merge(subject.graph, weights), len(tokens)
 
-    return subject.sparse_hidden(weights, tokens, choose)
+    def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
+        blocks = lax.switch(source, [as_given, by_query, by_mass], q[0], k[0], layer)
+        mask = selection.to_mask(blocks, P, block)
+        by_chosen = by_mask(model.config, mask, 1, P, implementation=subject.implementation)
+        return by_chosen(layer, q, k, v, state)
+
+    return model.run(tokens[None], document_positions(1, P), attend)[0][0]
 
 
 def _row_mass(q: Array, k: Array, block: int, length: Any) -> Array:
