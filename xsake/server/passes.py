@@ -167,7 +167,9 @@ def sparse(
       weights: of the subject.
       tokens: the text and its padding.
       length: of the text.
-      counts: blocks that each row block keeps, if they are ranked.
+      counts: blocks that each row block keeps, if they are ranked; at least the forced ones and
+        at most those that causality allows, so that comparing ranks is `selection.keep_top`, which
+        sorts and takes longer for so few blocks.
       given: the blocks, if they are given.
       source: index into SOURCES, traced: all methods share a compiled program.
       subject: the model.
@@ -176,10 +178,10 @@ def sparse(
 
     def by_query(q: Array, k: Array, layer: Any) -> Array:
         scores = block_scores.estimate("mean_query", filled(q, block, length), k, block)
-        return selection.keep_top(scores, counts[layer])
+        return selection.ranks(scores) < counts[layer][..., None]
 
     def by_mass(q: Array, k: Array, layer: Any) -> Array:
-        return selection.keep_top(_row_mass(q, k, block, length), counts[layer])
+        return selection.ranks(_row_mass(q, k, block, length)) < counts[layer][..., None]
 
     def as_given(q: Array, k: Array, layer: Any) -> Array:
         return given[layer]
