@@ -106,6 +106,8 @@ def test_a_plan_is_the_librarys_and_its_file_loads(shipped_client, tmp_path):
     loaded = hads.Plan.load(tmp_path / "plan")
     assert np.array_equal(loaded.counts, plan.counts)
     assert loaded.terms == plan.terms
+    plan.save(tmp_path / "saved")
+    assert file.content == (tmp_path / "saved").read_bytes()
 
 
 def test_an_estimate_is_the_mean_of_the_profiles_cost_at_the_plans_counts(shipped_client):
