@@ -126,6 +126,21 @@ def test_an_estimate_is_the_mean_of_the_profiles_cost_at_the_plans_counts(shippe
     assert "no estimate beyond that" in longer["estimate_note"]
 
 
+def test_a_plan_comes_with_what_was_measured_of_it(shipped_client):
+    (path,) = shipped.RESULTS.glob("shipped-hads-16-*.json")
+    rows = json.loads(path.read_text())["densities"]["0.43"]["rows"]
+    (wanted,) = (row for row in rows if row["method"] == "static/kl")
+    query = {"density": 0.43, "policy": "kl", "selector": "static"}
+    found = shipped_client.get("/api/profiles/profile-16/plan", params=query).json()
+    (measured,) = found["measured"]
+    assert (measured["result"], measured["method"]) == (path.stem, "static/kl")
+    assert measured["perplexity_gap"] == wanted["perplexity_gap"]
+    assert measured["perplexity_gap_standard_error"] == wanted["perplexity_gap_standard_error"]
+    query["density"] = 0.5
+    other = shipped_client.get("/api/profiles/profile-16/plan", params=query).json()
+    assert other["measured"] == []
+
+
 @pytest.mark.parametrize(
     ("query", "why"),
     [
