@@ -207,7 +207,7 @@ def evaluate(
     families: tuple[str, ...] = tuple(FAMILIES),
     lengths: tuple[int, ...] = (2048, 4096, 8192),
     prompts: int = 100,
-    methods: tuple[str, ...] = METHODS,
+    methods: tuple[str, ...] = (),
     length: int | None = None,
     documents: int = 8,
     seed: int = 1,
@@ -230,7 +230,8 @@ def evaluate(
       families: of tasks; one is left out where dense attention has less than half of the answers.
       lengths: tokens of the tasks' prompts.
       prompts: of each family and length.
-      methods: to measure tasks with, as the comparison names them; "all" is all of them.
+      methods: names of the methods to compare, such as sink_window mean_query/output; "all" is all
+        of them, which is the default but for tasks.
       length: tokens of each document; default the calibrated length.
       documents: number of documents, cut from the text at random.
       seed: the random seed for cutting documents.
@@ -248,7 +249,7 @@ def evaluate(
             "give either --plan, or --profile and --table; with --tasks, --plan or --profile only"
         )
     if tasks is not None:
-        chosen = Chosen(families, lengths, prompts, densities, methods, seed)
+        chosen = Chosen(families, lengths, prompts, densities, methods or METHODS, seed)
         chosen.check(writable_file(tasks), text, update)
         made = hads.Plan.load(plan) if plan is not None else hads.Profile.load(str(profile))
         subject = _Subject.load(model, dtype, implementation, text)
@@ -270,7 +271,8 @@ def evaluate(
         writable_file(table)
         subject = _Subject.load(model, dtype, implementation, text)
         tokens = subject.documents(text, length or known.facts.length, documents, seed)
-        _compare_methods(subject.observer, known, more, tokens, densities, table)
+        only = () if methods == ("all",) else methods
+        _compare_methods(subject.observer, known, more, only, tokens, densities, table)
         console.print(f"written: {table} and its .md", soft_wrap=True)
 
 
@@ -334,6 +336,7 @@ def _compare_methods(
     subject: Observer,
     profile: Profile,
     others: dict[str, Profile],
+    only: tuple[str, ...],
     tokens: list[np.ndarray],
     densities: tuple[float, ...],
     out: Path,
@@ -344,7 +347,15 @@ def _compare_methods(
     facts = timing.provenance()
     with progress(f"measuring on {_size(tokens)}") as report:
         found = tables.run_table(
-            subject, profile, tokens, densities, out, others=others, provenance=facts, report=report
+            subject,
+            profile,
+            tokens,
+            densities,
+            out,
+            others=others,
+            only=only,
+            provenance=facts,
+            report=report,
         )
     for density, part in found["densities"].items():
         console.print(_quality_table(density, part["rows"]))

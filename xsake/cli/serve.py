@@ -47,6 +47,7 @@ def serve(
     """
     import uvicorn
 
+    from xsake.model import huggingface
     from xsake.server import openapi as description
     from xsake.server.app import create_app
     from xsake.server.settings import Settings, token_from_environment
@@ -69,6 +70,7 @@ def serve(
         token=token or token_from_environment(),
         hosts=allow_host,
     )
+    huggingface.examine(settings.model).tokenizer()  # raises for a model that cannot be served
     _keep_compiled()
     listener = _bound(host, port)
     name, number = listener.getsockname()[:2]

@@ -92,7 +92,8 @@ class Runs:
     def log(self, run: Run) -> EventLog:
         """The index of a run's events; those that were used last are kept."""
         with self._lock:
-            log = self._logs.pop(run.events, None) or EventLog(run.events)
+            log = self._logs.pop(run.events, None)
+            log = EventLog(run.events) if log is None else log
             self._logs[run.events] = log
             while len(self._logs) > self.settings.limits.logs:
                 self._logs.popitem(last=False)

@@ -103,7 +103,7 @@ def list_events(
             lines = [x for x in log.thinned(min(points, limits.points)) if x.number >= begin]
         else:
             lines = log.lines(begin, begin + min(limit, limits.page))
-        total = len(log)
+        total = log.count()
         last = log.lines(total - 1, total) if points is not None else lines[-1:]
     except (ValueError, OSError) as error:
         raise HTTPException(422, f"the events of {name} cannot be read: {error}") from error
