@@ -74,7 +74,7 @@ web:  ## build the pages of web/ into xsake/server/static, from the server's Ope
 	@command -v npm >/dev/null || { echo "make web needs Node and npm" >&2; exit 1; }
 	@test -f web/package.json || { echo "make web needs the folder web/" >&2; exit 1; }
 	$(BIN)/python -m xsake.server.openapi > web/openapi.json
-	cd web && npm ci --no-audit --no-fund && npm run build
+	cd web && npm ci --no-audit --no-fund && NEXT_TELEMETRY_DISABLED=1 npm run build
 	rm -rf xsake/server/static && cp -R web/out xsake/server/static
 
 test: setup lint pytest  ## everything that must pass: lint, tests, doctests, README's code
