@@ -12,8 +12,10 @@ for (const colorScheme of ["light", "dark"]) {
     page.on("console", (message) => message.type() === "error" && console.log(page.url(), message.text()));
     page.on("pageerror", (error) => console.log(page.url(), String(error)));
     for (const path of pages) {
-      await page.goto(base + path, { waitUntil: "networkidle" });
-      await page.waitForTimeout(1500);
+      await page.goto(base + path);
+      await page.waitForTimeout(1000);
+      await page.waitForFunction(() => !document.querySelector(".wait, .stale, [aria-busy=true]"), null, { timeout: 90_000 });
+      await page.waitForTimeout(1000);
       const name = path.replace(/[^a-z0-9]+/gi, "-").replace(/^-|-$/g, "") || "home";
       await page.screenshot({ path: `${folder}/${name.slice(0, 40)}-${colorScheme}-${width}.png`, fullPage: true });
       const wide = await page.evaluate(() => document.documentElement.scrollWidth);

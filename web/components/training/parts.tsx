@@ -73,7 +73,7 @@ export function Budgets({ run, at, most, selected, onSelect }: BudgetsProps) {
           {plan
             ? `Plan ${plan.plan_hash.slice(0, 8)} of step ${whole(plan.step)}: density ${fixed(plan.density_ratio)}.`
             : `Dense until the first plan, at step ${whole(run.plans[0]?.step)}.`}{" "}
-          Rows are layers, columns are heads; darker heads keep more blocks.
+          Rows are layers, columns are heads; a stronger colour keeps more blocks.
         </p>
         <Heads
           fill={plan?.head_density_ratios ?? (run.plans[0] as PlanSwapped).head_density_ratios.map((x) => x.map(() => 1))}

@@ -1,0 +1,12 @@
+import { chromium } from "playwright-core";
+const browser = await chromium.launch({ executablePath: "/usr/bin/chromium", args: ["--no-sandbox"] });
+const page = await browser.newPage({ viewport: { width: 1440, height: 900 } });
+const t0=Date.now();
+page.on("request", (r)=>r.url().includes("/api/")&&console.log(Date.now()-t0,"→",r.method(),r.url().slice(21)));
+page.on("requestfinished", (r)=>r.url().includes("/api/")&&console.log(Date.now()-t0,"←",r.url().slice(21)));
+page.on("requestfailed", (r)=>console.log(Date.now()-t0,"✗",r.url().slice(21),r.failure()));
+page.on("console",m=>console.log(m.type(),m.text())); page.on("pageerror",e=>console.log(String(e)));
+await page.goto("http://127.0.0.1:8123"+process.argv[2]);
+await page.waitForTimeout(+process.argv[3]||15000);
+await page.screenshot({path:"/tmp/wt/shots/tmp.png",fullPage:true});
+await browser.close();
