@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -17,7 +18,7 @@ from xsake.server.routes import masks, play, profiles, results, runs, status
 from xsake.server.served import Json, Served
 from xsake.server.settings import Settings
 
-WARM_TEXT = "It is a truth universally acknowledged"  # any text: it is only compiled for
+WARM_TEXT = " and"  # any word: it is only compiled for
 
 
 def create_app(settings: Settings | None = None, *, warm: bool = False) -> FastAPI:
@@ -64,12 +65,20 @@ def create_app(settings: Settings | None = None, *, warm: bool = False) -> FastA
     async def refused(request: Request, error: HTTPException) -> Json:
         return Json({"detail": error.detail}, error.status_code, error.headers)
 
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Json:
+        # without the input, which may be what JSON cannot hold
+        kept = [{x: found[x] for x in ("type", "loc", "msg")} for found in error.errors()]
+        return Json({"detail": kept}, 422)
+
     return app
 
 
 def _warm(served: Served) -> None:
     """Loads the model and compiles what the first text needs."""
     reader = served.reader()
-    text = reader.read(WARM_TEXT)
-    for method in reader.methods(text.block):
-        reader.measured(text, method, 1.0)
+    for block, longest in reader.longest.items():
+        for words in (longest, longest // 2):  # the two lengths that texts are padded to
+            text = reader.read(WARM_TEXT * words, block, words)
+            reader.measured(text, reader.methods(block)[0], 1.0)
+            reader.words(text, reader.methods(block)[0], 1.0)

@@ -3,7 +3,7 @@
     tokens [P], of which `length` are the text ─┬─ read    masses, scores, entropies; hidden states
                                                 └─ sparse  hidden states, with a method's blocks
 
-A text is padded to a power of two, so that texts of many lengths share a compiled program. Padding
+A text is padded to one of a few lengths, so that many texts share a compiled program. Padding
 comes after the text: causality hides it from every token of the text, and the mean query of a last
 row block that is short is kept by filling the row block up with that mean.
 """
@@ -11,19 +11,28 @@ row block that is short is kept by filling the row block up with that mean.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, PyTree
 
 from xsake import block_scores, selection
 from xsake.block_mask import BlockMask
 from xsake.hads import chunks
+from xsake.hads.chunks import Chunk, Chunks
 from xsake.hads.statistics import AnyArray, entropy
+from xsake.model.attend import by_mask
 from xsake.model.observer import Observer
+from xsake.model.transformer import document_positions
 
+# Where a sparse pass has its blocks from: given, or ranked on each layer's own input.
+SOURCES = ("given", "mean_query", "mass")
 ROWS_AT_ONCE = 256  # of logits, which are vocab_size floats each
 
 
@@ -44,11 +53,13 @@ def read(
     """(what every head attends to, final hidden states) with dense attention."""
     P = len(tokens)
     layers, N, n = subject.layers, subject.heads, P // block
+    model = nnx.merge(subject.graph, weights)
+    attend = by_mask(model.config, None, 1, P, implementation=subject.implementation)
 
-    def fold(layer: Any, seen: Any, carry: Seen) -> Seen:
-        q, k = seen.q[0], seen.k[0]
-        new = _seen(q, k, block, length)
-        return jax.tree.map(lambda every, x: every.at[layer].set(x), carry, new)
+    def watched(layer: Any, q: Array, k: Array, v: Array, found: Seen) -> tuple[Array, Seen]:
+        out, _ = attend(layer, q, k, v, None)
+        new = _seen(q[0], k[0], block, length)
+        return out, jax.tree.map(lambda every, x: every.at[layer].set(x), found, new)
 
     start = Seen(
         jnp.zeros((layers, N, P, n)),
@@ -57,41 +68,77 @@ def read(
         jnp.zeros((layers, N, n, n)),
         jnp.zeros((layers, N, n, n)),
     )
-    found = subject.observe(weights, tokens[None], fold, start)
-    return found, subject.hidden(weights, tokens)
+    hidden, found = model.run(tokens[None], document_positions(1, P), watched, start)
+    return found, hidden[0]
 
 
 def _seen(q: Array, k: Array, block: int, length: Any) -> Seen:
     """`Seen` of one layer."""
-    cut = chunks.cut(q, k, block)
 
-    def part(number: Array) -> tuple[Array, ...]:
-        chunk = cut.attend(number)
-        chunk = chunk._replace(real=chunk.positions < length)
+    def part(chunk: Chunk, keys: Array) -> tuple[Array, ...]:
         mass = chunk.p.sum(-1)
-        keys = jnp.maximum(chunk.positions + 1, 2).astype(jnp.float32)
+        visible = jnp.maximum(chunk.positions + 1, 2).astype(jnp.float32)
         blocks = jnp.maximum(chunk.positions // block + 1, 2).astype(jnp.float32)
-        tokens = chunk.p.reshape(*chunk.p.shape[:2], -1)
         return (
             mass,
-            entropy(tokens) / jnp.log(keys),
+            _token_entropy(chunk, keys) / jnp.log(visible),
             entropy(mass) / jnp.log(blocks),
             chunk.mean(mass),
         )
 
-    found = lax.map(part, jnp.arange(cut.chunks))
-    # [chunks, N, rows, …] -> [N, chunks · rows, …], without the padding of the last chunk
-    mass, of_tokens, of_blocks, rows = (
-        jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in found
-    )
+    mass, of_tokens, of_blocks, rows = _by_chunks(q, k, block, length, part)
     P = q.shape[0]
     return Seen(
         mass[:, :P],
         of_tokens[:, :P],
         of_blocks[:, :P],
         block_scores.estimate("mean_query", filled(q, block, length), k, block),
-        jnp.log(rows[:, : cut.n] + 1e-30),
+        jnp.log(rows[:, : P // block] + 1e-30),
     )
+
+
+def _by_chunks(
+    q: Array, k: Array, block: int, length: Any, function: Callable[[Chunk, Array], Any]
+) -> Any:
+    """function(chunk, its keys) of all chunks of queries, [N, rows, …]; kv blocks are padded to n.
+
+    A chunk attends to the keys before the end of its strip, so that most of what causality forbids
+    is not computed.
+    """
+    cut = chunks.cut(q, k, block)
+    edges = sorted({cut.chunks * i // block_scores.STRIPS for i in range(block_scores.STRIPS + 1)})
+    found = []
+    for begin, end in itertools.pairwise(edges):
+        blocks = min(end * cut.per_chunk, cut.n)
+        strip = cut._replace(k=cut.k[: blocks * block], n=blocks)
+
+        def one(number: Array, strip: Chunks = strip) -> Any:
+            chunk = strip.attend(number)
+            return function(chunk._replace(real=chunk.positions < length), strip.k)
+
+        found.append(jax.tree.map(_flat(cut.n), lax.map(one, jnp.arange(begin, end))))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *found)
+
+
+def _flat(n: int) -> Callable[[Array], Array]:
+    """[chunks, N, rows, blocks] -> [N, chunks · rows, n], and [chunks, N, rows] likewise."""
+
+    def flat(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, 1)
+        x = x.reshape(x.shape[0], -1, *x.shape[3:])
+        return jnp.pad(x, ((0, 0), (0, 0), (0, n - x.shape[2]))) if x.ndim == 3 else x
+
+    return flat
+
+
+def _token_entropy(chunk: Chunk, keys: Array) -> Float[Array, "N Q"]:
+    """-Σ p ln p = logsumexp - Σ p s, with Σ p s = q · Σ p k / √H: a product, not logarithms."""
+    Q, N, H = chunk.q.shape
+    K = keys.shape[1]
+    p = chunk.p.reshape(K, N // K, Q, -1)
+    mean_key = jnp.einsum("kgqs,skh->kgqh", p, keys, preferred_element_type=jnp.float32)
+    mean_logit = jnp.einsum("qnh,nqh->nq", chunk.q, mean_key.reshape(N, Q, H)) / math.sqrt(H)
+    return chunk.logsumexp - mean_logit
 
 
 def filled(q: Float[Array, "P N H"], block: int, length: Any) -> Float[Array, "P N H"]:
@@ -103,17 +150,17 @@ def filled(q: Float[Array, "P N H"], block: int, length: Any) -> Float[Array, "P
     return jnp.where((position < length)[:, None, None], q, mean[None]).astype(q.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("subject", "block", "source"))
+@functools.partial(jax.jit, static_argnames=("subject", "block"))
 def sparse(
     weights: PyTree,
     tokens: Int[Array, " P"],
     length: Any,
     counts: Int[Array, "layers N n"],
     given: Bool[Array, "layers N n n"],
+    source: Any,
     *,
     subject: Observer,
     block: int,
-    source: str,
 ) -> Float[Array, "P width"]:
     """Final hidden states if every layer visits a method's blocks only.
 
@@ -121,21 +168,25 @@ def sparse(
       weights: of the subject.
       tokens: the text and its padding.
       length: of the text.
-      counts: blocks that each row block keeps, for "mean_query" and "mass".
-      given: the blocks, for "given".
+      counts: blocks that each row block keeps, if they are ranked.
+      given: the blocks, if they are given.
+      source: index into SOURCES, traced: all methods share a compiled program.
       subject: the model.
       block: tokens per block.
-      source: of the blocks: "given", or the scores that rank them on each layer's own input.
     """
 
+    def by_query(q: Array, k: Array, layer: Any) -> Array:
+        scores = block_scores.estimate("mean_query", filled(q, block, length), k, block)
+        return selection.keep_top(scores, counts[layer])
+
+    def by_mass(q: Array, k: Array, layer: Any) -> Array:
+        return selection.keep_top(_row_mass(q, k, block, length), counts[layer])
+
+    def as_given(q: Array, k: Array, layer: Any) -> Array:
+        return given[layer]
+
     def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
-        if source == "given":
-            blocks = given[layer]
-        elif source == "mean_query":
-            scores = block_scores.estimate(source, filled(q[0], block, length), k[0], block)
-            blocks = selection.keep_top(scores, counts[layer])
-        else:
-            blocks = selection.keep_top(_row_mass(q[0], k[0], block, length), counts[layer])
+        blocks = lax.switch(source, [as_given, by_query, by_mass], q[0], k[0], layer)
         return selection.to_mask(blocks, len(tokens), block)
 
     return subject.sparse_hidden(weights, tokens, choose)
@@ -143,15 +194,8 @@ def sparse(
 
 def _row_mass(q: Array, k: Array, block: int, length: Any) -> Array:
     """`baselines.oracle` of the first `length` tokens."""
-    cut = chunks.cut(q, k, block)
-
-    def mass(number: Array) -> Array:
-        chunk = cut.attend(number)
-        return chunk._replace(real=chunk.positions < length).mean(chunk.p.sum(-1))
-
-    found = lax.map(mass, jnp.arange(cut.chunks))
-    rows = jnp.moveaxis(found, 0, 1).reshape(q.shape[1], -1, cut.n)[:, : cut.n]
-    return jnp.log(rows + 1e-30)
+    rows = _by_chunks(q, k, block, length, lambda chunk, keys: chunk.mean(chunk.p.sum(-1)))
+    return jnp.log(rows[:, : q.shape[0] // block] + 1e-30)
 
 
 @functools.partial(jax.jit, static_argnames=("subject",))

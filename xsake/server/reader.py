@@ -42,7 +42,7 @@ METHODS = {
     "random": "random blocks",
     ORACLE: "HADS's budgets, and the blocks of highest mass, which only dense attention knows",
 }
-SMALLEST = 4  # blocks that a text is padded to, at least
+SMALLEST = 16  # blocks that a text is padded to, at least: fewer programs to compile
 KEPT_PASSES = 4  # hidden states of a text's last sparse passes that are kept
 
 
@@ -56,7 +56,7 @@ class Choice:
 
     blocks: Bool[np.ndarray, "layers N n n"]
     counts: Int[np.ndarray, "layers N n"]
-    source: str  # of `passes.sparse`
+    source: str  # one of `passes.SOURCES`
     profile: Profile | None = None
 
     @property
@@ -128,7 +128,7 @@ class Measured:
     choice: Choice
     kl: Float[np.ndarray, "layers N"]
     recall: Float[np.ndarray, "layers N"]
-    next: Float[np.ndarray, " vocab"]  # log-probabilities
+    next: Float[np.ndarray, " vocab"] | None  # log-probabilities
     seconds: float
 
     @property
@@ -184,13 +184,19 @@ class Reader:
             self._texts.move_to_end(id_)
             return self._texts[id_]
 
-    def read(self, text: str, block: int | None = None) -> Text:
-        """Reads a text with dense attention, or returns what is kept of it."""
+    def read(self, text: str, block: int | None = None, most: int | None = None) -> Text:
+        """Reads a text with dense attention, or returns what is kept of it.
+
+        Args:
+          text: what comes after the longest that can be read is left out.
+          block: tokens per block; default the smallest in which the text can be read.
+          most: tokens that are read at most.
+        """
         encoded = self.tokenizer.inner.encode(text)
         ids, offsets = list(encoded.ids), list(encoded.offsets)
         block = self._block_for(len(ids), block)
-        most = self.longest[block]
-        key = f"{self.subject.hash}/{block}/{text}".encode("utf-8", "replace")
+        most = min(most or self.longest[block], self.longest[block])
+        key = f"{self.subject.hash}/{block}/{most}/{text}".encode("utf-8", "replace")
         id_ = hashlib.sha256(key).hexdigest()[:20]
         with self._lock:
             if id_ in self._texts:
@@ -265,15 +271,19 @@ class Reader:
         kept = selection.keep_top(scores[..., :n, :n], counts)
         return Choice(np.asarray(kept), counts, source, profile)
 
-    def measured(self, text: Text, method: str, density: float) -> Measured:
-        """A method at a density: what it keeps of the dense attention, and what it predicts."""
+    def measured(self, text: Text, method: str, density: float, predict: bool = True) -> Measured:
+        """A method at a density: what it keeps of the dense attention, and what it predicts.
+
+        Without `predict` there is no sparse pass, and the answer takes a few milliseconds.
+        """
         began = time.perf_counter()
         choice = self.choice(text, method, density)
-        hidden = self.hidden(text, method, density, choice)
         kept = text.kept(choice.blocks)
         layers, heads = kept.shape[:2]
         kept = kept.reshape(layers, heads, -1)[..., : text.length]
-        after = self._next(hidden, text.length)
+        after = None
+        if predict:
+            after = self._next(self.hidden(text, method, density, choice), text.length)
         return Measured(
             choice, kl_of(kept).mean(-1), kept.mean(-1), after, time.perf_counter() - began
         )
@@ -300,9 +310,9 @@ class Reader:
                 text.length,
                 counts,
                 given,
+                passes.SOURCES.index(choice.source),
                 subject=self.subject,
                 block=text.block,
-                source=choice.source,
             )
         )
         with self._lock:
@@ -322,10 +332,10 @@ class Reader:
 
 
 def padded(length: int, block: int) -> int:
-    """The power of two times `block` that a text is padded to.
+    """What a text is padded to: a power of two times `block`.
 
     >>> padded(300, 16), padded(3, 64)
-    (512, 256)
+    (512, 1024)
     """
     blocks = max(SMALLEST, row_blocks.count_blocks(length, block))
     return block << math.ceil(math.log2(blocks))

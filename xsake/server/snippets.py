@@ -21,7 +21,7 @@ layers, heads, T = loaded.config.layers, loaded.config.heads, len(tokens)
 """
 TAIL = """\
 p = jax.nn.softmax(loaded.model(tokens[None], mask=mask)[0, -1])
-for i in jnp.argsort(-p)[:5]:
+for i in jnp.argsort(-p)[:5].tolist():
     print(f"{float(p[i]):.4f} {loaded.tokenizer.decode([i])!r}")
 """
 PLANNED = """\

@@ -27,6 +27,12 @@ class MethodIn(BaseModel):
     density: float = Field(gt=0, le=1, allow_inf_nan=False)
 
 
+class PredictIn(MethodIn):
+    """A method at a density, with or without its predictions."""
+
+    predict: bool = Field(True, description="run the model with the method's blocks")
+
+
 MethodQuery = Annotated[MethodIn, Query()]
 Id = Annotated[str, Path(max_length=64)]
 Number = Annotated[int, Path(ge=0, lt=1 << 16)]
@@ -122,16 +128,23 @@ def _top(reader: Reader, found: np.ndarray, dense: np.ndarray) -> list[schemas.P
 
 
 @router.get("/texts/{id}/method", response_model=schemas.MethodFigures)
-async def get_method(id: Id, given: MethodQuery, served: Here) -> Response:  # noqa: A002
-    """A method at a density on a text: budgets, mass kept, KL, and the next token."""
+async def get_method(
+    id: Id,  # noqa: A002
+    given: Annotated[PredictIn, Query()],
+    served: Here,
+) -> Response:
+    """A method at a density on a text: budgets, mass kept, KL, and the next token.
+
+    Without `predict` the next token is left out, and the answer takes a few milliseconds.
+    """
     return Json(await served.compute(_method, served, id, given))
 
 
-def _method(served: Served, id_: str, given: MethodIn) -> schemas.MethodFigures:
+def _method(served: Served, id_: str, given: PredictIn) -> schemas.MethodFigures:
     reader = served.reader()
     text = reader.text(id_)
-    found = reader.measured(text, given.method, given.density)
-    dense = text.dense_next
+    found = reader.measured(text, given.method, given.density, given.predict)
+    dense, after = text.dense_next, found.next
     profile = ""
     if text.block in reader.profiles:
         profile = served.profiles.python_path(reader.profiles[text.block][0])
@@ -145,8 +158,8 @@ def _method(served: Served, id_: str, given: MethodIn) -> schemas.MethodFigures:
         recall=numbers(found.recall),
         mean_kl=number(found.kl.mean()),
         mean_recall=number(found.recall.mean()),
-        next=_top(reader, found.next, dense),
-        next_kl=number((np.exp(dense) * (dense - found.next)).sum()),
+        next=[] if after is None else _top(reader, after, dense),
+        next_kl=None if after is None else number((np.exp(dense) * (dense - after)).sum()),
         seconds=found.seconds,
         python=snippets.play(text, given.method, given.density, reader.path, profile),
     )

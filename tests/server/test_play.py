@@ -1,0 +1,244 @@
+"""What the page Play shows is what the library computes for the same text, unpadded."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xsake import hads, selection, shipped
+from xsake.data import text as texts
+from xsake.evaluate.methods import Activations, oracle_counts
+from xsake.evaluate.quality import compare, compare_predictions
+from xsake.hads import baselines
+from xsake.server.reader import METHODS
+
+BLOCK, DENSITY = 16, 0.6
+CLOSE = 2e-4  # float32 sums in another order; probabilities and nats
+
+
+@pytest.fixture(scope="module")
+def story():
+    (found,) = texts.documents([shipped.HELD_OUT_TEXT])
+    return found[:420]
+
+
+@pytest.fixture(scope="module")
+def read(shipped_client, story):
+    answer = shipped_client.post("/api/play/texts", json={"text": story})
+    assert answer.status_code == 200
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def reader(shipped_client, read):
+    return shipped_client.app.state.served.reader()
+
+
+@pytest.fixture(scope="module")
+def seen(reader, read):
+    """Every layer's attention on the text as it is, without padding."""
+    tokens = jnp.asarray([token["id"] for token in read["tokens"]])
+    subject = reader.subject
+
+    def fold(layer, seen, carry):
+        new = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel)
+        return jax.tree.map(lambda every, x: every.at[layer].set(x), carry, new)
+
+    @jax.jit
+    def observed(weights):
+        shape = (subject.layers, len(tokens), subject.heads, 32)
+        width = reader.config.width
+        kernel = jnp.zeros((subject.layers, subject.heads, 32, width))
+        start = Activations(*(jnp.zeros(shape) for _ in range(3)), kernel)
+        return subject.observe(weights, tokens[None], fold, start)
+
+    return tokens, observed(subject.weights)
+
+
+def layer_of(seen, layer):
+    return Activations(*(x[layer] for x in seen[1]))
+
+
+def asked(client, read, path, method="hads", density=DENSITY, **more):
+    query = {"method": method, "density": density, **more}
+    answer = client.get(f"/api/play/texts/{read['id']}/{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def kept_by(reader, seen, method):
+    """bool [layers, N, n, n]: the blocks of a method, by the library, on the unpadded text."""
+    T = len(seen[0])
+    n = -(-T // BLOCK)
+    profile = hads.Profile.load(shipped.PROFILES[0])
+    if method == "hads":
+        plan = hads.make(profile, DENSITY, length=T)
+        blocks = jax.vmap(lambda layer, q, k: plan.blocks(layer, q[None], k[None])[0])
+        return np.asarray(blocks(jnp.arange(8), seen[1].q, seen[1].k))
+    if method == "oracle":
+        counts = oracle_counts(profile, DENSITY, "kl", T)
+        scores = jax.lax.map(lambda x: baselines.oracle(*x, BLOCK), (seen[1].q, seen[1].k))
+        return np.asarray(selection.keep_top(scores, counts))
+    return baselines.fixed(method, DENSITY, 8, 8, n)
+
+
+def test_a_text_is_read_in_tokens_that_cover_it(read, story, reader):
+    assert "".join(token["text"] for token in read["tokens"][1:]) == story
+    assert [token["id"] for token in read["tokens"]] == reader.tokenizer.encode(story)
+    assert all(story[x["begin"] : x["end"]] == x["text"] for x in read["tokens"][1:])
+    assert (read["block"], read["is_cut"], read["profile"]) == (16, False, "profile-16")
+    assert read["length"] % BLOCK  # the last row block is short, which padding must not change
+
+
+def test_entropies_are_those_of_the_library(read, seen):
+    for layer in (0, 5):
+        found = hads.measure(*layer_of(seen, layer), block=BLOCK, curves=())
+        assert np.asarray(read["entropy"][layer]) == pytest.approx(
+            np.asarray(found.entropy), abs=CLOSE
+        )
+        blocks = np.asarray(read["block_entropy"][layer])
+        assert blocks == pytest.approx(np.asarray(found.block_entropy), abs=CLOSE)
+
+
+@pytest.mark.parametrize(
+    "method", ["hads", pytest.param("sink_window", marks=pytest.mark.slow), "bigbird", "oracle"]
+)
+def test_blocks_mass_and_kl_are_those_of_the_library(shipped_client, read, reader, seen, method):
+    found = asked(shipped_client, read, "method", method, predict=False)
+    kept = kept_by(reader, seen, method)
+    n = kept.shape[-1]
+    assert found["density_ratio"] == pytest.approx(kept.sum() / (64 * n * (n + 1) / 2))
+    layer, head = 4, 1
+    shown = asked(shipped_client, read, f"heads/{layer}/{head}", method)
+    assert np.array_equal(shown["chosen"], kept[layer, head])
+    quality = compare(*layer_of(seen, layer), jnp.asarray(kept[layer])[None], block=BLOCK)
+    assert np.asarray(found["kl"][layer]) == pytest.approx(np.asarray(quality.kl[0]), abs=CLOSE)
+    recall = np.asarray(quality.recall[0])
+    assert np.asarray(found["recall"][layer]) == pytest.approx(recall, abs=CLOSE)
+    mass = np.exp(np.asarray(baselines.oracle(*layer_of(seen, layer)[:2], BLOCK)))[head]
+    assert np.asarray(shown["mass"]) == pytest.approx(mass, abs=CLOSE)
+    dropped = (mass * ~kept[layer, head]).sum(-1)
+    assert np.asarray(shown["dropped"]) == pytest.approx(dropped, abs=CLOSE)
+
+
+@pytest.mark.parametrize(
+    "method", ["hads", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bigbird", "oracle"))]
+)
+def test_the_next_word_is_what_the_copied_python_prints(shipped_client, read, method):
+    found = asked(shipped_client, read, "method", method)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(found["python"], {})
+    wanted = [line.split(" ", 1) for line in printed.getvalue().splitlines()]
+    assert len(wanted) == 5
+    for (probability, word), shown in zip(wanted, found["next"], strict=False):
+        assert shown["probability"] == pytest.approx(float(probability), abs=CLOSE)
+        assert shown["text"] == eval(word)
+
+
+def test_words_along_the_text_are_compared_as_the_library_compares_them(
+    shipped_client, read, reader, seen
+):
+    found = asked(shipped_client, read, "words", "sink_window")
+    tokens, subject = seen[0], reader.subject
+    kept = jnp.asarray(kept_by(reader, seen, "sink_window"))
+
+    @jax.jit
+    def passes(weights):
+        def choose(layer, q, k, v, kernel):
+            return selection.to_mask(kept[layer], len(tokens), BLOCK)
+
+        dense = subject.hidden(weights, tokens)
+        sparse = subject.sparse_hidden(weights, tokens, choose)
+        logits = lambda x: subject.logits(weights, x)  # noqa: E731
+        best = [logits(x)[:-1].argmax(-1) for x in (dense, sparse)]
+        return compare_predictions(dense, sparse, tokens, logits), best
+
+    wanted, (dense, sparse) = passes(subject.weights)
+    assert found["logit_kl"] == pytest.approx(float(wanted.logit_kl), abs=CLOSE)
+    assert found["loss_nats"] == pytest.approx(float(wanted.loss), abs=CLOSE)
+    assert found["dense_loss_nats"] == pytest.approx(float(wanted.dense_loss), abs=CLOSE)
+    changed = [word["position"] for word in found["changed"]]
+    assert changed == np.flatnonzero(np.asarray(dense != sparse)).tolist()
+
+
+def test_nothing_changes_at_density_1(shipped_client, read):
+    found = asked(shipped_client, read, "method", "random", 1.0)
+    assert found["mean_recall"] == pytest.approx(1, abs=1e-5)
+    assert found["next_kl"] == pytest.approx(0, abs=1e-5)
+    assert [x["id"] for x in found["next"]] == [x["id"] for x in read["dense_next"]]
+    assert asked(shipped_client, read, "words", "random", 1.0)["changed"] == []
+
+
+def test_the_model_names_its_methods_and_the_heads_of_its_examples(shipped_client, read):
+    model = shipped_client.get("/api/play/model").json()
+    assert [x["name"] for x in model["methods"]] == list(METHODS)
+    assert model["longest"] == {"16": 512, "64": 2048}
+    heads = {x["name"]: (x["layer"], x["head"]) for x in model["examples"]}
+    assert len(set(heads.values())) == 4
+    assert heads["a long text"] == (None, None)
+    assert all(0 <= layer < 8 for layer, _ in list(heads.values())[:3])
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "status", "why"),
+    [
+        ("method", {"density": 0.01}, 422, "density 0.01 is below"),
+        ("method", {"density": 0.9, "method": "magic"}, 422, "method 'magic' is not one of"),
+        ("method", {"density": "nan"}, 422, ""),
+        ("method", {}, 422, ""),
+        ("heads/8/0", {"density": 0.9}, 404, "the model has 8 layers of 8 heads"),
+        ("heads/-1/0", {"density": 0.9}, 422, ""),
+    ],
+)
+def test_what_cannot_be_asked_of_a_text_is_refused(shipped_client, read, path, query, status, why):
+    answer = shipped_client.get(f"/api/play/texts/{read['id']}/{path}", params=query)
+    assert answer.status_code == status
+    assert why in str(answer.json()["detail"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"text": ""}, 422),
+        ({"text": "a" * 20_001}, 413),
+        ({"text": "a", "block": 17}, 422),
+        ({"text": "\ud800"}, 422),
+        ({"text": 3}, 422),
+        ({}, 422),
+    ],
+)
+def test_what_is_not_a_text_is_refused(shipped_client, body, status):
+    content = str(body).replace("'", '"')
+    answer = shipped_client.post(
+        "/api/play/texts", content=content, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == status
+
+
+def test_a_text_that_is_not_kept_is_404(shipped_client):
+    answer = shipped_client.get("/api/play/texts/none/method?density=0.5")
+    assert answer.status_code == 404
+    assert "send it again" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|endoftext|>",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("a", "é" * 30, "\x00\x1b", "𝕏 🙂 ﷽")),
+    ],
+)
+def test_odd_texts_are_read(shipped_client, text):
+    answer = shipped_client.post("/api/play/texts", json={"text": text})
+    assert answer.status_code == 200
+    found = answer.json()
+    density = found["least_density_ratio"]
+    query = {"density": min(1, density + 0.01), "predict": False}
+    answer = shipped_client.get(f"/api/play/texts/{found['id']}/method", params=query)
+    assert answer.status_code == 200
