@@ -71,7 +71,7 @@ export function toRun(all: RunEvent[]): Run {
 }
 
 /** The last of some events that are ordered by step, up to a step. */
-export function upTo<E extends Common>(events: E[], step: number): E | null {
+export function upTo<E extends { step: number }>(events: E[], step: number): E | null {
   let low = 0;
   let high = events.length;
   while (low < high) {

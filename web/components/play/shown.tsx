@@ -1,5 +1,6 @@
 "use client";
 
+import type React from "react";
 import { useEffect, useMemo } from "react";
 import { Blocks } from "@/components/blocks";
 import { Problem, Waiting } from "@/components/client";
@@ -17,6 +18,7 @@ import { useSettled } from "@/lib/use-settled";
 
 const DEFAULT_DENSITY = 0.43; // that of the published comparisons
 const WORDS_MILLISECONDS = 250; // the slider rests for so long before words are asked for
+const SHORT_BLOCK = 16; // tokens per block of short texts, whose predictions follow the slider
 
 type Figures = Schemas["TextFigures"];
 type Method = Schemas["MethodFigures"];
@@ -50,9 +52,11 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
     head: Math.min(numberOf(query, "head", example?.head ?? 0), figures.heads - 1),
   };
   const values = { id: figures.id, method, density };
-  const found = useGet("/api/play/texts/{id}/method", values);
-  const settled = useSettled(values, WORDS_MILLISECONDS);
-  const words = useGet("/api/play/texts/{id}/words", settled);
+  // Masks and masses take milliseconds; what the model predicts comes when the slider rests.
+  const found = useGet("/api/play/texts/{id}/method", { ...values, predict: false });
+  const settled = useSettled(values, figures.block > SHORT_BLOCK ? WORDS_MILLISECONDS : 0);
+  const predicted = useGet("/api/play/texts/{id}/method", settled);
+  const words = useGet("/api/play/texts/{id}/words", useSettled(values, WORDS_MILLISECONDS));
   const texts = useMemo(() => pieces(text, figures.tokens), [text, figures]);
   useEffect(() => onLost(found.error), [found.error, onLost]);
   const about = model.methods.find((x) => x.name === method)?.description;
@@ -80,8 +84,12 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
           step={0.01}
           onChange={(x) => set({ density: x })}
         />
-        {found.data ? <Summary found={found.data} isStale={found.isLoading} /> : <Waiting>Measuring …</Waiting>}
-        <Problem error={found.error} />
+        {found.data ? (
+          <Summary found={found.data} next={predicted.data} isStale={found.isLoading} isNextStale={predicted.isLoading} />
+        ) : (
+          <Waiting>Measuring …</Waiting>
+        )}
+        <Problem error={found.error ?? predicted.error ?? words.error} />
         <CopyPython code={found.data?.python} what="this method at this density" />
       </section>
       <div className="columns side">
@@ -109,7 +117,13 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
         </section>
         <section className="panel">
           <h2>Next word</h2>
-          {found.data ? <NextToken found={found.data} /> : <Waiting>Predicting …</Waiting>}
+          {predicted.data ? (
+            <div className={predicted.isLoading ? "stale" : ""}>
+              <NextToken found={predicted.data} />
+            </div>
+          ) : (
+            <Waiting>Predicting …</Waiting>
+          )}
         </section>
       </div>
       <section className="panel">
@@ -132,18 +146,30 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
   );
 }
 
-function Summary({ found, isStale }: { found: Method; isStale: boolean }) {
+interface SummaryProps {
+  found: Method;
+  next: Method | null;
+  isStale: boolean;
+  isNextStale: boolean;
+}
+
+function Summary({ found, next, isStale, isNextStale }: SummaryProps) {
+  const stale = (value: React.ReactNode) => <span className={isNextStale ? "stale" : ""}>{value}</span>;
   return (
     <div className={isStale ? "stale" : ""}>
       <Numbers
         figures={[
           { name: "density, realised", value: fixed(found.density_ratio) },
           { name: "attention mass kept", value: fixed(found.mean_recall) },
-          { name: "mass dropped", value: fixed(found.mean_recall === null || found.mean_recall === undefined ? null : 1 - found.mean_recall) },
+          { name: "mass dropped", value: fixed(1 - (found.mean_recall ?? NaN)) },
           { name: "KL of attention, nats", value: fixed(found.mean_kl) },
-          { name: "KL of the next word, nats", value: fixed(found.next_kl, 4) },
-          { name: "most likely next word", value: <code>{visible(found.next[0]?.text ?? "")}</code>, note: percent(found.next[0]?.probability) },
-          { name: "measured in", value: seconds(found.seconds) },
+          { name: "KL of next word, nats", value: stale(fixed(next?.next_kl, 4)) },
+          {
+            name: "most likely next word",
+            value: stale(<code>{visible(next?.next[0]?.text ?? "…")}</code>),
+            note: percent(next?.next[0]?.probability),
+          },
+          { name: "masks, prediction took", value: seconds(found.seconds), note: `, ${seconds(next?.seconds)}` },
         ]}
       />
     </div>

@@ -2,8 +2,8 @@
 
 import { useCallback, useMemo } from "react";
 import { Chart, type Draw } from "@/components/chart";
-import { fixed, short } from "@/lib/format";
-import { difference, perplexities, type Point, type Run, series, type TrainStep } from "@/lib/run";
+import { short, signed, whole } from "@/lib/format";
+import { difference, perplexities, type Point, type Run, series, type TrainStep, upTo } from "@/lib/run";
 
 const HEIGHT = 240;
 
@@ -38,7 +38,7 @@ function Lines({ a, b, run, most, at, caption, label, isLog, dots, zero }: Lines
   const draw = useCallback<Draw>(
     (plot) => ({
       x: { domain: [0, most || 1], label: "step", tickFormat: "~s" },
-      y: { type: isLog ? "log" : "linear", label: null, grid: true, ticks: 5, tickFormat: "~s", zero: false },
+      y: { type: isLog ? "log" : "linear", label: null, grid: true, ticks: 5, tickFormat: (x: number) => short(x), zero: false },
       marks: [
         plot.ruleX(plans, { x: "step", stroke: "var(--warn)", strokeOpacity: 0.35 }),
         plot.ruleX(resumed, { stroke: "var(--ink)", strokeDasharray: "2 3" }),
@@ -113,13 +113,13 @@ export function DifferenceChart({ run, other, at, most, file }: Props) {
     const log = (points: Point[]) => points.map((x) => ({ step: x.step, value: Math.log(x.value) }));
     return difference(log(perplexities(run, file)), log(perplexities(other, file)));
   }, [run, other, file]);
-  const last = ratio.at(-1);
+  const last = upTo(ratio, at);
   return (
     <>
       <Lines
         {...{ run, at, most, a: loss }}
         zero
-        caption="Difference of training loss, first run − second; batches differ, so it is noisy"
+        caption="Difference of training loss, first run − second"
         label="Difference of training loss"
       />
       {ratio.length ? (
@@ -131,10 +131,12 @@ export function DifferenceChart({ run, other, at, most, file }: Props) {
             caption={`Difference of loss on ${file}: negative means that the first run is better`}
             label="Difference of evaluation loss"
           />
-          <p className="small">
-            At step {last?.step.toLocaleString("en")} the perplexity of the first run is{" "}
-            <b>{fixed(100 * Math.expm1(last?.value ?? 0), 2)}%</b> away from the second run’s.
-          </p>
+          {last ? (
+            <p className="small">
+              At step {whole(last.step)} the perplexity of the first run is that of the second{" "}
+              <b>{signed(100 * Math.expm1(last.value), 2)}%</b>.
+            </p>
+          ) : null}
         </>
       ) : null}
     </>
