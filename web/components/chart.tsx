@@ -26,6 +26,7 @@ export function Chart({ draw, label, height, caption, veil }: Props) {
   const host = useRef<HTMLDivElement>(null);
   const [plot, setPlot] = useState<Plot | null>(null);
   const [width, setWidth] = useState(0);
+  const [isDrawn, setDrawn] = useState(false);
 
   useEffect(() => {
     loaded ??= import("@/lib/plot");
@@ -55,9 +56,11 @@ export function Chart({ draw, label, height, caption, veil }: Props) {
       ...draw(plot, width),
       style: { background: "none", fontSize: "12px", color: "var(--ink)" },
     });
+    for (const part of drawn.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label"); // "line", "dot"
     drawn.setAttribute("role", "img");
     drawn.setAttribute("aria-label", label);
     host.current.replaceChildren(drawn);
+    setDrawn(true);
   }, [plot, width, height, draw, label]);
 
   const inside = `(100% - ${LEFT + RIGHT}px)`;
@@ -65,7 +68,7 @@ export function Chart({ draw, label, height, caption, veil }: Props) {
     <figure>
       {caption ? <figcaption>{caption}</figcaption> : null}
       <div className="charted">
-        <div className="chart" ref={host} style={{ minHeight: height }} />
+        <div className="chart" ref={host} style={{ minHeight: height }} aria-busy={!isDrawn} />
         {veil !== undefined && veil < 1 ? (
           <div
             className="veil"

@@ -6,12 +6,13 @@ import { type ReactNode, useEffect, useState } from "react";
 export function Client({ children }: { children: () => ReactNode }) {
   const [isReady, setReady] = useState(false);
   useEffect(() => setReady(true), []);
-  return isReady ? children() : <Waiting>Loading …</Waiting>;
+  return isReady ? children() : <Waiting isPage>Loading …</Waiting>;
 }
 
-export function Waiting({ children }: { children: ReactNode }) {
+/** Holds the space of what is on its way; `isPage` that of a whole page. */
+export function Waiting({ children, isPage }: { children: ReactNode; isPage?: boolean }) {
   return (
-    <div className="wait" role="status">
+    <div className={isPage ? "wait page" : "wait"} role="status">
       {children}
     </div>
   );

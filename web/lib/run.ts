@@ -87,11 +87,15 @@ export interface Point {
   value: number;
 }
 
-/** One metric of one run, known values only. */
+const MOST_POINTS = 2000; // of a line; a chart is not wider
+
+/** One metric of one run, known values only; a long run is thinned, its last step stays. */
 export function series(run: Run, metric: keyof TrainStep): Point[] {
-  return run.steps.flatMap((x) => {
+  const stride = Math.ceil(run.steps.length / MOST_POINTS);
+  return run.steps.flatMap((x, i) => {
     const value = x[metric];
-    return typeof value === "number" ? [{ step: x.step, value }] : [];
+    const isKept = i % stride === 0 || i === run.steps.length - 1;
+    return isKept && typeof value === "number" ? [{ step: x.step, value }] : [];
   });
 }
 

@@ -10,9 +10,9 @@ export type Link = "" | "connecting" | "open" | "lost";
 
 /**
  * The events of a run. Those of a run folder go on by server-sent events: the page of a finished
- * run and of a running one is the same. `generation` changes when a run may have begun to log.
+ * run and of a running one is the same.
  */
-export function useRun(name: string, isFolder: boolean, generation: string): {
+export function useRun(name: string, isFolder: boolean): {
   run: Run | null;
   error: Error | null;
   link: Link;
@@ -70,7 +70,7 @@ export function useRun(name: string, isFolder: boolean, generation: string): {
       source?.close();
       cancelAnimationFrame(frame);
     };
-  }, [name, isFolder, generation]);
+  }, [name, isFolder]);
 
   const run = useMemo(() => (events?.name === name ? toRun(events.all) : null), [events, name]);
   return { run, error, link };

@@ -56,7 +56,10 @@ export function Benchmarks() {
   const rows = useMemo(() => found.data?.rows ?? [], [found.data]);
   const metrics = useMemo(() => METRICS.filter((x) => marks(rows, x).length), [rows]);
   const metric = metrics.find((x) => x.value === query.get("metric")) ?? metrics[0];
-  if (!list.data) return list.error ? <Problem error={list.error} /> : <Waiting>Loading the results …</Waiting>;
+  if (!list.data || !everything.data || !found.of) {
+    const error = list.error ?? everything.error ?? found.error;
+    return error ? <Problem error={error} /> : <Waiting isPage>Loading the results …</Waiting>;
+  }
 
   const link = address("/api/rows", { ...values, limit: LIMIT });
   const python = `import json\nfrom urllib.request import urlopen\n\nrows = json.load(urlopen(${JSON.stringify(window.location.origin + link)}))["rows"]\nprint(len(rows), rows[0])\n`;

@@ -28,7 +28,7 @@ type Plan = Schemas["PlanFigures"];
 export function Explorer() {
   const [query, set] = useQuery();
   const list = useGet("/api/profiles");
-  if (!list.data) return list.error ? <Problem error={list.error} /> : <Waiting>Loading the profiles …</Waiting>;
+  if (!list.data) return list.error ? <Problem error={list.error} /> : <Waiting isPage>Loading the profiles …</Waiting>;
   const { profiles } = list.data;
   const profile = profiles.find((x) => x.name === query.get("profile")) ?? profiles.at(-1);
   if (!profile) return <p>There is no profile. `xsake calibrate` makes one; name its folder with `xsake serve --profiles`.</p>;
@@ -57,6 +57,7 @@ function OfProfile({ profiles, profile, onProfile }: Props) {
   };
   const least = Math.ceil(100 * (length === profile.length ? profile.least_density_ratio : (a.data?.least_density_ratio ?? 0.02))) / 100;
   const onSelect = (layer: number, head: number) => set({ layer, head });
+  if (!a.of || !b.of) return <Waiting isPage>Making two plans …</Waiting>; // nothing was answered yet
   return (
     <div className="stack">
       <section className="panel" aria-label="Plan">

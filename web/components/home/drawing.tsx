@@ -104,7 +104,6 @@ function Picture({ layout, chosen, onChoose }: PictureProps) {
             role="button"
             tabIndex={0}
             aria-pressed={node.id === chosen}
-            aria-label={node.name}
             onClick={() => onChoose(node.id)}
             onKeyDown={(event) => press(event, node.id)}
           >

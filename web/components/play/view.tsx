@@ -13,7 +13,7 @@ import { useText } from "@/lib/use-text";
 export function Play() {
   const model = useGet("/api/play/model");
   if (!model.data) {
-    return model.error ? <Problem error={model.error} /> : <Waiting>The server loads its model …</Waiting>;
+    return model.error ? <Problem error={model.error} /> : <Waiting isPage>The server loads its model …</Waiting>;
   }
   return <WithModel model={model.data} />;
 }
@@ -48,7 +48,7 @@ function WithModel({ model }: { model: Schemas["ModelFigures"] }) {
   );
   return (
     <div className="stack">
-      <section className={stop?.panel === "text" ? "panel touring" : "panel"} data-panel="text" aria-label="Text">
+      <section className={stop?.panel === "text" ? "panel touring" : "panel"} data-panel="text" aria-label="What the model reads">
         <TextPanel model={model} reading={reading} block={block} onBlock={(x) => set({ block: x })} onExample={choose} />
         {tour ? null : (
           <p className="small">
@@ -62,7 +62,7 @@ function WithModel({ model }: { model: Schemas["ModelFigures"] }) {
       {figures ? (
         <Shown key={reading.times} model={model} text={reading.text} figures={figures} panel={stop?.panel ?? ""} onLost={onLost} />
       ) : (
-        <Waiting>{reading.error ? "" : "The model reads …"}</Waiting>
+        <Waiting isPage>{reading.error ? "" : "The model reads …"}</Waiting>
       )}
       {tour ? <Tour step={tour} onStep={(x) => set({ tour: x })} /> : null}
     </div>

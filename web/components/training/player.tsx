@@ -30,7 +30,8 @@ export function Player({ at, last, isPlaying, speed, isFollowing, canFollow, onM
     if (!isPlaying) return;
     let frame = 0;
     let before = performance.now();
-    let step = position.current >= last ? 0 : position.current;
+    let step = position.current >= last ? 0 : position.current; // at the end, from the beginning
+    position.current = step;
     const tick = (now: number) => {
       // A drag while it plays goes on from there.
       if (Math.abs(position.current - Math.round(step)) > last / 20) step = position.current;

@@ -21,7 +21,8 @@ function first(runs: Schemas["RunSummary"][]): string {
   return found?.name ?? "";
 }
 
-const key = (run: Schemas["RunSummary"] | undefined) => `${run?.name}/${run?.is_live}/${(run?.step ?? 0) > 0}`;
+/** Whether a run has events; the server has none of a run that begins. */
+const hasEvents = (run: Schemas["RunSummary"] | undefined) => run !== undefined && run.state !== "not started";
 
 export function Training() {
   const [query, set] = useQuery();
@@ -37,10 +38,10 @@ export function Training() {
   const second = query.get("with") ?? "";
   const summary = runs.find((x) => x.name === name);
   const other = runs.find((x) => x.name === second);
-  const own = useRun(summary ? name : "", summary?.source === "", key(summary));
-  const beside = useRun(other ? second : "", other?.source === "", key(other));
+  const own = useRun(hasEvents(summary) ? name : "", summary?.source === "");
+  const beside = useRun(hasEvents(other) ? second : "", other?.source === "");
 
-  if (!list.data) return list.error ? <Problem error={list.error} /> : <Waiting>Loading the runs …</Waiting>;
+  if (!list.data) return list.error ? <Problem error={list.error} /> : <Waiting isPage>Loading the runs …</Waiting>;
   if (!runs.length) return <p>There are no runs yet. `xsake train` makes one in runs/, and it appears here.</p>;
   return (
     <div className="stack">
@@ -61,9 +62,14 @@ export function Training() {
           {summary ? <State summary={summary} link={own.link} /> : null}
         </div>
         {summary ? <Origin summary={summary} /> : <p className="notice">There is no run {name} any more.</p>}
+        {summary && !hasEvents(summary) ? <p role="status">This run has not logged anything yet; the page waits for it.</p> : null}
         <Problem error={own.error ?? beside.error} />
       </section>
-      {own.run ? <Replay run={own.run} other={beside.run} isLive={summary?.is_live ?? false} names={[name, second]} /> : null}
+      {own.run ? (
+        <Replay run={own.run} other={beside.run} isLive={summary?.is_live ?? false} names={[name, second]} />
+      ) : hasEvents(summary) && !own.error ? (
+        <Waiting isPage>Loading the events …</Waiting>
+      ) : null}
       <section className="panel">
         <h2>All runs</h2>
         <RunTable runs={runs} name={name} onOpen={(value) => set({ run: value, at: null })} />
