@@ -37,6 +37,8 @@ MODULES = (
     "!xsake.train.command",
     "xsake.observe",
     "xsake.parallel",
+    "xsake.server.app",
+    "xsake.server.settings",
     "xsake.shipped",
 )
 

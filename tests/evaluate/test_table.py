@@ -134,6 +134,17 @@ def test_the_table_is_written_resumed_and_refuses_other_data(subject, profile, d
         table.run_table(subject, profile, documents[:2], [0.6], out)
 
 
+def test_a_table_of_some_methods_has_just_those(subject, profile, documents, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "measure_methods", lambda _, methods, *rest: methods)
+    monkeypatch.setattr(table, "to_json", lambda found: "")
+    monkeypatch.setattr(table, "to_markdown", lambda found: "")
+    names = ["sink_window", "static/kl"]
+    found = table.run_table(subject, profile, documents[2:], [0.6], tmp_path / "t", only=names)
+    assert [method.name for method in found["densities"]["0.6"]["rows"]] == names
+    with pytest.raises(ValueError, match="method 'magic' is not one of"):
+        table.run_table(subject, profile, documents[2:], [0.6], tmp_path / "u", only=["magic"])
+
+
 def drawn_table(path, methods=("good", "bad")):
     """A table file of two methods at two densities; `bad` was measured at one of them."""
     row = {"kind": "run time", "kl_standard_error": 0.01, "recall_standard_error": None}

@@ -153,6 +153,20 @@ def test_a_damaged_line_is_reported_by_its_number(served):
     listener.close()
 
 
+def test_a_file_that_cannot_be_read_further_is_reported_and_the_stream_ends(served, monkeypatch):
+    run, url, _ = served
+    monkeypatch.setattr(event_log, "CHUNK", 1000)
+    monkeypatch.setattr(event_log, "MAX_LINE", 5000)
+    listener = Listener(url, "start")
+    listener.take(3)
+    with (run / "events.jsonl").open("a") as file:
+        file.write("x" * 10_000)
+    ((_, kind, data),) = listener.take(1)
+    assert (kind, "a line is longer than 5,000 bytes" in data) == ("damaged", True)
+    listener.close()
+    assert httpx.get(f"{url}/api/runs/a/events").status_code == 422
+
+
 def test_listeners_are_counted_and_limited(served):
     _, url, app = served
     listeners = [Listener(url, "start") for _ in range(3)]
@@ -201,34 +215,34 @@ def test_an_index_follows_a_file_that_grows_and_is_replaced(tmp_path, monkeypatc
     monkeypatch.setattr(event_log, "CHUNK", 777)  # lines cross the chunks
     events = steps(20)
     path, log = log_of(tmp_path, events)
-    assert len(log) == 21
+    assert log.count() == 21
     wanted = [event.to_json().encode() for event in events]
     assert [line.text for line in log.lines(0, 100)] == wanted
     assert [line.number for line in log.lines(5, 7)] == [5, 6]
     last = log.lines(20, 21)[0]
     assert log.after(last.id) == 21
     append(tmp_path, trained(21))
-    assert len(log) == 22
+    assert log.count() == 22
     written = path.read_text().splitlines(keepends=True)
     path.write_text("".join(written[:3]) + trained(99).to_json() + "\n")  # the same file, rewritten
-    assert len(log) == 4
+    assert log.count() == 4
     assert log.after(last.id) is None
     path.write_text("")
-    assert len(log) == 0
+    assert log.count() == 0
     for bad in ("", "x", "3", "-1-00000000", "99999999999999999999-00000000", "0-xx"):
         assert log.after(bad) is None
 
 
 def test_the_index_is_small(tmp_path):
     _, log = log_of(tmp_path, steps(1000))
-    assert len(log) == 1001
+    assert log.count() == 1001
     assert log.index_bytes < 10 * 1001
 
 
 def test_a_glance_is_the_summary_without_reading_the_middle(tmp_path):
     folder = make_run(tmp_path, events=[*steps(300), Stopped(step=300, reason="finished")])
-    full, glance = registry.summary(folder), registry.glance(folder)
-    assert glance == full
+    glance = registry.summarised(folder, event_log.newest)
+    assert glance == registry.summary(folder)
     few = event_log.newest(folder / "events.jsonl", window=2000)
     assert [type(x).__name__ for x in few] == ["RunStarted", "TrainStep", "Stopped"]
     assert few[1].step == 300
@@ -242,4 +256,4 @@ def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path, m
     with path.open("a") as file:
         file.write("x" * 10_000)
     with pytest.raises(ValueError, match="a line is longer than 5,000 bytes"):
-        len(log)
+        log.count()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.server.conftest import client_of
 from xsake import hads, selection, shipped
 from xsake.data import text as texts
 from xsake.evaluate.methods import Activations, oracle_counts
@@ -141,6 +143,7 @@ def test_the_next_word_is_what_the_copied_python_prints(shipped_client, read, me
         assert shown["text"] == eval(word)
 
 
+@pytest.mark.slow
 def test_words_along_the_text_are_compared_as_the_library_compares_them(
     shipped_client, read, reader, seen
 ):
@@ -242,3 +245,20 @@ def test_odd_texts_are_read(shipped_client, text):
     query = {"density": min(1, density + 0.01), "predict": False}
     answer = shipped_client.get(f"/api/play/texts/{found['id']}/method", params=query)
     assert answer.status_code == 200
+
+
+@pytest.mark.slow
+def test_a_model_without_a_profile_is_shown_with_fixed_patterns():
+    """GPT-2 with a small context; the package's profiles are of another model."""
+    path = Path(__file__).parent.parent / "model" / "fixtures" / "gpt2"
+    with client_of(model=path) as client:
+        model = client.get("/api/play/model").json()
+        assert (model["is_shipped"], model["examples"]) == (False, [])
+        assert "hads" not in [method["name"] for method in model["methods"]]
+        read = client.post("/api/play/texts", json={"text": "It was a dark night."}).json()
+        assert (read["profile"], read["block"]) == (None, 64)
+        found = asked(client, read, "method", "sink_window", 1.0)
+        assert found["next_kl"] == pytest.approx(0, abs=1e-5)
+        answer = client.get(f"/api/play/texts/{read['id']}/method?method=hads&density=1")
+        assert answer.status_code == 422
+        assert "needs a profile of this model with blocks of 64" in answer.json()["detail"]

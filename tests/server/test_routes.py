@@ -15,6 +15,7 @@ from tests.server.conftest import client_of, make_run, steps
 from xsake import BlockMask, hads, masks, selection, shipped
 from xsake.hads import baselines, budget
 from xsake.hads.statistics import SELECTORS
+from xsake.observe.events import Event
 from xsake.server import drawings, openapi
 from xsake.server.routes.masks import MaskIn
 from xsake.server.routes.profiles import PlanIn
@@ -71,6 +72,8 @@ def test_the_package_has_a_dense_run_and_one_with_hads(shipped_client):
     runs = {run["name"]: run for run in shipped_client.get("/api/runs").json()["runs"]}
     assert runs["shipped"]["state"] == "finished"
     assert any(run["plan"] and run["density_ratio"] < 1 for run in runs.values())
+    linked = {name: run["results"] for name, run in runs.items() if run["results"]}
+    assert linked["training-37m-2026-11-15.hads-0"] == ["training-37m-2026-11-15"]
     assert shipped_client.get("/api/runs/shipped/config").json()["seed"] == 0
 
 
@@ -133,6 +136,21 @@ def test_a_plan_that_cannot_be_is_refused_with_the_librarys_sentence(shipped_cli
     answer = shipped_client.get("/api/profiles/profile-64/plan", params=query)
     assert answer.status_code == (422 if why else 200)
     assert why is None or why in detail(answer)
+
+
+def test_the_blocks_of_a_static_plan_are_the_librarys(shipped_client):
+    url = "/api/profiles/profile-16/plan/heads/3/2"
+    query = {"density": 0.4, "selector": "static", "length": 200}
+    found = shipped_client.get(url, params=query).json()
+    scope = {}
+    script = found["python"].replace('plan.save("plan.safetensors")', "").replace("print", "str")
+    exec(script, scope)
+    mask = scope["plan"].mask(3, length=200)[0, 2]
+    assert np.array_equal(found["blocks"], np.asarray(mask.blocks())[0, 0])
+    assert found["density_ratio"] == pytest.approx(scope["plan"].shares[3, 2])
+    answer = shipped_client.get(url, params={"density": 0.4})
+    assert answer.status_code == 422
+    assert "looks at the input" in detail(answer)
 
 
 def test_what_a_plan_may_be_asked_for_is_what_the_library_has():
@@ -259,6 +277,9 @@ def test_routes_may_be_added_to_the_app(client):
 
 def test_the_openapi_names_every_route_and_every_answer_has_a_model():
     document = json.loads(openapi.text())
+    step = document["components"]["schemas"]["TrainStep"]
+    assert {"event", "step", "loss_nats", "tokens_seen"} <= set(step["required"])
+    assert set(Event.kinds) <= set(document["components"]["schemas"])
     assert set(document["paths"]) >= {"/api/runs", "/api/play/texts", "/metrics", "/health"}
     for path, operations in document["paths"].items():
         for operation in operations.values():

@@ -165,6 +165,7 @@ def evaluate(
     table: Path | None = None,
     densities: tuple[float, ...] = (0.10, 0.20, 0.30, 0.43, 0.60),
     others: tuple[str, ...] = (),
+    methods: tuple[str, ...] = (),
     length: int | None = None,
     documents: int = 8,
     seed: int = 1,
@@ -182,6 +183,7 @@ def evaluate(
       table: the JSON file of that comparison; a .md file is written next to it.
       densities: densities to compare at; those in the file already are skipped.
       others: more profiles for the comparison, as LABEL=FILE.
+      methods: names of the methods to compare, such as sink_window mean_query/output; default all.
       length: tokens of each document; default the calibrated length.
       documents: number of documents, cut from the text at random.
       seed: the random seed for cutting documents.
@@ -210,7 +212,7 @@ def evaluate(
         writable_file(table)
         subject = _Subject.load(model, dtype, implementation, text)
         tokens = subject.documents(text, length or known.facts.length, documents, seed)
-        _compare_methods(subject.observer, known, more, tokens, densities, table)
+        _compare_methods(subject.observer, known, more, methods, tokens, densities, table)
         console.print(f"written: {table} and its .md", soft_wrap=True)
 
 
@@ -274,6 +276,7 @@ def _compare_methods(
     subject: Observer,
     profile: Profile,
     others: dict[str, Profile],
+    only: tuple[str, ...],
     tokens: list[np.ndarray],
     densities: tuple[float, ...],
     out: Path,
@@ -284,7 +287,15 @@ def _compare_methods(
     facts = timing.provenance()
     with progress(f"measuring on {_size(tokens)}") as report:
         found = tables.run_table(
-            subject, profile, tokens, densities, out, others=others, provenance=facts, report=report
+            subject,
+            profile,
+            tokens,
+            densities,
+            out,
+            others=others,
+            only=only,
+            provenance=facts,
+            report=report,
         )
     for density, part in found["densities"].items():
         console.print(_quality_table(density, part["rows"]))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import sys
 from pathlib import Path
+
+import jax
 
 from xsake.cli.model_path import checkpoint
 from xsake.cli.terminal import console
@@ -42,6 +47,7 @@ def serve(
     """
     import uvicorn
 
+    from xsake.model import huggingface
     from xsake.server import openapi as description
     from xsake.server.app import create_app
     from xsake.server.settings import Settings, token_from_environment
@@ -64,6 +70,8 @@ def serve(
         token=token or token_from_environment(),
         hosts=allow_host,
     )
+    huggingface.examine(settings.model).tokenizer()  # raises for a model that cannot be served
+    _keep_compiled()
     listener = _bound(host, port)
     name, number = listener.getsockname()[:2]
     shown = f"[{name}]" if ":" in name else name
@@ -76,7 +84,24 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=2,  # streams of live events would keep it open
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+    console.print("stopped")
+    # A thread may still be in XLA, which cannot be interrupted: the interpreter must not take the
+    # modules apart under it.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _keep_compiled() -> None:
+    """Lets JAX keep compiled programs in the user's cache for the next start, if it can be made."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xsake" / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        console.print(f"compiled programs are not kept: {error}", style="dim", markup=False)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -218,12 +218,14 @@ def run_table(
     out: Path,
     *,
     others: dict[str, Profile] | None = None,
+    only: Sequence[str] = (),
     provenance: dict[str, Any] | None = None,
     report: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Measures every density that the JSON file `out` does not hold yet, and updates it.
 
-    The same table is written as Markdown to a file of that name with the suffix .md.
+    The same table is written as Markdown to a file of that name with the suffix .md. `only` names
+    the methods to measure; default all.
     """
     table = _resumed(out, _facts(subject, profile, documents))
     for density in densities:
@@ -231,6 +233,10 @@ def run_table(
             continue
         began = time.perf_counter()
         methods = at_density(profile, density, len(documents[0]), others)
+        known = [method.name for method in methods]
+        if unknown := [name for name in only if name not in known]:
+            raise ValueError(f"method {unknown[0]!r} is not one of {known}")
+        methods = [method for method in methods if not only or method.name in only]
         found = measure_methods(
             subject,
             methods,

@@ -25,7 +25,7 @@ from xsake.observe.events import Evaluated, Event, parse
 
 CHUNK = 1 << 20  # bytes that are read at a time
 MAX_LINE = 16 << 20  # bytes of a line; a longer one is damage
-WINDOW = 1 << 20  # bytes at the end of a file that `newest` reads
+WINDOW = 256 << 10  # bytes at the end of a file that `newest` reads: some 800 TrainSteps
 STEP = b'{"event": "TrainStep"'  # how `Event.to_json` begins a TrainStep
 LISTED = b'{"event": "'
 
@@ -56,7 +56,7 @@ class EventLog:
         self._file_id: tuple[int, int] | None = None
         self._last: Line | None = None  # to notice another file of the same number
 
-    def __len__(self) -> int:
+    def count(self) -> int:
         """How many complete lines there are."""
         with self._lock, self._opened():
             return len(self._is_step)
@@ -127,15 +127,16 @@ class EventLog:
             self._file_id = (found.st_dev, found.st_ino)
         if found.st_size == self._starts[-1]:
             return
-        starts, is_step = [self._starts], [self._is_step]
-        for lines, last in _indexed(file, int(self._starts[-1])):
+        starts, is_step, last = [self._starts], [self._is_step], self._last
+        for lines, text in _indexed(file, int(self._starts[-1]), self.path):
             starts.append(lines[:, 1])
             is_step.append(lines[:, 2].astype(bool))
-            self._last = Line(0, last)
+            last = Line(0, text)
+        self._last = last
         self._starts, self._is_step = np.concatenate(starts), np.concatenate(is_step)
 
 
-def _indexed(file: BinaryIO, begin: int) -> Iterator[tuple[np.ndarray, bytes]]:
+def _indexed(file: BinaryIO, begin: int, path: Path) -> Iterator[tuple[np.ndarray, bytes]]:
     """Complete lines from `begin` on: (start, end, is a TrainStep), and the last of them."""
     file.seek(begin)
     rest = b""
@@ -146,7 +147,7 @@ def _indexed(file: BinaryIO, begin: int) -> Iterator[tuple[np.ndarray, bytes]]:
         if not len(ends):
             if len(content) > MAX_LINE:
                 raise ValueError(
-                    f"{file.name} is damaged: a line is longer than {MAX_LINE:,} bytes; remove it"
+                    f"{path.name} is damaged: a line is longer than {MAX_LINE:,} bytes; remove it"
                 )
             rest = content
             continue
@@ -181,7 +182,7 @@ def newest(path: Path, window: int = WINDOW) -> list[Event]:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = max(0, size - window)
-        head = os.pread(file.fileno(), CHUNK, 0) if begin else b""
+        head = os.pread(file.fileno(), window, 0) if begin else b""
         tail = os.pread(file.fileno(), window, begin)
     lines = tail.split(b"\n")[1 if begin else 0 : -1]
     found: list[Event] = []

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xsake.observe import event_log, sinks
+from xsake.observe import sinks
 from xsake.observe.events import (
     Evaluated,
     Event,
@@ -88,16 +88,11 @@ def summary(folder: Path) -> Summary:
     return summarised(folder, sinks.read)
 
 
-def glance(folder: Path) -> Summary:
-    """`summary` from the two ends of a run's events, however many it has; see `event_log.newest`.
-
-    Perplexities are of the evaluations that are found there.
-    """
-    return summarised(folder, event_log.newest)
-
-
 def summarised(folder: Path, read: Callable[[Path], list[Event]]) -> Summary:
-    """The summary of a run from the events that `read` returns."""
+    """The summary of a run from the events that `read` returns.
+
+    With `event_log.newest` it takes as little time for a long run as for a short one.
+    """
     path = folder / "events.jsonl"
     try:
         events = read(path) if path.is_file() else []

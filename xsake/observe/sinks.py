@@ -196,7 +196,12 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int = 0) -> None:
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        # the suffix, because the name alone is the same for two files of one second
+        self._writer = SummaryWriter(
+            str(folder),
+            purge_step=step + 1 if step else None,
+            filename_suffix=f".step-{step:09}",
+        )
 
     def write(self, event: Event) -> None:
         for name, value in scalars(event).items():

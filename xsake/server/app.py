@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator
 
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 import xsake
 from xsake.server.guard import Guard
+from xsake.server.openapi import description
 from xsake.server.pages import pages
 from xsake.server.routes import masks, play, profiles, results, runs, status
 from xsake.server.served import Json, Served
@@ -49,6 +51,7 @@ def create_app(settings: Settings | None = None, *, warm: bool = False) -> FastA
         redoc_url=None,
     )
     app.state.served = served
+    app.openapi = functools.partial(description, app)  # type: ignore[method-assign]
     for module in (status, runs, profiles, masks, results, play):
         app.include_router(module.router)
     shown = pages(settings.static)

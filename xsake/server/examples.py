@@ -6,6 +6,7 @@ measured on the shipped model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,10 +28,7 @@ SHORT, TWICE, LONG = 1400, 620, 9000  # characters
 
 def examples(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Example]:
     """Texts that show the known heads, and a long one."""
-    heads = _heads(results)
-    (novel,), (story,) = (
-        list(text.documents([path])) for path in (shipped.CALIBRATION_TEXT, shipped.HELD_OUT_TEXT)
-    )
+    heads, (novel, story) = _heads(results), _books()
     texts = {
         "previous": _sentences(story, SHORT),
         "sink": _sentences(novel, SHORT),
@@ -52,6 +50,14 @@ def examples(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Example]:
         layer=None,
         head=None,
     )
+
+
+@functools.cache
+def _books() -> tuple[str, str]:
+    (novel,), (story,) = (
+        list(text.documents([path])) for path in (shipped.CALIBRATION_TEXT, shipped.HELD_OUT_TEXT)
+    )
+    return novel, story
 
 
 def _sentences(whole: str, characters: int) -> str:

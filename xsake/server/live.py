@@ -13,9 +13,9 @@ One that does not read is disconnected after `Limits.send_seconds`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
@@ -60,7 +60,9 @@ class Live(Response):
             finally:
                 for task in (sending, leaving):
                     task.cancel()
-                await asyncio.gather(sending, leaving, return_exceptions=True)
+                found, _ = await asyncio.gather(sending, leaving, return_exceptions=True)
+            if isinstance(found, Exception):
+                raise found
 
     async def _send_all(self, send: Send) -> None:
         seconds = self.served.settings.limits.send_seconds
@@ -69,33 +71,41 @@ class Live(Response):
             message = {"type": "http.response.body", "body": body, "more_body": True}
             await asyncio.wait_for(send(message), seconds)
 
-        with contextlib.suppress(TimeoutError, OSError):  # it does not read, or the file is gone
-            await sent(RETRY)
-            last = await run_in_threadpool(self._start)
-            if last is None:
+        try:
+            await self._follow(sent)
+        except ValueError as error:  # the file cannot be read any further
+            await sent(f"event: damaged\ndata: {json.dumps(str(error))}\n\n".encode("ascii"))
+        except (TimeoutError, OSError):
+            pass  # the listener does not read, or the file is gone: the connection ends
+
+    async def _follow(self, sent: Callable[[bytes], Awaitable[None]]) -> None:
+        """Sends lines for ever."""
+        await sent(RETRY)
+        last = await run_in_threadpool(self._start)
+        if last is None:
+            await sent(RESET)
+            last = BEFORE
+        beat = time.monotonic()
+        while True:
+            lines = await run_in_threadpool(self._following, last)
+            if lines is None:
                 await sent(RESET)
                 last = BEFORE
-            beat = time.monotonic()
-            while True:
-                lines = await run_in_threadpool(self._following, last)
-                if lines is None:
-                    await sent(RESET)
-                    last = BEFORE
-                    continue
-                if lines:
-                    await sent(b"".join(_message(line) for line in lines if line.text.strip()))
-                    last, beat = lines[-1], time.monotonic()
-                elif time.monotonic() - beat > BEAT_SECONDS:
-                    await sent(BEAT)
-                    beat = time.monotonic()
-                if len(lines) < BATCH:
-                    await asyncio.sleep(POLL_SECONDS)
+                continue
+            if lines:
+                await sent(b"".join(_message(line) for line in lines if line.text.strip()))
+                last, beat = lines[-1], time.monotonic()
+            elif time.monotonic() - beat > BEAT_SECONDS:
+                await sent(BEAT)
+                beat = time.monotonic()
+            if len(lines) < BATCH:
+                await asyncio.sleep(POLL_SECONDS)
 
     def _start(self) -> Line | None:
         """The line before the first one to send; None: the file has not the line asked for."""
         if self.after == "start":
             return BEFORE
-        end = len(self.log) if self.after == "end" else self.log.after(self.after)
+        end = self.log.count() if self.after == "end" else self.log.after(self.after)
         if end is None:
             return None
         return self.log.lines(end - 1, end)[0] if end else BEFORE

@@ -18,7 +18,7 @@ color-scheme:light dark}</style>
 <p>The server runs; its pages are not built. <code>make web</code> in a clone builds them, and needs
 Node; the wheel has them.</p>
 <ul>
-<li><a href="docs">API</a>, <a href="openapi.json">its OpenAPI</a></li>
+<li><a href="openapi.json">the API, as OpenAPI</a></li>
 <li><a href="api/runs">runs</a>, <a href="api/profiles">profiles</a>,
 <a href="api/results">results</a></li>
 <li><a href="metrics">metrics</a>, <a href="health">health</a></li>

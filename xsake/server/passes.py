@@ -23,7 +23,6 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, PyTree
 
 from xsake import block_scores, selection
-from xsake.block_mask import BlockMask
 from xsake.hads import chunks
 from xsake.hads.chunks import Chunk, Chunks
 from xsake.hads.statistics import AnyArray, entropy
@@ -168,7 +167,9 @@ def sparse(
       weights: of the subject.
       tokens: the text and its padding.
       length: of the text.
-      counts: blocks that each row block keeps, if they are ranked.
+      counts: blocks that each row block keeps, if they are ranked; at least the forced ones and
+        at most those that causality allows, so that comparing ranks is `selection.keep_top`, which
+        sorts and takes longer for so few blocks.
       given: the blocks, if they are given.
       source: index into SOURCES, traced: all methods share a compiled program.
       subject: the model.
@@ -177,19 +178,23 @@ def sparse(
 
     def by_query(q: Array, k: Array, layer: Any) -> Array:
         scores = block_scores.estimate("mean_query", filled(q, block, length), k, block)
-        return selection.keep_top(scores, counts[layer])
+        return selection.ranks(scores) < counts[layer][..., None]
 
     def by_mass(q: Array, k: Array, layer: Any) -> Array:
-        return selection.keep_top(_row_mass(q, k, block, length), counts[layer])
+        return selection.ranks(_row_mass(q, k, block, length)) < counts[layer][..., None]
 
     def as_given(q: Array, k: Array, layer: Any) -> Array:
         return given[layer]
 
-    def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
-        blocks = lax.switch(source, [as_given, by_query, by_mass], q[0], k[0], layer)
-        return selection.to_mask(blocks, len(tokens), block)
+    model, P = nnx.merge(subject.graph, weights), len(tokens)
 
-    return subject.sparse_hidden(weights, tokens, choose)
+    def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
+        blocks = lax.switch(source, [as_given, by_query, by_mass], q[0], k[0], layer)
+        mask = selection.to_mask(blocks, P, block)
+        by_chosen = by_mask(model.config, mask, 1, P, implementation=subject.implementation)
+        return by_chosen(layer, q, k, v, state)
+
+    return model.run(tokens[None], document_positions(1, P), attend)[0][0]
 
 
 def _row_mass(q: Array, k: Array, block: int, length: Any) -> Array:

@@ -69,6 +69,16 @@ class Results:
                 damaged[name] = str(error)
         return found, damaged
 
+    def by_hashes(self) -> dict[tuple[str, str], list[str]]:
+        """Files by the hashes of config and data of the runs that they measured."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for name, content in self.all()[0].items():
+            for row in records(content):
+                hashes = (row.get("config_hash"), row.get("data_hash"))
+                if all(isinstance(x, str) for x in hashes):
+                    found.setdefault((str(hashes[0]), str(hashes[1])), []).append(name)
+        return {hashes: sorted(set(names)) for hashes, names in found.items()}
+
     def tables(self) -> dict[str, dict[str, Any]]:
         """Tables of methods, as `xsake evaluate --table` writes them."""
         return {

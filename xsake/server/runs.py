@@ -15,6 +15,7 @@ from pathlib import Path
 from xsake import shipped
 from xsake.observe import event_log, registry
 from xsake.observe.event_log import EventLog
+from xsake.observe.events import Event
 from xsake.observe.metrics import Newest
 from xsake.server.settings import Settings
 
@@ -33,12 +34,6 @@ class Run:
     def is_live(self) -> bool:
         """Whether a process trains in its folder."""
         return self.folder is not None and registry.is_live(self.folder)
-
-    def summary(self) -> registry.Summary:
-        """Its state, from the two ends of its events."""
-        if self.folder is not None:
-            return dataclasses.replace(registry.glance(self.folder), name=self.name)
-        return registry.of_events(self.name, event_log.newest(self.events))
 
 
 def is_inside(path: Path, root: Path) -> bool:
@@ -70,6 +65,7 @@ class Runs:
         self._lock = threading.Lock()
         self._logs: collections.OrderedDict[Path, EventLog] = collections.OrderedDict()
         self._newest: dict[str, Newest] = {}
+        self._read: dict[Path, tuple[tuple[int, int, int], list[Event]]] = {}
 
     def all(self) -> dict[str, Run]:
         """Every run, looked for again at each call."""
@@ -96,11 +92,33 @@ class Runs:
     def log(self, run: Run) -> EventLog:
         """The index of a run's events; those that were used last are kept."""
         with self._lock:
-            log = self._logs.pop(run.events, None) or EventLog(run.events)
+            log = self._logs.pop(run.events, None)
+            log = EventLog(run.events) if log is None else log
             self._logs[run.events] = log
             while len(self._logs) > self.settings.limits.logs:
                 self._logs.popitem(last=False)
             return log
+
+    def summary(self, run: Run) -> registry.Summary:
+        """The state of a run, from the two ends of its events."""
+        if run.folder is not None:
+            return registry.summarised(run.folder, self._ends)
+        try:
+            return registry.of_events(run.name, self._ends(run.events))
+        except (ValueError, OSError) as error:
+            return registry.Summary(run.name, state=str(error))
+
+    def _ends(self, path: Path) -> list[Event]:
+        """`event_log.newest`, read again only when the file has changed."""
+        found = path.stat()
+        state = (found.st_ino, found.st_size, found.st_mtime_ns)
+        with self._lock:
+            known = self._read.get(path)
+        if known is None or known[0] != state:
+            known = (state, event_log.newest(path))
+            with self._lock:
+                self._read[path] = known
+        return known[1]
 
     def newest(self) -> dict[str, Newest]:
         """The newest numbers of every run that can be read, for /metrics; counters never fall."""
@@ -109,7 +127,7 @@ class Runs:
             if not run.events.exists():
                 continue
             try:
-                events = event_log.newest(run.events)
+                events = self._ends(run.events)
             except (ValueError, OSError):  # /api/runs says of this run that it is damaged
                 continue
             with self._lock:

@@ -46,6 +46,7 @@ class RunSummary(BaseModel):
     device: str
     has_config: bool
     source: str = Field(description="of a run that comes with the package, else empty")
+    results: list[str] = Field(description="result files with its hashes of config and data")
 
 
 class RunList(BaseModel):

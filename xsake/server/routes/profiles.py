@@ -34,6 +34,7 @@ class PlanIn(BaseModel):
 
 
 PlanQuery = Annotated[PlanIn, Query()]
+Number = Annotated[int, Path(ge=0, lt=1 << 16)]
 
 
 def _profile(name: str, served: Served) -> Profile:
@@ -44,6 +45,12 @@ def _profile(name: str, served: Served) -> Profile:
         raise HTTPException(404, f"there is no profile {name[:80]!r}{known}") from None
     except ValueError as error:
         raise HTTPException(422, str(error)) from error
+
+
+def _check_head(name: str, profile: Profile, layer: int, head: int) -> None:
+    layers, heads, _ = profile.size
+    if layer >= layers or head >= heads:
+        raise HTTPException(404, f"{name} has {layers} layers of {heads} heads")
 
 
 def _summary(name: str, profile: Profile, served: Served) -> schemas.ProfileSummary:
@@ -102,15 +109,13 @@ def get_profile(name: str, served: Here) -> Response:
 @router.get("/{name}/heads/{layer}/{head}", response_model=schemas.HeadFigures)
 def get_head(
     name: str,
-    layer: Annotated[int, Path(ge=0, lt=1 << 16)],
-    head: Annotated[int, Path(ge=0, lt=1 << 16)],
+    layer: Number,
+    head: Number,
     served: Here,
 ) -> Response:
     """One head: its attention mass by block."""
     profile = _profile(name, served)
-    layers, heads, _ = profile.size
-    if layer >= layers or head >= heads:
-        raise HTTPException(404, f"{name} has {layers} layers of {heads} heads")
+    _check_head(name, profile, layer, head)
     statistics = profile.statistics
     return Json(
         schemas.HeadFigures(
@@ -187,6 +192,41 @@ def _plan_figures(
             for row in profiles.measured(served.results.tables(), plan)
         ],
         python=profiles.plan_python(served.profiles.python_path(name), plan, given.length),
+    )
+
+
+@router.get("/{name}/plan/heads/{layer}/{head}", response_model=schemas.MaskFigures)
+async def get_plan_mask(
+    name: str, layer: Number, head: Number, given: PlanQuery, served: Here
+) -> Response:
+    """The blocks of one head of a plan that selects by `static`, which needs no input."""
+    profile = _profile(name, served)
+    _check_head(name, profile, layer, head)
+    return Json(await served.compute(_plan_mask, name, profile, layer, head, given, served))
+
+
+def _plan_mask(
+    name: str, profile: Profile, layer: int, head: int, given: PlanIn, served: Served
+) -> schemas.MaskFigures:
+    plan = _plan(profile, given)
+    length = given.length or profile.facts.length
+    n, most = plan.counts.shape[-1], served.settings.limits.blocks
+    if n > most:
+        raise ValueError(f"length {length:,} has {n:,} row blocks; at most {most} are drawn")
+    mask = plan.mask(layer, length=length)  # raises for a selector that looks at the input
+    blocks = np.asarray(mask[0, head].blocks())[0, 0]
+    script = profiles.plan_python(served.profiles.python_path(name), plan, given.length)
+    return schemas.MaskFigures(
+        title=repr(mask),
+        blocks=blocks.tolist(),
+        density_ratio=float(plan.shares[layer, head]),
+        density_of="causal blocks",
+        length=length,
+        block=plan.terms.block,
+        heads=plan.counts.shape[1],
+        head=head,
+        visited_blocks=int((blocks > 0).sum()),
+        python=f"{script}print(plan.mask({layer}, length={length})[0, {head}])\n",
     )
 
 

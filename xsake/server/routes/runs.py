@@ -9,22 +9,21 @@ from starlette.responses import Response
 
 from xsake import _files
 from xsake.observe.event_log import EventLog, Line, plain
-from xsake.observe.registry import Summary
 from xsake.server import schemas
 from xsake.server.live import Live
 from xsake.server.runs import Run
-from xsake.server.served import Here, Json, number
+from xsake.server.served import Here, Json, Served, number
 
 router = APIRouter(prefix="/api/runs", tags=["runs"])
 START, END = "start", "end"
 After = Annotated[str, Query(max_length=64, description="id of an event, or `start`")]
 
 
-def _summary(run: Run) -> schemas.RunSummary:
-    try:
-        found = run.summary()
-    except (ValueError, OSError) as error:
-        found = Summary(run.name, state=str(error))
+def _summary(
+    run: Run, served: Served, results: dict[tuple[str, str], list[str]]
+) -> schemas.RunSummary:
+    found = served.runs.summary(run)
+    hashes = (found.config_hash, found.data_hash)
     return schemas.RunSummary(
         name=run.name,
         state=found.state,
@@ -43,20 +42,22 @@ def _summary(run: Run) -> schemas.RunSummary:
         device=found.device,
         has_config=run.config is not None,
         source=run.source,
+        results=results.get(hashes, []),
     )
 
 
 @router.get("", response_model=schemas.RunList)
 def list_runs(served: Here) -> Response:
     """All runs: those of the run folders, then those that come with the package."""
+    results = served.results.by_hashes()
     found = served.runs.all().values()
-    return Json(schemas.RunList(runs=[_summary(run) for run in found]))
+    return Json(schemas.RunList(runs=[_summary(run, served, results) for run in found]))
 
 
 @router.get("/{name}", response_model=schemas.RunSummary)
 def get_run(name: str, served: Here) -> Response:
     """One run."""
-    return Json(_summary(served.run(name)))
+    return Json(_summary(served.run(name), served, served.results.by_hashes()))
 
 
 @router.get("/{name}/config", response_model=dict[str, Any])
@@ -102,7 +103,7 @@ def list_events(
             lines = [x for x in log.thinned(min(points, limits.points)) if x.number >= begin]
         else:
             lines = log.lines(begin, begin + min(limit, limits.page))
-        total = len(log)
+        total = log.count()
         last = log.lines(total - 1, total) if points is not None else lines[-1:]
     except (ValueError, OSError) as error:
         raise HTTPException(422, f"the events of {name} cannot be read: {error}") from error
