@@ -33,9 +33,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
+# The built pages, and what they are built from.
+PAGES := xsake/server/static/index.html
+PAGES_FROM := $(shell find web -name node_modules -prune -o -name .next -prune -o -name out -prune -o \
+    -name tests -prune -o -name openapi.json -prune -o -name '*.d.ts' -prune -o -type f -print) \
+    $(wildcard xsake/server/schemas.py xsake/server/routes/*.py)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve web test lint pytest test-slow format bench fuzz docs wheel lock clean
+.PHONY: help setup demo serve web test test-web lint pytest test-slow format bench fuzz docs wheel lock clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,12 +76,18 @@ serve: setup  ## serve the dashboard on http://127.0.0.1:8000; builds its pages 
 	 else echo "The pages are not built: web/ or Node is missing. Serving the API alone."; fi
 	@$(BIN)/xsake serve $(SERVE_ARGS)
 
-web:  ## build the pages of web/ into xsake/server/static, from the server's OpenAPI; needs Node
-	@command -v npm >/dev/null || { echo "make web needs Node and npm" >&2; exit 1; }
-	@test -f web/package.json || { echo "make web needs the folder web/" >&2; exit 1; }
+web: $(PAGES)  ## build the pages of web/ into xsake/server/static, from the server's OpenAPI; needs Node
+
+# npm installs what package-lock.json pins; nothing is sent from here but requests for packages.
+$(PAGES): $(PAGES_FROM) | setup
+	@command -v npm >/dev/null || { echo "make web needs Node 20.9 or newer, and npm" >&2; exit 1; }
 	$(BIN)/python -m xsake.server.openapi > web/openapi.json
-	cd web && npm ci --no-audit --no-fund && npm run build
-	rm -rf xsake/server/static && cp -R web/out xsake/server/static
+	cd web && npm ci --no-audit --no-fund
+	cd web && NEXT_TELEMETRY_DISABLED=1 npm run build
+	rm -rf $(@D) && cp -R web/out $(@D) && touch $@
+
+test-web: $(PAGES)  ## the pages in Chromium, with a server and a run; skipped without Chromium
+	cd web && PYTHON=$(abspath $(BIN))/python npm test
 
 # Lint runs beside the first tests, on the core that they leave idle; its lines come in between.
 test: setup  ## everything that must pass: lint, tests, doctests, README's code
@@ -131,6 +143,6 @@ lock: $(VENV)/pyvenv.cfg  ## resolve constraints.txt again, for every Python and
 	@echo "constraints.txt: $$(grep -c == constraints.txt) pins"
 
 clean:  ## remove environments, caches and build products
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist *.egg-info web/node_modules web/.next web/out xsake/server/static
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,58 @@
+"use client";
+
+import type { Schemas } from "@/lib/api";
+import { bytes, whole } from "@/lib/format";
+
+interface Props {
+  list: Schemas["ResultList"];
+  file: string;
+  onOpen: (name: string) => void;
+}
+
+/** Every result file: where it comes from, and the file itself. */
+export function Files({ list, file, onOpen }: Props) {
+  return (
+    <>
+      <div className="scroll" tabIndex={0} role="region" aria-label="Result files">
+        <table className="data">
+          <thead>
+            <tr>
+              {["file", "date", "machine", "rows", "about", "commit", "how it was made"].map((x) => (
+                <th key={x} scope="col">{x}</th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {list.results.map((x) => (
+              <tr key={x.name} aria-selected={x.name === file}>
+                <td>
+                  <button type="button" className="plain" onClick={() => onOpen(x.name)}>{x.name}</button>
+                </td>
+                <td>{x.date.slice(0, 10)}</td>
+                <td className="folds">{x.device}</td>
+                <td className="number">{whole(x.rows)}</td>
+                <td className="folds">{x.sources.slice(0, 4).join(", ")}</td>
+                <td>{x.commit.slice(0, 8)}</td>
+                <td className="wraps">
+                  <a href={`/api/results/${encodeURIComponent(x.name)}`} download={`${x.name}.json`}>JSON</a>, {bytes(x.bytes)}
+                  <details>
+                    <summary>Command and versions<span className="hidden-text"> of {x.name}</span></summary>
+                    <pre className="code" tabIndex={0}>
+                      {x.command || "not recorded"}
+                      {"\n\n"}
+                      {Object.entries(x.versions).map(([name, version]) => `${name} ${version}`).join("\n")}
+                      {`\ncommit ${x.commit || "not recorded"}`}
+                    </pre>
+                  </details>
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {Object.entries(list.unreadable).map(([name, why]) => (
+        <p key={name} className="notice">{name} cannot be read: {why}</p>
+      ))}
+    </>
+  );
+}

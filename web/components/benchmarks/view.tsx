@@ -1,0 +1,143 @@
+"use client";
+
+import { useMemo } from "react";
+import { Charts } from "@/components/benchmarks/charts";
+import { Files } from "@/components/benchmarks/files";
+import { RawTable } from "@/components/benchmarks/table";
+import { Problem, Waiting } from "@/components/client";
+import { CopyPython } from "@/components/copy";
+import { options, Select } from "@/components/fields";
+import { address } from "@/lib/api";
+import { whole } from "@/lib/format";
+import { METRICS, marks, type Row } from "@/lib/metrics";
+import { useQuery } from "@/lib/url";
+import { useGet } from "@/lib/use-get";
+
+const LIMIT = 5000;
+const EVERY = "every";
+
+// name in the address → columns of a row, of which the first that it has counts
+const FILTERS: { name: string; label: string; columns: string[] }[] = [
+  { name: "device", label: "Machine", columns: ["device"] },
+  { name: "direction", label: "Direction", columns: ["direction"] },
+  { name: "T", label: "Length, T", columns: ["T", "length"] },
+  { name: "H", label: "Head size, H", columns: ["H"] },
+  { name: "kind", label: "Kind", columns: ["kind", "suite"] },
+];
+
+const columnOf = (row: Row, columns: string[]) => columns.find((x) => row[x] !== null && row[x] !== undefined);
+
+/** The values of a filter, in the rows that there are. */
+function valuesOf(rows: Row[], columns: string[]): { column: string; value: string }[] {
+  const found = new Map<string, { column: string; value: string }>();
+  for (const row of rows) {
+    const column = columnOf(row, columns);
+    if (column) found.set(`${column}=${row[column]}`, { column, value: String(row[column]) });
+  }
+  return [...found.values()].sort((a, b) => a.value.localeCompare(b.value, "en", { numeric: true }));
+}
+
+export function Benchmarks() {
+  const [query, set] = useQuery();
+  const list = useGet("/api/results");
+  const newest = list.data?.results[0]?.name;
+  const file = query.get("file") === EVERY ? "" : (query.get("file") ?? newest ?? "");
+  const isKnown = list.data !== null; // before, the newest file is not
+  const everything = useGet(isKnown ? "/api/rows" : null, { limit: LIMIT, result: file });
+  const where = FILTERS.map((x) => query.get(x.name)).filter((x) => x !== null);
+  const values = {
+    result: file,
+    where,
+    contains: query.get("contains"),
+    density_from: query.get("from"),
+    density_to: query.get("to"),
+  };
+  const found = useGet(isKnown ? "/api/rows" : null, { ...values, limit: LIMIT });
+  const rows = useMemo(() => found.data?.rows ?? [], [found.data]);
+  const metrics = useMemo(() => METRICS.filter((x) => marks(rows, x).length), [rows]);
+  const metric = metrics.find((x) => x.value === query.get("metric")) ?? metrics[0];
+  if (!list.data || !everything.data || !found.of) {
+    const error = list.error ?? everything.error ?? found.error;
+    return error ? <Problem error={error} /> : <Waiting isPage>Loading the results …</Waiting>;
+  }
+
+  const link = address("/api/rows", { ...values, limit: LIMIT });
+  const python = `import json\nfrom urllib.request import urlopen\n\nrows = json.load(urlopen(${JSON.stringify(window.location.origin + link)}))["rows"]\nprint(len(rows), rows[0])\n`;
+  const change = (changes: Record<string, string | null>) => set({ ...changes, page: null });
+  return (
+    <div className="stack">
+      <section className="panel" aria-label="Filters">
+        <div className="row">
+          <Select
+            label="Result file"
+            value={file || EVERY}
+            options={[{ value: EVERY, label: "every file" }, ...options(list.data.results.map((x) => x.name))]}
+            onChange={(x) => change({ file: x, ...Object.fromEntries(FILTERS.map((f) => [f.name, null])) })}
+          />
+          {FILTERS.map((x) => {
+            const choices = valuesOf(everything.data?.rows ?? [], x.columns);
+            if (choices.length < 2 && !query.get(x.name)) return null;
+            return (
+              <Select
+                key={x.name}
+                label={x.label}
+                value={query.get(x.name) ?? ""}
+                options={[{ value: "", label: "any" }, ...choices.map((c) => ({ value: `${c.column}=${c.value}`, label: c.value }))]}
+                onChange={(value) => change({ [x.name]: value })}
+              />
+            );
+          })}
+          <Text label="Rule, method or anything else" value={query.get("contains") ?? ""} onChange={(x) => change({ contains: x })} />
+          <Text label="Density from" type="number" value={query.get("from") ?? ""} onChange={(x) => change({ from: x })} />
+          <Text label="to" type="number" value={query.get("to") ?? ""} onChange={(x) => change({ to: x })} />
+          <button type="button" onClick={() => change(Object.fromEntries(["file", "contains", "from", "to", "metric", "sort", ...FILTERS.map((f) => f.name)].map((x) => [x, null])))}>
+            Clear
+          </button>
+        </div>
+        <Problem error={found.error} />
+        <div className="row centre">
+          <span className="small" role="status">{found.data ? `${whole(found.data.total)} rows` : "Loading …"}</span>
+          <a className="button" href={`${link}&format=csv`} download="xsake-results.csv">CSV</a>
+          <a className="button" href={link} download="xsake-results.json">JSON</a>
+          <CopyPython code={rows.length ? python : undefined} what="these rows" />
+        </div>
+      </section>
+      <section className="panel">
+        <div className="row between">
+          <h2>{metric ? metric.label : "No chart"}</h2>
+          {metric ? (
+            <Select label="Show" value={metric.value} options={metrics.map((x) => ({ value: x.value, label: x.label }))} onChange={(x) => set({ metric: x })} />
+          ) : null}
+        </div>
+        <div className={found.isLoading ? "stale" : ""}>
+          {metric ? <Charts rows={rows} metric={metric} /> : <p className="quiet">{found.data ? "These rows have no figure that the charts know; the table has them." : "Loading …"}</p>}
+        </div>
+      </section>
+      <section className="panel">
+        <h2>Rows</h2>
+        {found.data?.rows.length ? <RawTable rows={rows} columns={found.data.columns} /> : <p className="quiet">No row matches.</p>}
+      </section>
+      <section className="panel">
+        <h2>Result files</h2>
+        <Files list={list.data} file={file} onOpen={(x) => change({ file: x })} />
+      </section>
+    </div>
+  );
+}
+
+interface TextProps {
+  label: string;
+  value: string;
+  type?: string;
+  onChange: (value: string) => void;
+}
+
+function Text({ label, value, type = "search", onChange }: TextProps) {
+  const range = type === "number" ? { min: 0, max: 1, step: 0.05, style: { width: "6rem" } } : {};
+  return (
+    <label className="field">
+      <span>{label}</span>
+      <input type={type} value={value} onChange={(event) => onChange(event.target.value)} {...range} />
+    </label>
+  );
+}
