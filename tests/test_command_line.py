@@ -25,7 +25,8 @@ from xsake.train import loop
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"absl-py": "absl", "orbax-checkpoint": "orbax.checkpoint"}  # unlike their distribution
-PEERS = {"flash_attn", "scipy", "torch", "wandb"}  # of benchmarks and checks, where installed
+# Of benchmarks and checks, where installed.
+PEERS = {"flash_attn", "flash_nsa", "native_sparse_attention", "scipy", "torch", "wandb"}
 
 
 def test_every_extra_lists_the_modules_that_it_installs():
