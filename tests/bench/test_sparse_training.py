@@ -105,7 +105,7 @@ def test_a_command_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(sparse_training, "is_finished", lambda run: run.name in done)
     monkeypatch.setattr(sparse_training.loop, "train", train)
     monkeypatch.setattr(sparse_training, "write", lambda settings, out: {"results": []})
-    found = [sparse_training.main([*line, "--seconds", x]) for x in ("1", "60", "60", "1")]
+    found = [sparse_training.main([*line, "--seconds", x]) for x in ("1", "300", "300", "1")]
     assert found == [3, 3, 0, 0]
     assert trained == ["nsa", "nsa", "msa"]
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -288,6 +289,18 @@ def test_every_parameter_of_native_changes_the_result():
         assert differ(one, other), name
     tested = {"query", "key", "value", *changes}  # the first three with apply
     assert tested == set(inspect.signature(native_sparse_attention).parameters)
+
+
+def test_indices_and_gates_may_be_traced():
+    a = arrays()
+    g_slc = a["gates"][1]
+
+    def of_blocks(indices, counts):
+        return native(g_slc=g_slc, block_indices=indices, block_counts=counts)
+
+    for indices in (a["indices"], spread(a["indices"])):
+        found = jax.eval_shape(of_blocks, jnp.asarray(indices), jnp.asarray(a["counts"]))
+        assert (found.shape, found.dtype) == ((B, T, N, H), jnp.float32)
 
 
 def test_signatures_are_those_of_ejkernel():

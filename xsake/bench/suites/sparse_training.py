@@ -39,7 +39,7 @@ from xsake.train.config import PRESETS, Config
 
 RUNS = {"dense": "gpt-37m-4k", "nsa": "gpt-37m-nsa", "msa": "gpt-37m-msa"}  # name → preset
 GROUPS = (8, 16, 32, 64, 128)  # neighbouring tokens whose union of blocks is counted
-LEAST_SECONDS = 30  # a run that would have less is left to the next command
+LEAST_SECONDS = 120  # compiling may take as long: what would have less is left to the next command
 WINDOWS = 4  # of the validation text, to measure the overlap on
 
 
@@ -107,7 +107,9 @@ def overlaps(model: Transformer, tokens: Any, groups: tuple[int, ...] = GROUPS) 
     counted = current >= settings.num_selected  # [T]
 
     def of_layer(layer: Any, seen: Any, carry: Any) -> Any:
-        chosen = chosen_blocks(config, seen.q, seen.k, seen.inputs)
+        chosen = chosen_blocks(
+            config, seen.q, seen.k, seen.inputs, implementation=model.implementation
+        )
         member = (chosen[..., None] == blocks).any(-2)  # [B, T, K, count]
         free = member & ~forced[None, :, None]
         found = {
@@ -218,8 +220,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=0, help="default: those of the presets")
     parser.add_argument("--rows", type=int, default=0, help="default: those of the presets")
     given = parser.parse_args(arguments)
-    settings = configs(given)
-    if not train_all(settings, given.seconds):
+    settings, began = configs(given), time.monotonic()
+    is_done = train_all(settings, given.seconds)
+    seconds = time.monotonic() - began
+    if not is_done or seconds > max(given.seconds - LEAST_SECONDS, LEAST_SECONDS):
         print("run the same command again to resume")
         return 3
     for record in write(settings, given.out)["results"]:

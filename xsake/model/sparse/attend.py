@@ -53,13 +53,12 @@ def with_index_loss(
     how = dataclasses.asdict(config.settings)
     block = config.settings.block_size
     shared: dict[str, Any] = {"segment_ids": segment_ids, "implementation": implementation}
-    of_choice = {name: how[name] for name in how if name != "window_size"}
 
     def attend(
         layer: Any, q: Array, k: Array, v: Array, state: Any, inputs: SparseInputs
     ) -> tuple[Array, Any]:
         assert inputs.indexer is not None
-        blocks = nsa.select_blocks(q, k, **of_choice, **_index(inputs), **shared)
+        blocks = chosen_blocks(config, q, k, inputs, **shared)
         out = nsa.native_sparse_attention(
             q, k, v, block_indices=blocks, **how, **_branches(config, inputs), **shared
         )
@@ -106,13 +105,18 @@ def by_sparse_cache(config: Config) -> Any:
 
 
 def chosen_blocks(
-    config: Config, q: Array, k: Array, inputs: SparseInputs, segment_ids: Any = None
+    config: Config,
+    q: Array,
+    k: Array,
+    inputs: SparseInputs,
+    segment_ids: Any = None,
+    implementation: str | None = None,
 ) -> Array:
     """The blocks that a layer's queries select, int32 [B, T, K, c]; see `nsa.select_blocks`."""
     how = dataclasses.asdict(config.settings)
     del how["window_size"]
     how |= {"compression": inputs.compression, "segment_ids": segment_ids}
-    return nsa.select_blocks(q, k, **how, **_index(inputs))
+    return nsa.select_blocks(q, k, **how, **_index(inputs), implementation=implementation)
 
 
 def _branches(config: Config, inputs: SparseInputs) -> dict[str, Any]:
