@@ -41,6 +41,8 @@ LONGEST_FIRST = [
     "tests/nsa/test_attention.py",
     "tests/model/test_transformer.py",
     "tests/backends/hopper/test_hopper.py",
+    "tests/server/test_play.py",
+    "tests/server/test_schema.py",
 ]
 
 BY_VERSION = "tests/backends/hopper/"  # kernels, which older versions cannot even trace

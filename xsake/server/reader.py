@@ -43,7 +43,8 @@ METHODS = {
     ORACLE: "HADS's budgets, and the blocks of highest mass, which only dense attention knows",
 }
 SMALLEST = 16  # blocks that a text is padded to, at least: fewer programs to compile
-KEPT_PASSES = 4  # hidden states of a text's last sparse passes that are kept
+KEPT_PASSES = 4  # hidden states of a text's last sparse passes that are kept: P · width floats each
+KEPT_PREDICTIONS = 128  # next-token distributions of a text that are kept: vocab_size floats each
 
 
 class UnknownTextError(LookupError):
@@ -57,7 +58,7 @@ class Choice:
     blocks: Bool[np.ndarray, "layers N n n"]
     counts: Int[np.ndarray, "layers N n"]
     source: str  # one of `passes.SOURCES`
-    profile: Profile | None = None
+    band: int = 0  # forced blocks before the diagonal
 
     @property
     def shares(self) -> Float[np.ndarray, "layers N"]:
@@ -81,7 +82,11 @@ class Text:
     dense: Float[np.ndarray, "P width"]
     dense_next: Float[np.ndarray, " vocab"]  # log-probabilities
     seconds: float
+    # by method and density: final hidden states, and log-probabilities of the next token
     sparse: collections.OrderedDict[tuple[str, float], np.ndarray] = dataclasses.field(
+        default_factory=collections.OrderedDict
+    )
+    next: collections.OrderedDict[tuple[str, float], np.ndarray] = dataclasses.field(
         default_factory=collections.OrderedDict
     )
 
@@ -147,8 +152,10 @@ class Reader:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.subject = Observer(loaded.model)
         self.parameters = sum(x.size for x in loaded.model.parameters().values())
-        own = {k: x for k, x in profiles.items() if x.facts.model_hash == self.subject.hash}
-        self.profiles = {x.facts.block: (name, x) for name, x in own.items()}
+        self.profiles: dict[int, tuple[str, Profile]] = {}  # by block; the first of a block
+        for name, profile in profiles.items():
+            if profile.facts.model_hash == self.subject.hash:
+                self.profiles.setdefault(profile.facts.block, (name, profile))
         self._texts: collections.OrderedDict[str, Text] = collections.OrderedDict()
         self._most, self._lock = texts, threading.Lock()
 
@@ -262,14 +269,15 @@ class Reader:
                 "make one with `xsake calibrate` and name it with --profiles"
             )
         profile = self.profiles[text.block][1]
+        band = profile.facts.band
         if method == HADS:
             counts = np.asarray(make(profile, density, length=text.length).counts)
             source, scores = "mean_query", text.seen.scores
         else:
             counts = oracle_counts(profile, density, "kl", text.length)
             source, scores = "mass", text.seen.row_mass
-        kept = selection.keep_top(scores[..., :n, :n], counts)
-        return Choice(np.asarray(kept), counts, source, profile)
+        kept = selection.keep_top(scores[..., :n, :n], counts, band)
+        return Choice(np.asarray(kept), counts, source, band)
 
     def measured(self, text: Text, method: str, density: float, predict: bool = True) -> Measured:
         """A method at a density: what it keeps of the dense attention, and what it predicts.
@@ -281,12 +289,26 @@ class Reader:
         kept = text.kept(choice.blocks)
         layers, heads = kept.shape[:2]
         kept = kept.reshape(layers, heads, -1)[..., : text.length]
-        after = None
-        if predict:
-            after = self._next(self.hidden(text, method, density, choice), text.length)
+        after = self._predicted(text, method, density, choice) if predict else None
         return Measured(
             choice, kl_of(kept).mean(-1), kept.mean(-1), after, time.perf_counter() - began
         )
+
+    def _predicted(
+        self, text: Text, method: str, density: float, choice: Choice
+    ) -> Float[np.ndarray, " vocab"]:
+        """The next token with a method's blocks; a slider that comes back finds it again."""
+        key = (method, density)
+        with self._lock:
+            if key in text.next:
+                text.next.move_to_end(key)
+                return text.next[key]
+        found = self._next(self.hidden(text, method, density, choice), text.length)
+        with self._lock:
+            text.next[key] = found
+            while len(text.next) > KEPT_PREDICTIONS:
+                text.next.popitem(last=False)
+        return found
 
     def hidden(
         self, text: Text, method: str, density: float, choice: Choice
@@ -313,6 +335,7 @@ class Reader:
                 passes.SOURCES.index(choice.source),
                 subject=self.subject,
                 block=text.block,
+                band=choice.band,
             )
         )
         with self._lock:
