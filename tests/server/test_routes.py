@@ -106,6 +106,8 @@ def test_a_plan_is_the_librarys_and_its_file_loads(shipped_client, tmp_path):
     loaded = hads.Plan.load(tmp_path / "plan")
     assert np.array_equal(loaded.counts, plan.counts)
     assert loaded.terms == plan.terms
+    plan.save(tmp_path / "saved")
+    assert file.content == (tmp_path / "saved").read_bytes()
 
 
 def test_an_estimate_is_the_mean_of_the_profiles_cost_at_the_plans_counts(shipped_client):
@@ -122,6 +124,21 @@ def test_an_estimate_is_the_mean_of_the_profiles_cost_at_the_plans_counts(shippe
     longer = shipped_client.get(url, params={"density": 0.3, "length": 4096}).json()
     assert longer["estimated_kl"] is None
     assert "no estimate beyond that" in longer["estimate_note"]
+
+
+def test_a_plan_comes_with_what_was_measured_of_it(shipped_client):
+    (path,) = shipped.RESULTS.glob("shipped-hads-16-*.json")
+    rows = json.loads(path.read_text())["densities"]["0.43"]["rows"]
+    (wanted,) = (row for row in rows if row["method"] == "static/kl")
+    query = {"density": 0.43, "policy": "kl", "selector": "static"}
+    found = shipped_client.get("/api/profiles/profile-16/plan", params=query).json()
+    (measured,) = found["measured"]
+    assert (measured["result"], measured["method"]) == (path.stem, "static/kl")
+    assert measured["perplexity_gap"] == wanted["perplexity_gap"]
+    assert measured["perplexity_gap_standard_error"] == wanted["perplexity_gap_standard_error"]
+    query["density"] = 0.5
+    other = shipped_client.get("/api/profiles/profile-16/plan", params=query).json()
+    assert other["measured"] == []
 
 
 @pytest.mark.parametrize(
@@ -247,7 +264,9 @@ def test_rows_are_filtered_and_come_as_csv_too(shipped_client):
 
 
 def test_a_table_of_methods_has_a_row_for_each_density(shipped_client):
-    found = shipped_client.get("/api/rows?where=method=mean_query/output").json()
+    (path,) = shipped.RESULTS.glob("hads-64-*.json")
+    query = {"result": path.stem, "where": "method=mean_query/output"}
+    found = shipped_client.get("/api/rows", params=query).json()
     assert {row["density"] for row in found["rows"]} >= {0.1, 0.2, 0.43}
     assert all(row["length"] == 8192 and row["block"] == 64 for row in found["rows"])
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.observe.test_sinks import STARTED, trained
 from tests.server.conftest import BASE, client_of, make_run, steps
-from xsake.cli.serve import serve
+from xsake.cli.serve import _keep_compiled, serve
 from xsake.server.settings import Limits, Settings
 
 TOKEN = "0123456789abcdef-token"
@@ -280,6 +280,14 @@ def test_calls_of_the_model_wait_for_their_turn_or_are_refused(shipped_client):
     finally:
         served._waiting -= limits.model_waiting + limits.model_calls
     assert shipped_client.get("/api/masks?rule=causal").status_code == 200
+
+
+def test_a_server_without_a_cache_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
+    """A plain user may have no place to write to."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    _keep_compiled()
+    assert "compiled programs are not kept" in capsys.readouterr().out
 
 
 def test_a_taken_port_and_a_missing_folder_are_one_sentence(tmp_path):

@@ -24,14 +24,29 @@ def save(
     """Writes a file that `read` reads; an interrupted call leaves the old one."""
     from safetensors.numpy import save_file
 
+    kept, metadata = _prepared(kind, schema, header, arrays)
+    with _files.replaced(path) as part:
+        save_file(kept, part, metadata)
+
+
+def encoded(kind: str, schema: int, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
+    """What `save` writes, in memory."""
+    from safetensors.numpy import save as to_bytes
+
+    return bytes(to_bytes(*_prepared(kind, schema, header, arrays)))
+
+
+def _prepared(
+    kind: str, schema: int, header: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """(arrays, metadata) of safetensors."""
     written = {"kind": kind, "schema": schema, **header}
     # the shape again, because ascontiguousarray gives a scalar an axis
     kept = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()}
     # through JSON and back: what is hashed is what `read` will see
     written = json.loads(json.dumps(written))
     written["checksum"] = checksum(written, kept)
-    with _files.replaced(path) as part:
-        save_file(kept, part, {"xsake": json.dumps(written)})
+    return kept, {"xsake": json.dumps(written)}
 
 
 def read(path: str | Path, kind: str, schema: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -302,10 +302,17 @@ class Plan(InputMask):
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file whose header is JSON: terms, schema, realised density."""
+        files.save(path, "plan", SCHEMA, *self._contents())
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes."""
+        return files.encoded("plan", SCHEMA, *self._contents())
+
+    def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(header, arrays) of the file."""
         header = {**dataclasses.asdict(self.terms), "realised_density": self.density}
         arrays = {"counts": self.counts, "scores": self.scores}
-        kept = {name: x for name, x in arrays.items() if x is not None}
-        files.save(path, "plan", SCHEMA, header, kept)
+        return header, {name: x for name, x in arrays.items() if x is not None}
 
     @staticmethod
     def load(path: str | Path, model_hash: str | None = None) -> Plan:

@@ -149,7 +149,7 @@ def filled(q: Float[Array, "P N H"], block: int, length: Any) -> Float[Array, "P
     return jnp.where((position < length)[:, None, None], q, mean[None]).astype(q.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("subject", "block"))
+@functools.partial(jax.jit, static_argnames=("subject", "block", "band"))
 def sparse(
     weights: PyTree,
     tokens: Int[Array, " P"],
@@ -160,6 +160,7 @@ def sparse(
     *,
     subject: Observer,
     block: int,
+    band: int = 0,
 ) -> Float[Array, "P width"]:
     """Final hidden states if every layer visits a method's blocks only.
 
@@ -174,14 +175,16 @@ def sparse(
       source: index into SOURCES, traced: all methods share a compiled program.
       subject: the model.
       block: tokens per block.
+      band: forced blocks before the diagonal, if they are ranked.
     """
 
     def by_query(q: Array, k: Array, layer: Any) -> Array:
         scores = block_scores.estimate("mean_query", filled(q, block, length), k, block)
-        return selection.ranks(scores) < counts[layer][..., None]
+        return selection.ranks(scores, band) < counts[layer][..., None]
 
     def by_mass(q: Array, k: Array, layer: Any) -> Array:
-        return selection.ranks(_row_mass(q, k, block, length)) < counts[layer][..., None]
+        scores = _row_mass(q, k, block, length)
+        return selection.ranks(scores, band) < counts[layer][..., None]
 
     def as_given(q: Array, k: Array, layer: Any) -> Array:
         return given[layer]

@@ -57,7 +57,7 @@ class Choice:
     blocks: Bool[np.ndarray, "layers N n n"]
     counts: Int[np.ndarray, "layers N n"]
     source: str  # one of `passes.SOURCES`
-    profile: Profile | None = None
+    band: int = 0  # forced blocks before the diagonal
 
     @property
     def shares(self) -> Float[np.ndarray, "layers N"]:
@@ -147,8 +147,10 @@ class Reader:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.subject = Observer(loaded.model)
         self.parameters = sum(x.size for x in loaded.model.parameters().values())
-        own = {k: x for k, x in profiles.items() if x.facts.model_hash == self.subject.hash}
-        self.profiles = {x.facts.block: (name, x) for name, x in own.items()}
+        self.profiles: dict[int, tuple[str, Profile]] = {}  # by block; the first of a block
+        for name, profile in profiles.items():
+            if profile.facts.model_hash == self.subject.hash:
+                self.profiles.setdefault(profile.facts.block, (name, profile))
         self._texts: collections.OrderedDict[str, Text] = collections.OrderedDict()
         self._most, self._lock = texts, threading.Lock()
 
@@ -262,14 +264,15 @@ class Reader:
                 "make one with `xsake calibrate` and name it with --profiles"
             )
         profile = self.profiles[text.block][1]
+        band = profile.facts.band
         if method == HADS:
             counts = np.asarray(make(profile, density, length=text.length).counts)
             source, scores = "mean_query", text.seen.scores
         else:
             counts = oracle_counts(profile, density, "kl", text.length)
             source, scores = "mass", text.seen.row_mass
-        kept = selection.keep_top(scores[..., :n, :n], counts)
-        return Choice(np.asarray(kept), counts, source, profile)
+        kept = selection.keep_top(scores[..., :n, :n], counts, band)
+        return Choice(np.asarray(kept), counts, source, band)
 
     def measured(self, text: Text, method: str, density: float, predict: bool = True) -> Measured:
         """A method at a density: what it keeps of the dense attention, and what it predicts.
@@ -313,6 +316,7 @@ class Reader:
                 passes.SOURCES.index(choice.source),
                 subject=self.subject,
                 block=text.block,
+                band=choice.band,
             )
         )
         with self._lock:

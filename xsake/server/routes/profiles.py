@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path as FilePath
 from typing import Annotated, Literal
 
 import numpy as np
@@ -248,7 +246,4 @@ async def get_plan_file(name: str, given: PlanQuery, served: Here) -> Response:
 
 
 def _plan_file(profile: Profile, given: PlanIn) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = FilePath(folder) / "plan.safetensors"
-        _plan(profile, given).save(path)
-        return path.read_bytes()
+    return _plan(profile, given).to_bytes()
