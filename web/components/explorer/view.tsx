@@ -125,7 +125,7 @@ function Budget({ plan, name, isStale, selected, onSelect, values }: BudgetProps
   return (
     <section className="panel">
       <h2>Budgets by {label?.label ?? name}</h2>
-      <p className="small quiet">{label?.title}</p>
+      <p className="small quiet two-lines">{label?.title}</p>
       {plan ? (
         <div className={isStale ? "stale" : ""}>
           <Heads fill={plan.shares} fillName="density" selected={selected} onSelect={onSelect} label={`Budgets by ${name}`} />
@@ -137,7 +137,7 @@ function Budget({ plan, name, isStale, selected, onSelect, values }: BudgetProps
       ) : (
         <Waiting>Making the plan …</Waiting>
       )}
-      <div className="row">
+      <div className="row top">
         <CopyPython code={plan?.python} what={`the plan by ${name}`} />
         <a className="button" href={address("/api/profiles/{name}/plan/file", values)} download>
           Download the plan<span className="hidden-text"> by {name}</span>
