@@ -36,7 +36,7 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 # The built pages, and what they are built from.
 PAGES := xsake/server/static/index.html
 PAGES_FROM := $(shell find web -name node_modules -prune -o -name .next -prune -o -name out -prune -o \
-    -name tests -prune -o -name openapi.json -prune -o -name '*.d.ts' -prune -o -type f -print) \
+    -name tests -prune -o -name openapi.json -prune -o -name '*.d.ts' -prune -o -type f -print 2>/dev/null) \
     $(wildcard xsake/server/schemas.py xsake/server/routes/*.py)
 
 .DEFAULT_GOAL := help

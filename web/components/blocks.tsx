@@ -5,6 +5,7 @@ import { fixed } from "@/lib/format";
 
 type Grid = (number | null)[][];
 const GAP = 0.06;
+const STRONGEST = 0.5; // mass that has the full colour
 const BARS = 6; // width of the bars beside the map, in blocks of a map of 32
 
 interface Props {
@@ -34,7 +35,7 @@ export function Blocks({ mass, chosen, dropped, label, wordsOf }: Props) {
     () =>
       mass.flatMap((row, i) =>
         row.slice(0, i + 1).map((value, j) => {
-          const root = 100 * Math.sqrt(Math.max(value ?? 0, 0));
+          const root = 100 * Math.sqrt(Math.min(Math.max(value ?? 0, 0) / STRONGEST, 1));
           const isKept = chosen ? chosen[i]?.[j] === 1 : true;
           const fill = isKept ? shade("--accent", 14 + 0.86 * root) : shade("--warn", root);
           return <rect key={`${i}-${j}`} x={j} y={i} width={1 - GAP} height={1 - GAP} style={{ fill }} />;

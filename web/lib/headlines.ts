@@ -31,7 +31,7 @@ const speed: Make = (rows) => {
   if (!found || ratio === null) return null;
   return {
     figure: `${fixed(ratio, 2)} ×`,
-    words: `the time of dense ${found.dense} attention at density ${fixed(numberIn(found, "density_ratio"), 2)}, selection included`,
+    words: `the time of dense ${String(found.dense).replace("cudnn", "cuDNN")} attention at density ${fixed(numberIn(found, "density_ratio"), 2)}, selection included`,
     note: `forward, shape ${found.shape} (B·N·T·H), ${found.device}`,
   };
 };

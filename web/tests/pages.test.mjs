@@ -256,6 +256,13 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     const file = readFileSync(await download.path());
     const header = JSON.parse(file.subarray(8, 8 + Number(file.readBigUInt64LE(0))).toString());
     assert.ok(Object.keys(header).length > 1, "a safetensors file with arrays");
+    const drawn = () => page.getByRole("img", { name: /^Blocks of/ }).innerHTML();
+    const window = await drawn();
+    await page.getByLabel("left", { exact: true }).fill("640");
+    await page.waitForURL(/p.left=640/);
+    await page.waitForFunction((old) => document.querySelector("svg[aria-label^='Blocks of']").innerHTML !== old, window);
+    const { density_ratio: density } = await api("/api/masks?rule=sink_window&length=2048&block=64&first=64&left=640&right=0");
+    await page.getByText(`Density ${density.toFixed(3)} of causal blocks`).waitFor();
     await page.context().close();
   });
 

@@ -6,6 +6,7 @@ import { Chart, type Draw } from "@/components/chart";
 import { Problem, Waiting } from "@/components/client";
 import { CopyPython } from "@/components/copy";
 import { Choices, options, Select, Slider } from "@/components/fields";
+import { MaskDrawing } from "@/components/explorer/mask";
 import { CostTable } from "@/components/explorer/table";
 import { Heads } from "@/components/heads";
 import { address, type Schemas } from "@/lib/api";
@@ -100,6 +101,10 @@ function OfProfile({ profiles, profile, onProfile }: Props) {
         {a.data && b.data ? <CostTable plans={[a.data, b.data]} /> : <Waiting>Making the plans …</Waiting>}
       </section>
       <OfHead profile={profile} selected={selected} plans={[a.data, b.data]} names={[policy, other]} density={density} />
+      <section className="panel">
+        <h2>Draw a mask</h2>
+        <MaskDrawing />
+      </section>
     </div>
   );
 }
@@ -120,7 +125,7 @@ function Budget({ plan, name, isStale, selected, onSelect, values }: BudgetProps
   return (
     <section className="panel">
       <h2>Budgets by {label?.label ?? name}</h2>
-      <p className="small quiet">{label?.title}</p>
+      <p className="small quiet two-lines">{label?.title}</p>
       {plan ? (
         <div className={isStale ? "stale" : ""}>
           <Heads fill={plan.shares} fillName="density" selected={selected} onSelect={onSelect} label={`Budgets by ${name}`} />
@@ -132,7 +137,7 @@ function Budget({ plan, name, isStale, selected, onSelect, values }: BudgetProps
       ) : (
         <Waiting>Making the plan …</Waiting>
       )}
-      <div className="row">
+      <div className="row top">
         <CopyPython code={plan?.python} what={`the plan by ${name}`} />
         <a className="button" href={address("/api/profiles/{name}/plan/file", values)} download>
           Download the plan<span className="hidden-text"> by {name}</span>
@@ -155,8 +160,8 @@ function OfHead({ profile, selected, plans, names, density }: HeadProps) {
   const figures = useGet("/api/profiles/{name}", { name: profile.name });
   const one = useGet("/api/profiles/{name}/heads/{layer}/{head}", { name: profile.name, layer, head });
   return (
-    <>
-      <div className="columns two">
+    <div className="columns two">
+      <div className="stack">
         <section className="panel">
           <h2>Attention that is kept</h2>
           {figures.data ? <Retained figures={figures.data} layer={layer} head={head} density={density} /> : <Waiting>Loading …</Waiting>}
@@ -171,18 +176,18 @@ function OfHead({ profile, selected, plans, names, density }: HeadProps) {
           Layer {layer}, head {head} on the calibration text
         </h2>
         {one.data ? (
-          <div className="columns two">
-            <Blocks mass={one.data.mass} label={`Mean attention of layer ${layer}, head ${head}`} />
+          <>
             <p className="small">
               Entropy {fixed(one.data.entropy)} of tokens, {fixed(one.data.block_entropy)} of blocks: 0 looks at one, 1 at all alike.
               Rows are blocks of queries, columns blocks of keys.
             </p>
-          </div>
+            <Blocks mass={one.data.mass} label={`Mean attention of layer ${layer}, head ${head}`} />
+          </>
         ) : (
           <Waiting>Loading the head …</Waiting>
         )}
       </section>
-    </>
+    </div>
   );
 }
 
@@ -243,13 +248,13 @@ function Counts({ plans, names, layer, head }: CountsProps) {
   const [a, b] = plans.map((x) => x?.counts[layer]?.[head] ?? []);
   const draw = useCallback<Draw>(
     (plot) => {
-      const points = (counts: number[]) => counts.map((count, row) => ({ row, count }));
+      const points = (counts: number[]) => counts.map((count, row) => ({ row, count, allowed: row + 1 }));
       const most = Math.max(a?.length ?? 0, 1);
       return {
         x: { domain: [0, most], label: "row block" },
         y: { domain: [0, most], label: "blocks", grid: true },
         marks: [
-          plot.areaY(points(a ?? []), { x: "row", y1: 0, y2: "row", fill: "var(--sunken)" }),
+          plot.areaY(points(a ?? []), { x: "row", y1: 0, y2: "allowed", curve: "step", fill: "var(--sunken)" }),
           plot.lineY(points(b ?? []), { x: "row", y: "count", stroke: "var(--c8)", curve: "step" }),
           plot.lineY(points(a ?? []), { x: "row", y: "count", stroke: "var(--accent)", strokeWidth: 2, curve: "step" }),
         ],

@@ -1,6 +1,7 @@
 "use client";
 
-import { type KeyboardEvent, useState } from "react";
+import type { KeyboardEvent } from "react";
+import { useQuery } from "@/lib/url";
 
 interface Node {
   id: string;
@@ -52,8 +53,10 @@ const BOX = { width: 190, height: 54, x: 236, y: 84 };
 
 /** The architecture; a click on a part tells what it does. */
 export function Drawing() {
-  const [chosen, choose] = useState("plan");
-  const node = NODES.find((x) => x.id === chosen) as Node;
+  const [query, set] = useQuery();
+  const node = NODES.find((x) => x.id === query.get("part")) ?? (NODES.find((x) => x.id === "plan") as Node);
+  const chosen = node.id;
+  const choose = (id: string) => set({ part: id });
   return (
     <div className="drawing">
       <Picture layout="wide" chosen={chosen} onChoose={choose} />

@@ -169,7 +169,8 @@ function Summary({ found, next, isStale, isNextStale }: SummaryProps) {
             value: stale(<code>{visible(next?.next[0]?.text ?? "…")}</code>),
             note: percent(next?.next[0]?.probability),
           },
-          { name: "masks, prediction took", value: seconds(found.seconds), note: `, ${seconds(next?.seconds)}` },
+          { name: "masks took", value: seconds(found.seconds) },
+          { name: "prediction took", value: stale(seconds(next?.seconds)) },
         ]}
       />
     </div>

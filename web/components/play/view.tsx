@@ -62,7 +62,7 @@ function WithModel({ model }: { model: Schemas["ModelFigures"] }) {
       {figures ? (
         <Shown key={reading.times} model={model} text={reading.text} figures={figures} panel={stop?.panel ?? ""} onLost={onLost} />
       ) : (
-        <Waiting isPage>{reading.error ? "" : "The model reads …"}</Waiting>
+        <Waiting isPage>{reading.isReading ? "The model reads …" : reading.error ? "" : "Type or paste a text above."}</Waiting>
       )}
       {tour ? <Tour step={tour} onStep={(x) => set({ tour: x })} /> : null}
     </div>

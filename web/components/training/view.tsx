@@ -2,11 +2,12 @@
 
 import { useEffect, useState } from "react";
 import { Problem, Waiting } from "@/components/client";
+import { CopyPython } from "@/components/copy";
 import { options, Select } from "@/components/fields";
 import { DifferenceChart, LossChart, METRICS, MetricChart, PerplexityChart } from "@/components/training/charts";
 import { Budgets, Log, Readout, RunTable } from "@/components/training/parts";
 import { Player } from "@/components/training/player";
-import type { Schemas } from "@/lib/api";
+import { address, type Schemas } from "@/lib/api";
 import type { Run, TrainStep } from "@/lib/run";
 import { numberOf, useQuery } from "@/lib/url";
 import { useGet } from "@/lib/use-get";
@@ -20,6 +21,12 @@ function first(runs: Schemas["RunSummary"][]): string {
   const found = runs.find((x) => x.is_live) ?? runs.find((x) => x.plan) ?? runs[0];
   return found?.name ?? "";
 }
+
+/** Python that reads the same events from this server. */
+const script = (name: string) => {
+  const url = window.location.origin + address("/api/runs/{name}/events", { name, points: 5000 });
+  return `import json\nfrom urllib.request import urlopen\n\nevents = json.load(urlopen(${JSON.stringify(url)}))["events"]\nprint(len(events), events[-1])\n`;
+};
 
 /** Whether a run has events; the server has none of a run that begins. */
 const hasEvents = (run: Schemas["RunSummary"] | undefined) => run !== undefined && run.state !== "not started";
@@ -61,6 +68,7 @@ export function Training() {
           />
           {summary ? <State summary={summary} link={own.link} /> : null}
         </div>
+        {summary ? <CopyPython code={script(name)} what="the events of this run" /> : null}
         {summary ? <Origin summary={summary} /> : <p className="notice">There is no run {name} any more.</p>}
         {summary && !hasEvents(summary) ? <p role="status">This run has not logged anything yet; the page waits for it.</p> : null}
         <Problem error={own.error ?? beside.error} />
