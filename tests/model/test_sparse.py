@@ -287,7 +287,7 @@ def test_what_is_for_dense_attention_is_refused():
         ("dense", {"num_selected": 3}, "num_selected = 3 is not read with attention = 'dense'"),
         ("nsa", {"num_selected": 2}, "sparse.num_selected = 2 is below the 3 blocks"),
         ("nsa", {"block_size": 0}, "sparse.block_size must be"),
-        ("nsa", {"block_size": 40}, "sparse.block_size must be a multiple of sparse.compression"),
+        ("nsa", {"block_size": 40}, "sparse.block_size must be a multiple of compression"),
         ("nsa", {"compression_block": 24}, "sparse.compression_block must be a multiple of"),
         ("nsa", {"window_size": -1}, r"window_size must be at least 0 \(no window\), got -1"),
         ("nsa", {"compression": "max"}, "compression 'max' is not one of"),

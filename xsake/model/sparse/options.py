@@ -67,22 +67,9 @@ class Sparse:
                 compression_block=self.compression_block,
                 compression_stride=self.compression_stride,
             )
+            made.check(selects=True, compresses=True)
         except (TypeError, ValueError) as error:
             raise ValueError(f"sparse.{error}") from error
-        initial, local = made.forced
-        if initial + local > made.num_selected:
-            raise ValueError(
-                f"sparse.num_selected = {made.num_selected} is below the {initial + local} blocks "
-                f"that are always selected (initial_blocks = {initial}, local_blocks = {local}); "
-                "raise it or lower those"
-            )
-        sizes = {"block_size": made.block_size} if attention == "nsa" else {}
-        for name, size in {**sizes, "compression_block": made.compression_block}.items():
-            if size % made.compression_stride:
-                raise ValueError(
-                    f"sparse.{name} must be a multiple of sparse.compression_stride = "
-                    f"{made.compression_stride}, got {size}"
-                )
         return made
 
     def branches(self, attention: Score) -> tuple[str, ...]:
