@@ -40,6 +40,8 @@ LONGEST_FIRST = [
     "tests/test_readme.py",
     "tests/model/test_transformer.py",
     "tests/backends/hopper/test_hopper.py",
+    "tests/server/test_play.py",
+    "tests/server/test_schema.py",
 ]
 
 BY_VERSION = "tests/backends/hopper/"  # kernels, which older versions cannot even trace

@@ -17,6 +17,7 @@ from xsake.data import text as texts
 from xsake.evaluate.methods import Activations, oracle_counts
 from xsake.evaluate.quality import compare, compare_predictions
 from xsake.hads import baselines
+from xsake.server import passes
 from xsake.server.reader import METHODS
 
 BLOCK, DENSITY = 16, 0.6
@@ -168,6 +169,13 @@ def test_words_along_the_text_are_compared_as_the_library_compares_them(
     assert found["dense_loss_nats"] == pytest.approx(float(wanted.dense_loss), abs=CLOSE)
     changed = [word["position"] for word in found["changed"]]
     assert changed == np.flatnonzero(np.asarray(dense != sparse)).tolist()
+
+
+def test_a_density_that_was_shown_before_runs_no_pass(shipped_client, read, monkeypatch):
+    first = asked(shipped_client, read, "method", "random", 0.7)
+    monkeypatch.setattr(passes, "sparse", None)  # a pass would raise
+    again = asked(shipped_client, read, "method", "random", 0.7)
+    assert again["next"] == first["next"]
 
 
 def test_nothing_changes_at_density_1(shipped_client, read):

@@ -1,6 +1,6 @@
 """Schemathesis makes requests from the OpenAPI, valid and invalid: none ends in a server error.
 
-`make test` sends a few to every route; `make test-slow` many.
+`make test` sends a few to the routes with most arguments; `make test-slow` many to every route.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ def schema(tmp_path_factory):
     return schemathesis.openapi.from_asgi("/openapi.json", app, headers={"host": HOST})
 
 
-def attempt(schema, path, method, examples):
-    """Sends requests of both kinds to one route."""
+MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+
+
+def attempt(schema, path, method, examples, modes=MODES):
+    """Sends requests to one route."""
     operation = schema[path][method]
-    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+    for mode in modes:
         known = KNOWN if mode == GenerationMode.POSITIVE else {}
         names = [name for start, name in known.items() if path.startswith(start)]
 
@@ -72,9 +75,19 @@ def attempt(schema, path, method, examples):
             assert mode == GenerationMode.NEGATIVE  # a route without arguments has no wrong ones
 
 
-@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+# Routes with most arguments; a text that is read compiles the model, so only wrong ones are sent.
+FEW = {
+    "/api/masks": MODES,
+    "/api/profiles/{name}/plan": MODES,
+    "/api/rows": MODES,
+    "/api/runs/{name}/events": MODES,
+    "/api/play/texts": MODES[1:],
+}
+
+
+@pytest.mark.parametrize(("path", "method"), [x for x in OPERATIONS if x[0] in FEW])
 def test_no_request_ends_in_a_server_error(schema, path, method):
-    attempt(schema, path, method, 3)
+    attempt(schema, path, method, 5, FEW[path])
 
 
 @pytest.mark.slow

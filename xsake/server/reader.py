@@ -43,7 +43,8 @@ METHODS = {
     ORACLE: "HADS's budgets, and the blocks of highest mass, which only dense attention knows",
 }
 SMALLEST = 16  # blocks that a text is padded to, at least: fewer programs to compile
-KEPT_PASSES = 4  # hidden states of a text's last sparse passes that are kept
+KEPT_PASSES = 4  # hidden states of a text's last sparse passes that are kept: P · width floats each
+KEPT_PREDICTIONS = 128  # next-token distributions of a text that are kept: vocab_size floats each
 
 
 class UnknownTextError(LookupError):
@@ -81,7 +82,11 @@ class Text:
     dense: Float[np.ndarray, "P width"]
     dense_next: Float[np.ndarray, " vocab"]  # log-probabilities
     seconds: float
+    # by method and density: final hidden states, and log-probabilities of the next token
     sparse: collections.OrderedDict[tuple[str, float], np.ndarray] = dataclasses.field(
+        default_factory=collections.OrderedDict
+    )
+    next: collections.OrderedDict[tuple[str, float], np.ndarray] = dataclasses.field(
         default_factory=collections.OrderedDict
     )
 
@@ -284,12 +289,26 @@ class Reader:
         kept = text.kept(choice.blocks)
         layers, heads = kept.shape[:2]
         kept = kept.reshape(layers, heads, -1)[..., : text.length]
-        after = None
-        if predict:
-            after = self._next(self.hidden(text, method, density, choice), text.length)
+        after = self._predicted(text, method, density, choice) if predict else None
         return Measured(
             choice, kl_of(kept).mean(-1), kept.mean(-1), after, time.perf_counter() - began
         )
+
+    def _predicted(
+        self, text: Text, method: str, density: float, choice: Choice
+    ) -> Float[np.ndarray, " vocab"]:
+        """The next token with a method's blocks; a slider that comes back finds it again."""
+        key = (method, density)
+        with self._lock:
+            if key in text.next:
+                text.next.move_to_end(key)
+                return text.next[key]
+        found = self._next(self.hidden(text, method, density, choice), text.length)
+        with self._lock:
+            text.next[key] = found
+            while len(text.next) > KEPT_PREDICTIONS:
+                text.next.popitem(last=False)
+        return found
 
     def hidden(
         self, text: Text, method: str, density: float, choice: Choice
