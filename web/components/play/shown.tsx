@@ -52,11 +52,11 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
     head: Math.min(numberOf(query, "head", example?.head ?? 0), figures.heads - 1),
   };
   const values = { id: figures.id, method, density };
-  // Masks and masses take milliseconds; what the model predicts comes when the slider rests.
+  // Masks and masses take milliseconds and come first; then what the model predicts next, then all words.
   const found = useGet("/api/play/texts/{id}/method", { ...values, predict: false });
-  const settled = useSettled(values, figures.block > SHORT_BLOCK ? WORDS_MILLISECONDS : 0);
-  const predicted = useGet("/api/play/texts/{id}/method", settled);
-  const words = useGet("/api/play/texts/{id}/words", useSettled(values, WORDS_MILLISECONDS));
+  const rest = figures.block > SHORT_BLOCK ? WORDS_MILLISECONDS : 0;
+  const predicted = useGet("/api/play/texts/{id}/method", useSettled(values, rest, !found.isLoading));
+  const words = useGet("/api/play/texts/{id}/words", useSettled(values, WORDS_MILLISECONDS, !predicted.isLoading));
   const texts = useMemo(() => pieces(text, figures.tokens), [text, figures]);
   useEffect(() => onLost(found.error), [found.error, onLost]);
   const about = model.methods.find((x) => x.name === method)?.description;

@@ -1,6 +1,6 @@
 "use client";
 
-import { useMemo } from "react";
+import { memo, useMemo } from "react";
 import type { Schemas } from "@/lib/api";
 import { fixed, percent, signed, visible } from "@/lib/format";
 
@@ -19,7 +19,7 @@ interface Props {
 }
 
 /** Where the most likely next word is another one than with dense attention. */
-export function ChangedWords({ texts, words, method }: Props) {
+export const ChangedWords = memo(function ChangedWords({ texts, words, method }: Props) {
   const changed = useMemo(() => new Map(words.changed.map((x) => [x.position + 1, x])), [words]);
   return (
     <>
@@ -69,4 +69,4 @@ export function ChangedWords({ texts, words, method }: Props) {
       </details>
     </>
   );
-}
+});
