@@ -71,6 +71,18 @@ def inputs(seed=0):
 @pytest.mark.parametrize("kind", ["unequal lists", "data"])
 def test_run_time_masks_agree_with_the_oracle(kind, interpreted):
     """Grouped heads, odd lengths, a soft cap; output, logsumexp and gradients, without a race."""
+    check_against_the_oracle(attend_and_gradients(), kind)
+
+
+def test_visits_that_fill_scalar_memory_are_split_into_launches(monkeypatch):
+    """Each launch has one of the two kv heads."""
+    monkeypatch.setattr(tpu, "interpret", True)  # not traced before with these shapes
+    monkeypatch.setattr(visits, "MOST_VISITS", 12)
+    check_against_the_oracle(attend_and_gradients.__wrapped__(), "unequal lists")
+
+
+def check_against_the_oracle(run, kind):
+    """run: the result of `attend_and_gradients`."""
     blocks, ids, positions, lengths = run_time_mask(kind)
     q, k, v, d_out, d_lse = inputs()
     rule = "positions", ("sliding_window", 40, 3), *positions
@@ -83,7 +95,7 @@ def test_run_time_masks_agree_with_the_oracle(kind, interpreted):
     grads = oracle.attention_grads(
         *(x.astype(np.float64) for x in (q, k, v)), **call, d_out=d_out, d_lse=d_lse
     )
-    got = attend_and_gradients()(q, k, v, d_out, d_lse, blocks, ids, positions, lengths)
+    got = run(q, k, v, d_out, d_lse, blocks, ids, positions, lengths)
     want = {"out": out, "lse": lse, **grads}
     for x, (name, y) in zip(got, want.items(), strict=True):
         floor = 1.0 if name == "lse" else 0.0
@@ -108,14 +120,15 @@ def test_a_dropped_block_cannot_leak(interpreted):
 
 
 def reduced(case: Case) -> Case:
-    """The case with about 60 tokens in blocks of 32."""
+    """The case with about 60 tokens in blocks of 32, and two heads unless they form groups."""
     short = min(60, case.T, case.S or case.T)
     factor = short / min(case.T, case.S or case.T)
     S = None if case.S is None else int(case.S * factor)
     block = min(case.block[0], BLOCK), min(case.block[1], BLOCK)
     densities = case.head_densities or (1.0,)
+    N = case.N if case.K or case.mask_heads else 2
     return dataclasses.replace(
-        case, T=int(case.T * factor), S=S, block=block, head_densities=densities
+        case, T=int(case.T * factor), S=S, N=N, block=block, head_densities=densities
     )
 
 
