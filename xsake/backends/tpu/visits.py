@@ -1,8 +1,8 @@
 """One flat list of visits for all heads: the grid of a kernel has exactly as many steps.
 
-    lists of two heads                 work tile   0   1   1   2   3 | 3   3
-    head 0   ◪          head 1  .      kv block    0   0   1   –   0 | 1   2
-             ■ ◪                ■ ■ ◪  kind        ◪   ■   ◪   –   ■ | ■   ◪
+    lists of two heads                     work tile   0   1   1   2   3   3   3
+    head 0  ◪          head 1  .           kv block    0   0   1   –   0   1   2
+            ■ ◪                ■ ■ ◪       kind        ◪   ■   ◪   –   ■   ■   ◪
 
 A work tile is a row block of one query head, or, by the transposed lists, a kv block of one kv
 head, which visits the row blocks of all its query heads. Heads with short lists take few steps: no
