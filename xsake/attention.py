@@ -2,8 +2,9 @@
 
     q [B, T, N, H] ─┐
     k [B, S, K, H] ─┼─ check ─ choose ─┬─ backends/hopper/       Mosaic GPU, sm90
-    v [B, S, K, Hv]─┤                  ├─ backends/xla/          any device, visits live blocks
-    BlockMask ──────┘                  └─ backends/reference.py  any device, T x S in memory
+    v [B, S, K, Hv]─┤                  ├─ backends/tpu/          Mosaic TPU
+    BlockMask ──────┘                  ├─ backends/xla/          any device, visits live blocks
+                                       └─ backends/reference.py  any device, T x S in memory
                                                        │
                                                 out, logsumexp ─ sinks ─ out
 
@@ -39,6 +40,7 @@ from xsake.backends import (
     kernel_rule,
     reference,
     run_forward,
+    tpu,
     with_sinks,
     xla,
 )
@@ -50,7 +52,12 @@ from xsake.masks.rule import Rule, check_fits, combine, result_sizes
 __all__ = ["Explanation", "dot_product_attention", "explain"]
 
 # Fastest first. A backend is a module with two functions: why_not(call) and forward(call).
-BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "xla": xla, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {
+    "hopper": hopper,
+    "tpu": tpu,
+    "xla": xla,
+    "reference": reference,
+}
 
 Tensor = Array | np.ndarray
 Abstract = Tensor | jax.ShapeDtypeStruct

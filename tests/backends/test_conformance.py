@@ -134,6 +134,7 @@ def marks_of(case: Case, way: str) -> list[pytest.MarkDecorator]:
         LARGE_STEPS: case.name in LARGE_STEPS_ON_A_CPU,
         "reference": case.name in REFERENCE_ON_A_CPU,
         "xla": case.name not in FOR_HOPPER,
+        "tpu": _jax.platform() == "tpu",  # tests/backends/tpu/ interprets the kernels
     }
     return [] if is_here.get(way, True) or _jax.platform() == "gpu" else [pytest.mark.slow]
 
