@@ -125,7 +125,8 @@ def reduced(case: Case) -> Case:
     factor = short / min(case.T, case.S or case.T)
     S = None if case.S is None else int(case.S * factor)
     block = min(case.block[0], BLOCK), min(case.block[1], BLOCK)
-    densities = case.head_densities or (1.0,)
+    # Positions come with a rule, never with blocks.
+    densities = None if case.permuted else case.head_densities or (1.0,)
     N = case.N if case.K or case.mask_heads else 2
     return dataclasses.replace(
         case, T=int(case.T * factor), S=S, N=N, block=block, head_densities=densities
