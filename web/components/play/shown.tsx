@@ -18,6 +18,7 @@ import { useSettled } from "@/lib/use-settled";
 
 const DEFAULT_DENSITY = 0.43; // that of the published comparisons
 const WORDS_MILLISECONDS = 250; // the slider rests for so long before words are asked for
+const LONG_MILLISECONDS = 1000; // and so long with a long text, whose words keep the server busy for a second
 const SHORT_BLOCK = 16; // tokens per block of short texts, whose predictions follow the slider
 
 type Figures = Schemas["TextFigures"];
@@ -59,7 +60,7 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
   const toPredict = useSettled(values, rest, !found.isLoading);
   const predicted = useGet("/api/play/texts/{id}/method", toPredict);
   const isPredicting = predicted.isLoading || isOld(toPredict);
-  const toCompare = useSettled(values, WORDS_MILLISECONDS, !isPredicting);
+  const toCompare = useSettled(values, rest ? LONG_MILLISECONDS : WORDS_MILLISECONDS, !isPredicting);
   const words = useGet("/api/play/texts/{id}/words", toCompare);
   const isComparing = words.isLoading || isOld(toCompare);
   const texts = useMemo(() => pieces(text, figures.tokens), [text, figures]);
