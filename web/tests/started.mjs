@@ -8,8 +8,8 @@ import { chromium } from "playwright-core";
 
 export const ROOT = join(dirname(fileURLToPath(import.meta.url)), "..", "..");
 export const python = process.env.PYTHON ?? "python3";
-const CHROMIUM = [process.env.CHROMIUM, "/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"];
-const executablePath = CHROMIUM.find((x) => x && existsSync(x));
+const CHROMIUM = process.env.CHROMIUM ? [process.env.CHROMIUM] : ["/usr/bin/chromium", "/usr/bin/chromium-browser"];
+const executablePath = CHROMIUM.find(existsSync);
 
 /** Why the tests cannot run here, or false. */
 export const skip = executablePath
@@ -30,13 +30,23 @@ function started(args, more = {}) {
   return child;
 }
 
+/** The port is bound before the server listens. */
+async function answering(base) {
+  for (let i = 0; i < 300; i += 1) {
+    const isUp = await fetch(`${base}/health`).then((x) => x.ok, () => false);
+    if (isUp) return;
+    await new Promise((resolve) => setTimeout(resolve, 100));
+  }
+  throw new Error(`${base} does not answer`);
+}
+
 /** The address of `xsake serve` on a free port. */
 export function serve() {
   const child = started(["-m", "xsake", "serve", "--port", "0", "--no-warm", "--runs", join(folder, "runs")]);
   return new Promise((resolve, reject) => {
     child.stdout.on("data", () => {
       const found = /serving on (http:\S+)/.exec(child.said);
-      if (found) resolve(found[1]);
+      if (found) void answering(found[1]).then(() => resolve(found[1]), reject);
     });
     child.on("exit", (code) => reject(new Error(`xsake serve ended with ${code}: ${child.said}`)));
   });

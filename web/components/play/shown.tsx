@@ -18,6 +18,7 @@ import { useSettled } from "@/lib/use-settled";
 
 const DEFAULT_DENSITY = 0.43; // that of the published comparisons
 const WORDS_MILLISECONDS = 250; // the slider rests for so long before words are asked for
+const LONG_MILLISECONDS = 1000; // and so long with a long text, whose words keep the server busy for a second
 const SHORT_BLOCK = 16; // tokens per block of short texts, whose predictions follow the slider
 
 type Figures = Schemas["TextFigures"];
@@ -55,8 +56,13 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
   // Masks and masses take milliseconds and come first; then what the model predicts next, then all words.
   const found = useGet("/api/play/texts/{id}/method", { ...values, predict: false });
   const rest = figures.block > SHORT_BLOCK ? WORDS_MILLISECONDS : 0;
-  const predicted = useGet("/api/play/texts/{id}/method", useSettled(values, rest, !found.isLoading));
-  const words = useGet("/api/play/texts/{id}/words", useSettled(values, WORDS_MILLISECONDS, !predicted.isLoading));
+  const isOld = (x: typeof values) => x.id !== figures.id || x.method !== method || x.density !== density;
+  const toPredict = useSettled(values, rest, !found.isLoading);
+  const predicted = useGet("/api/play/texts/{id}/method", toPredict);
+  const isPredicting = predicted.isLoading || isOld(toPredict);
+  const toCompare = useSettled(values, rest ? LONG_MILLISECONDS : WORDS_MILLISECONDS, !isPredicting);
+  const words = useGet("/api/play/texts/{id}/words", toCompare);
+  const isComparing = words.isLoading || isOld(toCompare);
   const texts = useMemo(() => pieces(text, figures.tokens), [text, figures]);
   useEffect(() => onLost(found.error), [found.error, onLost]);
   const about = model.methods.find((x) => x.name === method)?.description;
@@ -85,7 +91,7 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
           onChange={(x) => set({ density: x })}
         />
         {found.data ? (
-          <Summary found={found.data} next={predicted.data} isStale={found.isLoading} isNextStale={predicted.isLoading} />
+          <Summary found={found.data} next={predicted.data} isStale={found.isLoading} isNextStale={isPredicting} />
         ) : (
           <Waiting>Measuring …</Waiting>
         )}
@@ -108,7 +114,7 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
         <section className={classOf("words")} data-panel="words">
           <h2>Words that change</h2>
           {words.data ? (
-            <div className={words.isLoading ? "stale" : ""}>
+            <div className={isComparing ? "stale" : ""}>
               <ChangedWords texts={texts} words={words.data} method={words.data.method} />
             </div>
           ) : (
@@ -118,7 +124,7 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
         <section className="panel">
           <h2>Next word</h2>
           {predicted.data ? (
-            <div className={predicted.isLoading ? "stale" : ""}>
+            <div className={isPredicting ? "stale" : ""}>
               <NextToken found={predicted.data} />
             </div>
           ) : (
