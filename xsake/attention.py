@@ -2,11 +2,10 @@
 
     q [B, T, N, H] ─┐
     k [B, S, K, H] ─┼─ check ─ choose ─┬─ backends/hopper/       Mosaic GPU, sm90
-    v [B, S, K, Hv]─┤                  ├─ backends/tpu/          Mosaic TPU
-    BlockMask ──────┘                  ├─ backends/xla/          any device, visits live blocks
+    v [B, S, K, Hv]─┤                  ├─ backends/xla/          any device, visits live blocks
+    BlockMask ──────┘                  ├─ backends/tpu/          Mosaic TPU, by name only
                                        └─ backends/reference.py  any device, T x S in memory
-                                                       │
-                                                out, logsumexp ─ sinks ─ out
+                                               └─▶ out, logsumexp ─ sinks ─ out
 
 Everything that limits which keys a query sees (mask, is_causal, windows, lengths, segments,
 positions) becomes one BlockMask before a backend is asked. Sinks are applied to the result:
