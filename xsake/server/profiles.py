@@ -23,6 +23,7 @@ SCORING = {
     "gaussian": lambda block: 2 / (block * math.gcd(4, block)),
     "mean_query": lambda block: 1 / block,
     "past_query": lambda block: 1 / block,
+    "part_queries": lambda block: math.gcd(16, block) / block,
 }
 QK_SHARE = 0.5  # q · kᵀ is half of the products of attention
 NEAR = 0.005  # densities of a plan and of a measurement that are taken as equal

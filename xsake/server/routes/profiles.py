@@ -25,7 +25,13 @@ class PlanIn(BaseModel):
     density: float = Field(gt=0, le=1, allow_inf_nan=False)
     policy: Literal["uniform", "entropy", "kl", "output"] = "output"
     selector: Literal[
-        "static", "pooled", "antidiagonal", "gaussian", "mean_query", "past_query"
+        "static",
+        "pooled",
+        "antidiagonal",
+        "gaussian",
+        "mean_query",
+        "past_query",
+        "part_queries",
     ] = "mean_query"
     length: int | None = Field(None, ge=1, le=MAX_LENGTH, description="default the profile's")
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
