@@ -23,6 +23,8 @@ from xsake.backends import Call, tpu
 from xsake.backends.tpu import visits
 from xsake.bench.cases import CONFORMANCE, Case
 
+pytestmark = pytest.mark.second_python  # a minute in the interpreter
+
 BLOCK = 32
 B, T, S, N, K, H, Hv = 2, 50, 60, 2, 1, 24, 40
 SOFT_CAP = 3.0
