@@ -154,6 +154,7 @@ def test_many_listeners_get_every_event(server, root):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("characters", "tokens", "block", "most"), [(4000, 512, 16, 0.15), (20_000, 2048, 64, 1.0)]
 )
