@@ -111,7 +111,8 @@ def native_sparse_attention(
       segment_ids: int [B, T]; each run of equal ids is a sequence, negative ids are padding.
       cu_seqlens: int [sequences + 1], for B = 1: the same as ends of the sequences.
       token_indices: int [T] positions or [T, 2] (sequence, position), for B = 1: the same again.
-      implementation: a backend by name, for all branches.
+      implementation: a backend by name, for all branches; blocks are chosen by kernels where there
+        are some, else in plain JAX.
       options: settings of the backends.
 
     Returns:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake import _jax
 from xsake.backends.hopper.layouts import LOG2E, ROW, ROWS, TILE, div_rem, slot_of, tiles
 from xsake.backends.hopper.selected import BLOCK
-from xsake.backends.hopper.selected.spans import over_columns
+from xsake.backends.hopper.selected.spans import launch, over_columns, product, values
 
 COMPUTE_WGS = 2
 KV_STAGES = 2
@@ -52,26 +52,17 @@ def finish(
     kernel = _Kernel(q, k, v, slots, forced, scale, interpret)
     T, K, _ = slots.shape
     group, Hv = part.shape[1:]
-    out, total = plgpu.kernel(
-        kernel.body,
-        out_type=(
+    out, total = launch(
+        kernel,
+        "xsake_finish",
+        COMPUTE_WGS + 1,
+        (q, k, v, part, lse, slots.reshape(-1), begin),
+        (
             jax.ShapeDtypeStruct((T * K, group, Hv), q.dtype),
             jax.ShapeDtypeStruct((K, T * group), jnp.float32),
         ),
-        scratch_types=kernel.scratch(q.dtype),
-        grid=(kernel.ctas,),
-        grid_names=("cta",),
-        num_threads=COMPUTE_WGS + 1,
-        thread_name="wg",
-        kernel_name="xsake_finish",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # rows are reduced inside a warp
-            unsafe_no_auto_barriers=not interpret,  # the body has its own barriers
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        ),
-        **({"interpret": interpret} if interpret else {}),
-    )(q, k, v, part, lse, slots.reshape(-1), begin)
+        interpret,
+    )
     return out.reshape(T, K, group, Hv), total
 
 
@@ -226,7 +217,7 @@ class _Kernel:
                 acc, m, l = carry
                 slot = slot_of(blocks + number, KV_STAGES)
                 plgpu.barrier_wait(kv_ready.at[slot])
-                s = self.product(q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
+                s = product(q_smem.at[wg], k_smem.at[slot].transpose((1, 0)))
                 s = s * (self.scale * LOG2E)
                 s = lax.cond(
                     number == count - 1,
@@ -237,7 +228,7 @@ class _Kernel:
                 p = jnp.exp2(s - over_columns(m_new, s))
                 shrink = jnp.exp2(m - m_new)
                 l = l * shrink + p.sum(axis=1)
-                new = self.values(p.astype(q_smem.dtype), v_smem.at[slot])
+                new = values(p.astype(q_smem.dtype), v_smem.at[slot], self.interpret)
                 plgpu.barrier_arrive(kv_free.at[slot])
                 return acc * over_columns(shrink, acc) + new, m_new, l
 
@@ -289,18 +280,3 @@ class _Kernel:
         limit = place + 1 + row // self.group
         column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=TILE)
         return jnp.where(column < over_columns(limit, s), s, -jnp.inf)
-
-    def product(self, left, right):
-        """left @ right; left is in shared memory or in registers."""
-
-        def issue(ref):
-            plgpu.wgmma(ref, left, right)
-            return ref[...]
-
-        return pl.run_scoped(issue, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
-
-    def values(self, p, v):
-        """p v, with p in registers; the interpreter has no such operand."""
-        if self.interpret:
-            return jnp.dot(p, v[...], preferred_element_type=jnp.float32)
-        return self.product(p, v)

@@ -31,7 +31,7 @@ from xsake.backends.hopper.layouts import (
 )
 from xsake.backends.hopper.ptx import opaque
 from xsake.backends.hopper.selected.lists import TILE_ROWS, Tiles
-from xsake.backends.hopper.selected.spans import KeyBlocks, Spans, limits_of
+from xsake.backends.hopper.selected.spans import KeyBlocks, Spans, launch, limits_of
 
 COMPUTE_WGS = 2
 STAGES = 4  # tiles in flight
@@ -61,25 +61,27 @@ def parts(
     [B, S, K, H | Hv].
     """
     kernel = _Kernel(q, k, v, lists, scale, segments)
-    return plgpu.kernel(
-        kernel.body,
-        out_type=jax.ShapeDtypeStruct((most_tiles * TILE_ROWS, q.shape[-1]), q.dtype),
-        scratch_types=kernel.scratch(q.dtype),
-        grid=(kernel.ctas,),
-        grid_names=("cta",),
-        num_threads=COMPUTE_WGS + 1,
-        thread_name="wg",
-        kernel_name="xsake_selected_backward",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # rows are reduced inside a warp
-            unsafe_no_auto_barriers=True,  # the body has its own barriers
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+    return launch(
+        kernel,
+        "xsake_selected_backward",
+        COMPUTE_WGS + 1,
+        (
+            q,
+            k,
+            v,
+            d_out,
+            lse,
+            delta,
+            lists.block,
+            lists.rows,
+            lists.limits,
+            lists.starts,
+            first.reshape(1),
+            dk,
+            dv,
         ),
-    )(
-        q, k, v, d_out, lse, delta, lists.block, lists.rows, lists.limits, lists.starts,
-        first.reshape(1), dk, dv,
-    )  # fmt: skip
+        jax.ShapeDtypeStruct((most_tiles * TILE_ROWS, q.shape[-1]), q.dtype),
+    )
 
 
 class _Kernel:

@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import arith, memref, vector
 
 from xsake.backends.hopper.layouts import LOG2E, ROW, ROWS, TILE, div_rem, slot_of, tiles
 from xsake.backends.hopper.ptx import SCALAR
-from xsake.backends.hopper.selected.spans import over_columns
+from xsake.backends.hopper.selected.spans import over_columns, product
 
 GROUP = 16  # query heads whose sum is taken; a warp's rows of a tile
 TOKENS = ROWS // GROUP  # of a tile
@@ -102,7 +102,7 @@ def sums(
                 plgpu.barrier_wait(k_ready.at[slot])
                 for i in range(TILES):
                     t = begin + (wg * TILES + i) * TOKENS
-                    s = _product(q_smem.at[wg * TILES + i], k_smem.at[slot].transpose((1, 0)))
+                    s = product(q_smem.at[wg * TILES + i], k_smem.at[slot].transpose((1, 0)))
                     if i == TILES - 1:
                         plgpu.barrier_arrive(k_free.at[slot])
                     p = jnp.exp2(s * (scale * LOG2E) - over_columns(base[i], s))
@@ -137,14 +137,6 @@ def sums(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )(q, keys, lse, first.reshape(1)).reshape(B, K, length, steps * BLOCKS, 2)
-
-
-def _product(left, right):
-    def issue(ref):
-        plgpu.wgmma(ref, left, right)
-        return ref[...]
-
-    return pl.run_scoped(issue, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
 
 
 def _masked(p, t, step):

@@ -24,7 +24,15 @@ from xsake import _jax
 from xsake.backends.hopper.layouts import LOG2E, ROW, TILE, slot_of, tiles
 from xsake.backends.hopper.selected import BLOCK
 from xsake.backends.hopper.selected.lists import TILE_ROWS, Tiles
-from xsake.backends.hopper.selected.spans import KeyBlocks, Spans, limits_of, over_columns
+from xsake.backends.hopper.selected.spans import (
+    KeyBlocks,
+    Spans,
+    launch,
+    limits_of,
+    over_columns,
+    product,
+    values,
+)
 
 COMPUTE_WGS = 3
 Q_STAGES = 6
@@ -52,26 +60,17 @@ def parts(
     """
     kernel = _Kernel(q, k, v, lists, scale, segments, interpret)
     rows = most_tiles * TILE_ROWS
-    return plgpu.kernel(
-        kernel.body,
-        out_type=(
+    return launch(
+        kernel,
+        "xsake_selected",
+        COMPUTE_WGS + 1,
+        (q, k, v, lists.block, lists.rows, lists.limits, lists.starts, first.reshape(1)),
+        (
             jax.ShapeDtypeStruct((rows, v.shape[-1]), q.dtype),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
-        scratch_types=kernel.scratch(q.dtype),
-        grid=(kernel.ctas,),
-        grid_names=("cta",),
-        num_threads=COMPUTE_WGS + 1,
-        thread_name="wg",
-        kernel_name="xsake_selected",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # rows are reduced inside a warp
-            unsafe_no_auto_barriers=not interpret,  # the body has its own barriers
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        ),
-        **({"interpret": interpret} if interpret else {}),
-    )(q, k, v, lists.block, lists.rows, lists.limits, lists.starts, first.reshape(1))
+        interpret,
+    )
 
 
 class _Kernel:
@@ -184,14 +183,14 @@ class _Kernel:
         """Scores, softmax and values of one tile, and one store."""
         slot = slot_of(done, Q_STAGES)
         plgpu.barrier_wait(q_ready.at[slot])
-        s = self.product(q_smem.at[slot], k.transpose((1, 0)))
+        s = product(q_smem.at[slot], k.transpose((1, 0)))
         plgpu.barrier_arrive(q_free.at[slot])
         s = lax.cond(masked, lambda: self.masked(s, limits, first), lambda: s)
         m = s.max(axis=1) * (self.scale * LOG2E)
         base = jnp.where(m == -jnp.inf, 0.0, m)
         p = jnp.exp2(s * (self.scale * LOG2E) - over_columns(base, s))
         l = p.sum(axis=1)
-        out = self.values(p.astype(q_smem.dtype), v)
+        out = values(p.astype(q_smem.dtype), v, self.interpret)
         seen = l > 0
         one = jnp.where(seen, l, 1.0)
         out = out * over_columns(jnp.where(seen, 1 / one, 0.0), out)
@@ -208,18 +207,3 @@ class _Kernel:
         limit = limits_of(limits, first, self.tokens, self.group, ROW)
         column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=TILE)
         return jnp.where(column < over_columns(limit, s), s, -jnp.inf)
-
-    def product(self, left, right):
-        """left @ right; left is in shared memory or in registers."""
-
-        def issue(ref):
-            plgpu.wgmma(ref, left, right)
-            return ref[...]
-
-        return pl.run_scoped(issue, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
-
-    def values(self, p, v):
-        """p v, with p in registers; the interpreter has no such operand."""
-        if self.interpret:
-            return jnp.dot(p, v[...], preferred_element_type=jnp.float32)
-        return self.product(p, v)

@@ -1,4 +1,7 @@
-"""Which tiles of the selected blocks' lists a CTA computes, and the copies of K and V for them."""
+"""What the kernels over selected blocks share.
+
+The launch, which tiles of the lists a CTA computes, the copies of K and V for them, products.
+"""
 
 from __future__ import annotations
 
@@ -112,3 +115,41 @@ def limits_of(limits, first, tokens, group, layout):
     for i in range(tokens):
         limit = jnp.where(row >= i * group, limits[first + i], limit)
     return limit
+
+
+def launch(kernel, name, warpgroups, operands, out_type, interpret=False):
+    """The results of kernel.body, with its scratch, on kernel.ctas CTAs of so many warpgroups."""
+    return plgpu.kernel(
+        kernel.body,
+        out_type=out_type,
+        scratch_types=kernel.scratch(operands[0].dtype),
+        grid=(kernel.ctas,),
+        grid_names=("cta",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # rows are reduced inside a warp
+            unsafe_no_auto_barriers=not interpret,  # the bodies have their own barriers
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        **({"interpret": interpret} if interpret else {}),
+    )(*operands)
+
+
+def product(left, right):
+    """left @ right; left is in shared memory or in registers."""
+
+    def issue(ref):
+        plgpu.wgmma(ref, left, right)
+        return ref[...]
+
+    return pl.run_scoped(issue, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
+
+
+def values(p, v, interpret):
+    """p v, with p in registers; the interpreter has no such operand."""
+    if interpret:
+        return jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+    return product(p, v)
