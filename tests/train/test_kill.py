@@ -16,6 +16,7 @@ from xsake.observe.events import PlanSwapped, Resumed, TrainStep
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.second_python  # it spends its time in processes of its own
 @pytest.mark.timeout(600)  # for ten kills, or two on a busy machine
 @pytest.mark.parametrize(
     ("steps", "kills", "seed"),

@@ -98,7 +98,8 @@ class BackwardTiling:
     l2_bytes: int = 24 << 20  # what the heads that run together read should fit here
     # The kernel over kv blocks visits its last full row block first: under a causal mask all kv
     # blocks of a head then read the same queries, and add to the same dq, at about the same time.
-    descending: bool = False
+    # None: where what they would read otherwise is more than l2_bytes.
+    descending: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -165,6 +165,7 @@ def native_sparse_attention(
             sequences=sequences,
             counts=counts,
             is_set=selects,
+            forced=settings.forced if selects else (0, 0),
             **how,
         )
     if "g_swa" in branches:

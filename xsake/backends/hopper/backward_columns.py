@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake import _jax
 from xsake.backends.hopper import backward_dq, dq_cast
 from xsake.backends.hopper.backward_steps import DS_STAGES, ColumnSteps
 from xsake.backends.hopper.gradient_kernel import GradientKernel
@@ -58,6 +59,13 @@ class _Context(NamedTuple):
     scratch: _Scratch
 
 
+def bytes_read_together(shape):
+    """Bytes of Q and d_out of all heads that multiprocessors work on at one time."""
+    B, T, S, _, K, H, Hv = shape.sizes
+    heads = pl.cdiv(_jax.multiprocessors(), pl.cdiv(S, shape.block[1]))
+    return min(heads, B * K) * T * (H + Hv) * 2
+
+
 class ColumnsKernel(GradientKernel):
     """A work tile is a kv block; `results` are ("dk", "dv") or one of them."""
 
@@ -67,6 +75,8 @@ class ColumnsKernel(GradientKernel):
         self.has_dk, self.has_dv = "dk" in results, "dv" in results
         self.fused = fused
         self.descending = tiling.descending
+        if self.descending is None:
+            self.descending = bytes_read_together(shape) > tiling.l2_bytes
         self.casts = fused and tiling.cast == "kernel"
         if self.casts:
             # The cast may lag a few work tiles behind, and needs their records.

@@ -33,6 +33,7 @@ from xsake.nsa.sequences import ONE_SEQUENCE
 
 H, BLOCK, COUNT, WINDOW = 128, 64, 16, 512
 SCALE = H**-0.5
+SETTINGS = nsa.Settings(num_selected=COUNT)
 LIMIT = 2e-2  # of results in bfloat16 against another kernel's, relative to the largest value
 ROUNDS = 3
 Measured = Iterator[tuple[str, str, float]]  # part, direction, seconds
@@ -66,9 +67,15 @@ def compressed(q: Array, k: Array, v: Array, more: None) -> Array:
     return attend_compressed(q, pooled, ONE_SEQUENCE, scale=SCALE)[0]
 
 
-def selected(q: Array, k: Array, v: Array, indices: Array, block: int = BLOCK) -> Array:
-    """The selected branch."""
-    return attend_selected(q, k, v, indices, block=block, scale=SCALE, is_set=True)[0]
+def selected(q: Array, k: Array, v: Array, indices: Array) -> Array:
+    """The selected branch, over blocks that NSA chose."""
+    how: dict[str, Any] = {"block": BLOCK, "scale": SCALE, "is_set": True}
+    return attend_selected(q, k, v, indices, forced=SETTINGS.forced, **how)[0]
+
+
+def selected_128(q: Array, k: Array, v: Array, indices: Array) -> Array:
+    """The selected branch with blocks of 128."""
+    return attend_selected(q, k, v, indices, block=128, scale=SCALE, is_set=True)[0]
 
 
 def window(q: Array, k: Array, v: Array, more: None) -> Array:
@@ -139,8 +146,7 @@ def _pooled_logsumexp(q: Array, k: Array, v: Array) -> tuple[Any, Array]:
 
 
 def _choose(q: Array, k: Array, pooled: Any, logsumexp: Array) -> Array:
-    settings = nsa.Settings(num_selected=COUNT)
-    return nsa.attention.choose(settings, q, k, pooled, logsumexp, None, ONE_SEQUENCE, SCALE)
+    return nsa.attention.choose(SETTINGS, q, k, pooled, logsumexp, None, ONE_SEQUENCE, SCALE)
 
 
 def _record(case: str, T: int, who: str, part: str, direction: str, time: float) -> Record:
@@ -174,8 +180,7 @@ def _large_blocks(T: int, done: list[Record]) -> Iterator[Record]:
     choose = jax.jit(
         lambda q, k: nsa.attention.choose(settings, q, k, None, None, None, ONE_SEQUENCE, SCALE)
     )
-    attend = functools.partial(selected, block=128)
-    calls = compile_directions(attend, given, choose(*given[:2]))
+    calls = compile_directions(selected_128, given, choose(*given[:2]))
     for part, direction, time in _timed("selected", calls):
         yield _record(f"msa 1·64/4·{T}·128", T, "xsake", part, direction, time)
 
