@@ -19,6 +19,8 @@ N ?= 1000
 SEED ?= 0
 # Extra arguments for xsake serve: make serve SERVE_ARGS="--port 9000 --runs runs"
 SERVE_ARGS ?=
+# Project URLs in the wheel's metadata: make wheel URLS="Homepage=https://example.org/xsake"
+URLS ?=
 # Extra arguments for uv pip compile: make lock LOCK_ARGS=--upgrade
 LOCK_ARGS ?=
 
@@ -129,8 +131,8 @@ fuzz: setup  ## compare N random cases with the oracle; SEED is their base seed
 docs: setup  ## write the API reference from the docstrings into build/api
 	$(BIN)/python -m tools.api build/api
 
-wheel: setup  ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+wheel: setup  ## build the wheel into dist/; URLS="Homepage=https://…" puts project URLs into it
+	XSAKE_PROJECT_URLS="$(URLS)" $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls -1 dist/*.whl
 
 # Uses the package index that pip is configured with, but does not write it to constraints.txt.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools import task_tables
+from tools import nsa_tables, task_tables
 
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -431,26 +431,8 @@ def hads_profile(report: Record) -> str:
     return _markdown(("device", "documents", "dtype", "cost curves", "seconds"), records)
 
 
-def nsa(records: list[Record]) -> str:
-    """The suite `nsa`."""
-    lines = [
-        [
-            f"{record['case'].partition(' T=')[0]}, {record['T']:,} tokens",
-            record["direction"],
-            f"{record['median_seconds']:.2f}",
-            f"{record['temporary_bytes'] / 2**20:.0f}",
-            f"{record['peak_resident_bytes'] / 2**20:.0f}",
-            f"{record['load_average']:.1f}",
-            f"{record['error']:.1e}",
-        ]
-        for record in records
-    ]
-    head = "case | direction | seconds | temporary MiB | process MiB | load before | error"
-    return _markdown(head.split(" | "), lines)
-
-
-def tasks(cells: Callable[[Record], task_tables.Cells], report: Record) -> str:
-    """A table of long-context tasks."""
+def of_cells(cells: Callable[[Any], Any], report: Any) -> str:
+    """A table from a function that returns its head and rows."""
     return _markdown(*cells(report))
 
 
@@ -462,7 +444,8 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "counters": counters,
     "cpu": cpu,
     "model": model,
-    "nsa": nsa,
+    "nsa": functools.partial(of_cells, nsa_tables.nsa),
+    "hopper-nsa": functools.partial(of_cells, nsa_tables.hopper_nsa),
     "head-roles": head_roles,
     "training": training,
     "sparse-training": sparse_training,
@@ -470,9 +453,9 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "train-profile": train_profile,
     "hads-speed": hads_speed,
     "hads-profile": hads_profile,
-    "tasks": functools.partial(tasks, task_tables.accuracy),
+    "tasks": functools.partial(of_cells, task_tables.accuracy),
     **{
-        f"tasks-{cells.__name__}": functools.partial(tasks, cells)
+        f"tasks-{cells.__name__}": functools.partial(of_cells, cells)
         for cells in (
             *(task_tables.loss, task_tables.depth, task_tables.perplexity),
             *(task_tables.tuning, task_tables.ranking, task_tables.heads),
