@@ -19,10 +19,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
@@ -107,12 +108,36 @@ def accumulator(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def list_index(mask: BlockMask, sizes: Sizes, b: Array, n: Array) -> Array:
+Integers = TypeVar("Integers", Array, np.ndarray)
+
+
+def quotient(x: Integers, divisor: int) -> Integers:
+    """x // divisor for x ≥ 0, as one operation; `//` compiles to many, because it rounds down.
+
+    Of a NumPy array it is a constant.
+    """
+    if isinstance(x, np.ndarray):
+        return x // divisor
+    return x if divisor == 1 else jax.lax.div(x, jnp.asarray(divisor, x.dtype))
+
+
+def remainder(x: Integers, divisor: int) -> Integers:
+    """x % divisor for x ≥ 0, likewise."""
+    if isinstance(x, np.ndarray):
+        return x % divisor
+    return jax.lax.rem(x, jnp.asarray(divisor, x.dtype))
+
+
+def kv_head(n: Array, sizes: Sizes) -> Array:
+    """The kv head of query head n."""
+    return quotient(n, sizes.N // sizes.K)
+
+
+def list_index(mask: BlockMask, sizes: Sizes, b: Integers, n: Integers) -> Integers:
     """Which of the mask's Bm · Nm lists serves batch row b and query head n."""
     batch, heads = mask.kv_count.shape[:2]
-    batch_row = b if batch > 1 else jnp.zeros_like(b)
-    head = n * heads // sizes.N  # N lists: n; K lists: n's kv head; one list: 0
-    return batch_row * heads + head
+    head = quotient(n, sizes.N // heads)  # N lists: n; K lists: n's kv head; one list: 0
+    return head if batch == 1 else b * heads + head
 
 
 def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

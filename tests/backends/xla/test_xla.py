@@ -325,8 +325,8 @@ def test_chunks_side_by_side_equal_chunks_in_sequence():
     arrays = random_arrays(2, T, T, 3, 3, 8)
     blocks = np.random.default_rng(T).random((2, 3, side, side)) < 0.5
     mask = BlockMask.from_dense(jnp.asarray(blocks), masks.causal(), shape=(T, T), block=8)
-    assert len(work_order(mask, Sizes.of(*arrays[:3]), 16, 3)) == 3
     steps = [XlaSteps(rows=16, keys=1, side_by_side=n) for n in (1, 3)]
+    assert len(work_order(mask, Sizes.of(*arrays[:3]), steps[1], 3)) == 3
     assert_near(*(run("xla", *arrays, mask=mask, options=Options(xla=x)) for x in steps))
 
 
@@ -334,7 +334,7 @@ def test_few_chunks_do_not_go_side_by_side():
     """Few chunks use one loop body, which saves compile time."""
     q = jnp.zeros((2, 24, 3, 8))
     mask = BlockMask.from_rule(masks.causal(), (24, 24), block=8)
-    assert len(work_order(mask, Sizes.of(q, q, q), 16, 3)) == 1
+    assert len(work_order(mask, Sizes.of(q, q, q), XlaSteps(rows=16, keys=1), 3)) == 1
 
 
 def test_a_negative_number_of_chains_is_refused():

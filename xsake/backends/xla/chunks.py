@@ -19,17 +19,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from xsake import _jax
-from xsake.backends import Sizes, list_index
+from xsake.backends import Integers, Sizes, list_index, quotient, remainder
 from xsake.backends.options import XlaSteps
 from xsake.block_mask import BlockMask
 from xsake.masks.rule import Leaf, Tokens
 
-# Calls whose lists hold at most so many token pairs use one loop. A guess: with more, the loop for
-# full blocks saves more time over many calls than it takes to compile.
-FEW_PAIRS = 1 << 20
+# Calls whose lists hold at most so many token pairs use one loop, and keep the order of memory. A
+# guess: with more, the loop for full blocks saves more time over many calls than it takes to
+# compile.
+FEW_PAIRS = 1 << 22
 
 
 def device_steps(
@@ -65,8 +67,15 @@ def take(x: Array, b: Array, tokens: Array, n: Array, past: float | None = None)
 
     Past the end: the last token again, or the number `past`.
     """
-    at = b[:, None], tokens, n[:, None]
-    return x.at[at].get(mode="clip") if past is None else x.at[at].get(mode="fill", fill_value=past)
+    ref = x.at[b[:, None], tokens, n[:, None]]
+    if past is None:
+        return ref.get(mode="clip", wrap_negative_indices=False)
+    return ref.get(mode="fill", fill_value=past, wrap_negative_indices=False)
+
+
+def flat(x: Array, at: Integers) -> Array:
+    """x.reshape(-1)[at], for indices that are known to be inside."""
+    return x.reshape(-1).at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def zeros(sizes: Sizes, length: int, block: int, size: int, dtype: Any, like: Array) -> Array:
@@ -174,17 +183,18 @@ class Chunk:
     full: Leaf
 
     @classmethod
-    def of(cls, mask: BlockMask, sizes: Sizes, row: Array) -> Chunk:
+    def of(cls, mask: BlockMask, sizes: Sizes, row: Integers) -> Chunk:
         """The row blocks with these flat indices; -1 is padding with an empty list."""
         blocks, entries = mask.kv_count.shape[2], mask.kv_index.shape[2]
-        real, row = row >= 0, jnp.maximum(row, 0)
-        b, i, n = _coordinates(row, blocks, sizes)
+        real = row >= 0
+        b, i, n = _coordinates(row.clip(0), blocks, sizes)
         which = list_index(mask, sizes, b, n)
         at = which * blocks + i
-        first = which * entries + mask.kv_start.reshape(-1)[at]
-        count = jnp.where(real, mask.kv_count.reshape(-1)[at], 0)
-        full = jnp.where(real, mask.full_count.reshape(-1)[at], 0)
-        return cls(b, n, jnp.where(real, i, blocks), first, count, full)
+        first = which * entries + flat(mask.kv_start, at)
+        count = jnp.where(real, flat(mask.kv_count, at), 0)
+        full = jnp.where(real, flat(mask.full_count, at), 0)
+        where = np.where if isinstance(row, np.ndarray) else jnp.where
+        return cls(b, n, where(real, i, np.int32(blocks)), first, count, full)
 
     def tokens(self, block: int) -> Array:
         """Indices of the row blocks' own tokens, [R, block], possibly past the end."""
@@ -193,7 +203,7 @@ class Chunk:
     def blocks_at(self, mask: BlockMask, rank: Array) -> Array:
         """The listed blocks of these ranks [R, W]; past its end a list repeats its last block."""
         rank = jnp.clip(rank, 0, jnp.maximum(self.count - 1, 0)[:, None])
-        return mask.kv_index.reshape(-1)[self.first[:, None] + rank]
+        return flat(mask.kv_index, self.first[:, None] + rank)
 
     def loop(
         self,
@@ -233,40 +243,51 @@ class Chunk:
 
         if steps.one_loop:
             state = _jax.vary(state, _jax.varying_axes(self.count))
-            return lax.fori_loop(0, -(-self.count.max() // width), any_block, state)
+            return lax.fori_loop(0, _steps(self.count.max(), width), any_block, state)
         last = left[:, None] + ranks
         state = step(visit(last, last >= 0), state)
-        whole = jnp.maximum(jnp.minimum(self.full, left).min(), 0) // width
+        whole = quotient(jnp.maximum(jnp.minimum(self.full, left).min(), 0), width)
         state = lax.fori_loop(0, whole, full, state)
-        return lax.fori_loop(whole, -(-left.max() // width), some_partial, state)
+        return lax.fori_loop(whole, _steps(left.max(), width), some_partial, state)
 
 
-def _coordinates(row: Array, blocks: int, sizes: Sizes) -> tuple[Array, Array, Array]:
+def _steps(count: Array, width: int) -> Array:
+    """How many steps of `width` blocks visit `count` of them; none if it is negative."""
+    return quotient(jnp.maximum(count, 0) + (width - 1), width)
+
+
+def _coordinates(row: Integers, blocks: int, sizes: Sizes) -> tuple[Integers, Integers, Integers]:
     """(b, i, n) of a row block's number."""
-    return row // (blocks * sizes.N), row // sizes.N % blocks, row % sizes.N
+    above = quotient(row, sizes.N)
+    return quotient(above, blocks), remainder(above, blocks), remainder(row, sizes.N)
 
 
 MANY = 8  # the fewest chunks per independent sequence of chunks; fewer are not worth compiling
 
 
-def work_order(mask: BlockMask, sizes: Sizes, rows: int, side_by_side: int = 1) -> list[Chunk]:
-    """All row blocks, most visits first, in chunks of about `rows` tokens, [steps, R] each.
+def work_order(
+    mask: BlockMask, sizes: Sizes, steps: XlaSteps, side_by_side: int = 1
+) -> list[Chunk]:
+    """All row blocks, most visits first, in chunks of about `steps.rows` tokens, [steps, R] each.
 
     Returns one sequence of chunks, or up to `side_by_side` if there are many chunks. Row blocks
     with equally many visits stay in the order of memory: heads of the same tokens are neighbours.
+    With `one_loop` all do, because sorting takes long to compile.
     """
     blocks = mask.kv_count.shape[2]
-    total, most = sizes.B * blocks * sizes.N, max(1, rows // mask.block[0])
+    total, most = sizes.B * blocks * sizes.N, max(1, steps.rows // mask.block[0])
     chunks = -(-total // most)
     lists = max(1, min(side_by_side, chunks // MANY))
     chunks += -chunks % lists
     per_chunk = -(-total // chunks)  # chunks of equal size
-    row = jnp.arange(total, dtype=jnp.int32)
-    b, i, n = _coordinates(row, blocks, sizes)
-    at = list_index(mask, sizes, b, n) * blocks + i
-    count, full = mask.kv_count.reshape(-1)[at], mask.full_count.reshape(-1)[at]
-    # the order within a chunk does not matter, and sorting takes long to compile
-    order = row if chunks == 1 else jnp.lexsort((full, count))[::-1].astype(jnp.int32)
-    padded = jnp.pad(order, (0, chunks * per_chunk - total), constant_values=-1)
+    row = np.arange(total, dtype=np.int32)
+    order: Any = row
+    if chunks > 1 and not steps.one_loop:
+        b, i, n = _coordinates(row, blocks, sizes)
+        at = list_index(mask, sizes, b, n) * blocks + i
+        count, full = flat(mask.kv_count, at), flat(mask.full_count, at)
+        order = jnp.lexsort((full, count))[::-1].astype(jnp.int32)
+    xp = np if isinstance(order, np.ndarray) else jnp
+    padded = xp.pad(order, (0, chunks * per_chunk - total), constant_values=-1)
     by_list = padded.reshape(-1, lists, per_chunk)
     return [Chunk.of(mask, sizes, by_list[:, i]) for i in range(lists)]

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake import _jax
-from xsake.backends import Sizes, accumulator, list_index
+from xsake.backends import Sizes, accumulator, kv_head, list_index, quotient, remainder
 from xsake.backends.xla.chunks import Visit
 from xsake.backends.xla.output import Inputs, Online, masked, update
 from xsake.backends.xla.products import logits, operand, scaled
@@ -65,7 +65,7 @@ def visit_chains(inputs: Inputs) -> tuple[Array, Array]:
         for c in range(chains):
             b, n, i, j = (x[c] for x in (at.b, at.n, at.i, at.j))
             q_rows = _block(q, b, i, n, bq)
-            k_rows, v_rows = (_block(x, b, j, n * K // N, bk) for x in (k, v))
+            k_rows, v_rows = (_block(x, b, j, kv_head(n, sizes), bk) for x in (k, v))
             s = logits(settings, q_rows, k_rows, scale, dtype)
             s_masked = masked(s[None], at.of_chain(c), mask, biases)[0]
             after, made = update(Online(*(x[c] for x in before)), s_masked, v_rows)
@@ -162,12 +162,14 @@ def _loop(
         # `fill` was measured faster than `clip`
         row = visits.row.at[begins + t].get(mode="fill", fill_value=none)
         j = visits.column.at[begins + t].get(mode="fill", fill_value=0)
-        head, i = jnp.divmod(jnp.minimum(row, none - 1), blocks)
-        at = Step(row, head // sizes.N, head % sizes.N, i, j, needs_rule)
+        real = jnp.minimum(row, none - 1)
+        head, i = quotient(real, blocks), remainder(real, blocks)
+        b, n = quotient(head, sizes.N), remainder(head, sizes.N)
+        at = Step(row, b, n, i, j, needs_rule)
         return step(at, carry[0])
 
     for visits, needs_rule in zip(_visits(mask, sizes), (True, False), strict=True):
-        length = jnp.maximum(-(-visits.total // chains), visits.longest)
+        length = jnp.maximum(quotient(visits.total + (chains - 1), chains), visits.longest)
         begins = jnp.arange(chains, dtype=jnp.int32) * length
         body = functools.partial(take_step, visits=visits, begins=begins, needs_rule=needs_rule)
         _, made = jax.eval_shape(body, length, (state, None))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xsake.backends import Sizes, accumulator
+from xsake.backends import Sizes, accumulator, kv_head
 from xsake.backends.xla.bias import BiasBlocks
 from xsake.backends.xla.chunks import Chunk, Visit, add, put, take, work_order, zeros
 from xsake.backends.xla.cpu_exp import exp
@@ -91,7 +91,7 @@ class Given:
 
     def key_side(self, b: Array, tokens: Array, n: Array) -> KeySide:
         """Key tokens [R, S'] as query head n sees them."""
-        head = n * self.sizes.K // self.sizes.N
+        head = kv_head(n, self.sizes)
         k, v = (operand(take(x, b, tokens, head)) for x in (self.k, self.v))
         return KeySide(k, v)
 
@@ -139,7 +139,7 @@ def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | No
     B, T, S, N, K, H, Hv = sizes
     bq, bk = mask.block
     columns, biases = mask.transpose(), given.biases
-    (order,) = work_order(columns, sizes, settings.steps.rows)
+    (order,) = work_order(columns, sizes, settings.steps)
 
     def column_chunk(carry: Any, chunk: Chunk) -> tuple[Any, None]:
         dq, dbias, dk_done, dv_done = carry
@@ -194,7 +194,7 @@ def _dq_by_rows(given: Given) -> Array:
     """dq [B, T, N, H] in float32, each row block by the list that the forward visits."""
     settings, sizes, mask, dtype = given.settings, given.sizes, given.mask, given.dtype
     bq = mask.block[0]
-    (order,) = work_order(mask, sizes, settings.steps.rows)
+    (order,) = work_order(mask, sizes, settings.steps)
 
     def rows(done: Array, chunk: Chunk) -> tuple[Array, None]:
         queries = given.query_side(chunk.b, chunk.tokens(bq), chunk.n)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xsake.backends import Sizes, accumulator
+from xsake.backends import Sizes, accumulator, kv_head
 from xsake.backends.xla.bias import BiasBlocks
 from xsake.backends.xla.chunks import Chunk, Visit, put, take, work_order, zeros
 from xsake.backends.xla.cpu_exp import exp
@@ -75,12 +75,12 @@ def visit_chunks(inputs: Inputs) -> tuple[Array, Array]:
     settings, sizes, q, k, v, biases, mask = inputs
     _, T, _, N, K, _, Hv = sizes
     bq, dtype, steps = mask.block[0], accumulator(q.dtype), settings.steps
-    order = work_order(mask, sizes, steps.rows, steps.side_by_side)
+    order = work_order(mask, sizes, steps, steps.side_by_side)
 
     def rows(chunk: Chunk) -> tuple[Array, Array]:
         q_rows = operand(take(q, chunk.b, chunk.tokens(bq), chunk.n))
         q_rows, scale = scaled(q_rows, settings.scale, dtype)
-        head = chunk.n * K // N
+        head = kv_head(chunk.n, sizes)
 
         def step(visit: Visit, state: Online | None) -> Online:
             k_rows, v_rows = (operand(take(x, visit.b, visit.k_tokens(mask), head)) for x in (k, v))
