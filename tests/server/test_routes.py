@@ -304,3 +304,18 @@ def test_the_openapi_names_every_route_and_every_answer_has_a_model():
         for operation in operations.values():
             (content, *_) = operation["responses"]["200"]["content"].values()
             assert content.get("schema") or path.endswith("/file"), path
+
+
+# --------------------------------------------------------------------------------------- compression
+
+
+def test_long_answers_are_compressed_and_event_streams_are_not(client):
+    answer = client.get("/openapi.json", headers={"accept-encoding": "gzip"})
+    assert answer.headers["content-encoding"] == "gzip"
+    assert int(answer.headers["content-length"]) < len(answer.content) / 4
+    plain = client.get("/openapi.json", headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert plain.json() == answer.json()
+    headers = {"accept-encoding": "gzip"}
+    with client.stream("GET", "/api/runs/a/live", headers=headers) as stream:
+        assert "content-encoding" not in stream.headers

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Receive, Scope, Send
 
 import xsake
@@ -62,7 +63,8 @@ def create_app(settings: Settings | None = None, *, warm: bool = False) -> FastA
         await shown(scope, receive, send)
 
     app.router.default = fallback
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(GZipMiddleware, compresslevel=5)  # not of event streams
+    app.add_middleware(Guard, settings=settings)  # added last: it comes first
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Json:

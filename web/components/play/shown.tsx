@@ -175,8 +175,8 @@ function Summary({ found, next, isStale, isNextStale }: SummaryProps) {
             value: stale(<code>{visible(next?.next[0]?.text ?? "…")}</code>),
             note: percent(next?.next[0]?.probability),
           },
-          { name: "masks took", value: seconds(found.seconds) },
-          { name: "prediction took", value: stale(seconds(next?.seconds)) },
+          { name: "masks came in", value: seconds(found.seconds) },
+          { name: "prediction came in", value: stale(seconds(next?.seconds)) },
         ]}
       />
     </div>
