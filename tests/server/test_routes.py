@@ -306,7 +306,7 @@ def test_the_openapi_names_every_route_and_every_answer_has_a_model():
             assert content.get("schema") or path.endswith("/file"), path
 
 
-# --------------------------------------------------------------------------------------- compression
+# -------------------------------------------------------------------------------------- compression
 
 
 def test_long_answers_are_compressed_and_event_streams_are_not(client):
