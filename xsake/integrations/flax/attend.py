@@ -1,4 +1,4 @@
-"""attention(mask): an `attention_fn` for Flax's attention modules, NNX and Linen.
+"""attention(mask): an `attention_fn` for Flax's attention modules.
 
     nnx.MultiHeadAttention(…, attention_fn=attention(rule)) ────────────┐
     linen.MultiHeadDotProductAttention(…, attention_fn=attention(rule)) ┤
