@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from tests import oracle
 from xsake import masks
@@ -381,6 +383,33 @@ def test_sequences_may_be_sharded(by_definition):
     found = by_head(np.concatenate(np.asarray(out), axis=2))
     wanted = expected(("and", spec, ("sliding_window", 9, 2)))
     assert oracle.relative_error(found, wanted) <= CLOSE
+
+
+def main() -> None:
+    """Output and gradients with tokens over two devices; test_easydel.py has a process for it."""
+    a, tokens = arrays(), P(None, None, "tokens", None)
+
+    def attend(q, k, v, ids):
+        return blocksparse_attention(
+            q, k, v, ids, ids, sliding_window=(9, -1), chunk_size=BLOCK,
+            sequence_parallelism_mesh_axis_name="tokens",
+        )  # fmt: skip
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tokens",))
+    specs = (tokens, tokens, tokens, P(None, "tokens"))
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=tokens)
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, pull_back = jax.vjp(lambda *qkv: sharded(*qkv, IDS), q, k, v)
+        return out, *pull_back(d_out)
+
+    ours = run(*(by_head(a[name]) for name in ("q", "k", "v", "d_out")))
+    spec = both(("and", ("documents", IDS), ("sliding_window", 9, None)))
+    wanted = oracle.attention_grads(**a, allowed=oracle.allowed(spec, B, N, T, T))
+    theirs = (expected(spec), wanted["dq"], wanted["dk"], wanted["dv"])
+    errors = [oracle.relative_error(by_head(a), b) for a, b in zip(ours, theirs, strict=True)]
+    assert max(errors) <= CLOSE_GRADIENT, errors
 
 
 # ---------------------------------------------------------------------------------------- refusals

@@ -87,6 +87,7 @@ def test_the_expected_logits_are_sensitive_to_every_setting(kind, change):
     assert far(changed(tokens), logits) > 10 * CLOSE
 
 
+@pytest.mark.second_python
 def test_sinks_change_the_logits():
     tokens, logits = checkpoints.expected("gpt_oss_attention")
     model = gpt_oss()
@@ -108,6 +109,7 @@ def test_decoding_from_the_cache_is_the_whole_forward(kind, budget):
     assert made[0].tokens == text[len(prompt) :]
 
 
+@pytest.mark.second_python
 def test_a_model_that_huggingface_layout_lacks_is_saved_in_our_own(tmp_path):
     model = gemma("gemma2")
     with pytest.raises(ValueError, match="save with layout='xsake'"):
