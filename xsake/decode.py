@@ -119,6 +119,8 @@ class CacheReader:
         *,
         layer: Any,
         window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
         reselect: bool = True,
     ) -> tuple[Float[Array, "B T N H"], Chosen | None]:
         """Attention of the new queries to one layer's cache, and the selection that it used.
@@ -131,12 +133,15 @@ class CacheReader:
           chosen: the selections of all layers; None without a budget.
           layer: which layer; may be traced.
           window: a query sees itself and window - 1 keys before it.
+          soft_cap: of the logits: cap · tanh(logits / cap).
+          sinks: a logit for each query head that joins the softmax's denominator.
           reselect: select blocks by these queries' attention; else read those in `chosen`.
         """
+        how: Any = {"layer": layer, "window": window, "soft_cap": soft_cap}
         if chosen is None:
-            return dense(q, k, v, positions, layer=layer, span=self.span, window=window), None
+            return dense(q, k, v, positions, span=self.span, sinks=sinks, **how), None
         if reselect:
-            here = self._choose(q, k, positions, layer, window)
+            here = self._choose(q, k, positions, **how)
             chosen = jax.tree.map(lambda every, new: every.at[layer].set(new), chosen, here)
         else:
             here = jax.tree.map(lambda every: every[layer], chosen)
@@ -146,15 +151,21 @@ class CacheReader:
             v,
             positions,
             here,
-            layer=layer,
             lists=self.budget.shape[1],
             block=self.block,
-            window=window,
+            sinks=sinks,
+            **how,
         )
         return out, chosen
 
     def _choose(
-        self, q: Array, k: Array, positions: Array, layer: Any, window: int | None
+        self,
+        q: Array,
+        k: Array,
+        positions: Array,
+        layer: Any,
+        window: int | None,
+        soft_cap: float | None,
     ) -> Chosen:
         scores = attention_by_block(
             q,
@@ -165,6 +176,7 @@ class CacheReader:
             lists=self.budget.shape[1],
             block=self.block,
             window=window,
+            soft_cap=soft_cap,
         )
         wanted = jnp.asarray(self.budget)[layer][None]
         if jnp.issubdtype(wanted.dtype, jnp.floating):
@@ -217,6 +229,8 @@ def dense(
     span: int,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention to the visible keys among the first `span` slots of one layer's cache.
 
@@ -229,14 +243,21 @@ def dense(
       span: slots to read, static.
       window: a query sees itself and window - 1 keys before it.
       scale: default 1/sqrt(H).
+      soft_cap: cap · tanh(logits / cap).
+      sinks: logits of the query heads that join the softmax's denominator.
 
     Returns:
       [B, T, N, H] in q's dtype.
     """
-    s, seen = _logits(q, k, positions, layer, span, window, scale)
+    s, seen = _logits(q, k, positions, layer, span, window, scale, soft_cap)
     values = lax.dynamic_slice(v, (layer, 0, 0, 0, 0), (1, *v.shape[1:3], span, v.shape[4]))[0]
-    p = jnp.where(seen, jnp.exp(s - s.max(-1, keepdims=True)), 0)
+    m = s.max(-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(k.shape[2], -1, 1, 1)  # [K, G, 1, 1]
+        m = jnp.maximum(m, sinks)
+    p = jnp.where(seen, jnp.exp(s - m), 0)
     l = p.sum(-1, keepdims=True)
+    l = l if sinks is None else l + jnp.exp(sinks - m)
     values = jnp.where(seen.any((1, 2, 3))[:, None, :, None], values, 0)  # 0 · NaN is NaN
     out = jnp.einsum(
         "bkgts,bksh->bkgth", p.astype(v.dtype), values, preferred_element_type=jnp.float32
@@ -256,6 +277,8 @@ def sparse(
     block: int,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention to the chosen blocks: E blocks of keys and values are read, and nothing else.
 
@@ -270,6 +293,8 @@ def sparse(
       block: tokens per block.
       window: as in `dense`.
       scale: default 1/sqrt(H).
+      soft_cap: as in `dense`.
+      sinks: as in `dense`.
     """
     B = q.shape[0]
     K, S, H = k.shape[2:]
@@ -284,11 +309,14 @@ def sparse(
     seen = seen & chosen.live[:, :, None, None, None]  # [B, E, 1, T, block]
     queries = _grouped(q, L, scale)[row, chosen.head]  # [B, E, G, T, H]
     s = jnp.einsum("begth,besh->begts", queries, keys, preferred_element_type=jnp.float32)
-    s = jnp.where(seen, s, -jnp.inf)
+    s = jnp.where(seen, _capped(s, soft_cap), -jnp.inf)
 
     # a head's entries share one maximum, one sum and one output
     mine = (chosen.head[..., None] == jnp.arange(L)) & chosen.live[..., None]  # [B, E, L]
     m = jnp.where(mine[..., None, None], s.max(-1)[:, :, None], -jnp.inf).max(1)  # [B, L, G, T]
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(L, -1, 1)  # [L, G, 1]
+        m = jnp.maximum(m, sinks)
     p = jnp.where(seen, jnp.exp(s - m[row, chosen.head][..., None]), 0)
     values = jnp.where(seen.any((2, 3))[..., None], values, 0)
     out = jnp.einsum(
@@ -296,6 +324,7 @@ def sparse(
     )
     share = mine.astype(jnp.float32)
     l = jnp.einsum("bel,begt->blgt", share, p.sum(-1))[..., None]
+    l = l if sinks is None else l + jnp.exp(sinks - m)[..., None]
     out = jnp.einsum("bel,begth->blgth", share, out)
     return _ungrouped(out / jnp.where(l == 0, 1, l), q)
 
@@ -358,6 +387,7 @@ def attention_by_block(
     block: int,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B L blocks"]:
     """Attention mass of every block, for each of the L selections, float32 [B, L, blocks].
 
@@ -365,7 +395,7 @@ def attention_by_block(
     over the query heads that share a selection. Arguments are as in `dense` and `sparse`.
     """
     B, T, N, _ = q.shape
-    s, seen = _logits(q, k, positions, layer, span, window, scale)
+    s, seen = _logits(q, k, positions, layer, span, window, scale, soft_cap)
     p = jnp.where(seen, jnp.exp(s - s.max(-1, keepdims=True)), 0)
     p = p / p.sum(-1, keepdims=True)
     by_block = p.reshape(*p.shape[:-1], span // block, block).sum((3, 5))  # [B, K, G, blocks]
@@ -373,15 +403,19 @@ def attention_by_block(
 
 
 def _logits(
-    q: Array, k: Array, positions: Array, layer: Any, span: int, window: Any, scale: Any
+    q: Array, k: Array, positions: Array, layer: Any, span: int, window: Any, scale: Any, cap: Any
 ) -> tuple[Array, Array]:
-    """(scale · q kᵀ [B, K, G, T, span], -inf where not visible; is_visible [B, 1, 1, T, span])."""
+    """(logits, -inf where not visible, [B, K, G, T, span]; is_visible [B, 1, 1, T, span])."""
     B, K, H = q.shape[0], k.shape[2], k.shape[4]
     keys = lax.dynamic_slice(k, (layer, 0, 0, 0, 0), (1, B, K, span, H))[0]
     seen = sees(positions[:, None, None, :], jnp.arange(span), window)
     queries = _grouped(q, K, scale)
     s = jnp.einsum("bkgth,bksh->bkgts", queries, keys, preferred_element_type=jnp.float32)
-    return jnp.where(seen, s, -jnp.inf), seen
+    return jnp.where(seen, _capped(s, cap), -jnp.inf), seen
+
+
+def _capped(s: Array, cap: float | None) -> Array:
+    return s if cap is None else cap * jnp.tanh(s / cap)
 
 
 def sees(position: Array, slot: Array, window: int | None) -> Array:

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from tests import oracle
 from tests.hads.test_plan import profile_of
 from xsake import BlockMask, hads, masks
-from xsake.integrations import flax as integration
+from xsake.integrations.flax import attend as integration
 from xsake.integrations.flax import attention
 from xsake.masks.rule import Rule, Tokens
 

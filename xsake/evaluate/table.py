@@ -42,14 +42,14 @@ from xsake.evaluate.quality import (
 )
 from xsake.hads import Profile, row_blocks
 from xsake.hads.profile import hash_of
-from xsake.model.observer import Observer
+from xsake.hads.subject import Subject
 
 COLUMNS = ("kl", "recall", "error", "logit_kl", "perplexity_gap")
 SCHEMA = 1
 
 
 def measure_methods(
-    subject: Observer,
+    subject: Subject,
     methods: Sequence[Method],
     documents: Sequence[Int[np.ndarray, " T"]],
     block: int,
@@ -98,7 +98,7 @@ def measure_methods(
 
 
 def measure_losses(
-    subject: Observer,
+    subject: Subject,
     methods: Sequence[Method],
     documents: Sequence[Int[np.ndarray, " T"]],
     block: int,
@@ -151,7 +151,7 @@ def _dense_pass(
     methods: Method,
     corrected: Array,
     *,
-    subject: Observer,
+    subject: Subject,
     block: int,
     sources: tuple[str, ...],
 ) -> tuple[Quality, Array]:
@@ -179,7 +179,7 @@ def _dense_pass(
 
 @functools.partial(jax.jit, static_argnames=("subject",))
 def _dense_hidden(
-    weights: PyTree, tokens: Int[Array, " T"], *, subject: Observer
+    weights: PyTree, tokens: Int[Array, " T"], *, subject: Subject
 ) -> Float[Array, "T width"]:
     return subject.hidden(weights, tokens)
 
@@ -191,7 +191,7 @@ def _sparse_pass(
     dense: Float[Array, "T width"],
     method: Method,
     *,
-    subject: Observer,
+    subject: Subject,
     block: int,
     sources: tuple[str, ...],
 ) -> Predictions:
@@ -211,7 +211,7 @@ def _sparse_pass(
 
 
 def run_table(
-    subject: Observer,
+    subject: Subject,
     profile: Profile,
     documents: Sequence[Int[np.ndarray, " T"]],
     densities: Sequence[float],
@@ -257,7 +257,7 @@ def run_table(
 
 
 def _facts(
-    subject: Observer, profile: Profile, documents: Sequence[Int[np.ndarray, " T"]]
+    subject: Subject, profile: Profile, documents: Sequence[Int[np.ndarray, " T"]]
 ) -> dict[str, Any]:
     """What a table is measured on; raises if the profile is of another model."""
     profile.check_model(subject.hash)

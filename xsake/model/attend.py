@@ -7,7 +7,8 @@
     by_cache   new tokens attend to the cache                  state: (KVCache, the selected blocks)
 
 layer is the layer's number (traced when layers are scanned), q [B, T, N, H], k and v [B, T, K, H],
-all normed and rotated; out is [B, T, N, H]. `state` is any pytree, handed from layer to layer.
+all normed and rotated; out is [B, T, N, H]. In a model with sinks, the layer's [N] follow. `state`
+is any pytree, handed from layer to layer.
 `sparse/attend.py` has those of sparse attention.
 """
 
@@ -31,7 +32,7 @@ from xsake.masks.rule import Rule
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
 
-# (layer, q, k, v, state), and the layer's SparseInputs in a model with sparse attention
+# (layer, q, k, v, state), and the layer's SparseInputs or sinks in a model that has them
 Attend = Callable[..., tuple[Array, Any]]
 
 if TYPE_CHECKING:
@@ -61,10 +62,19 @@ def by_mask(
     """
     block_mask = _block_masks(config, mask, batch, length, segment_ids)
 
-    def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, state: Any, sinks: Array | None = None
+    ) -> tuple[Array, Any]:
         def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
-            found = block_mask(layer, windowed, q, k)
-            return dot_product_attention(q, k, v, mask=found, implementation=implementation)
+            return dot_product_attention(
+                q,
+                k,
+                v,
+                mask=block_mask(layer, windowed, q, k),
+                logits_soft_cap=config.soft_cap,
+                sinks=sinks,
+                implementation=implementation,
+            )
 
         return by_window(config, layer, of_window, q, k, v), state
 
@@ -134,12 +144,21 @@ def by_chunk(
         rule = masks.at_positions(rule if mask is None else rule & mask, positions[:1])
         return BlockMask.from_rule(rule, (T, span), batch=B, heads=config.heads)
 
-    def attend(layer: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, cache: Any, sinks: Array | None = None
+    ) -> tuple[Array, Any]:
         cache = cache.append(layer, k, v, count)
 
         def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
-            found = block_mask(layer, windowed, q, k)
-            return dot_product_attention(q, k, v, mask=found, implementation=implementation)
+            return dot_product_attention(
+                q,
+                k,
+                v,
+                mask=block_mask(layer, windowed, q, k),
+                logits_soft_cap=config.soft_cap,
+                sinks=sinks,
+                implementation=implementation,
+            )
 
         keys, values = (jnp.swapaxes(x[layer, :, :, :span], 1, 2) for x in (cache.k, cache.v))
         return by_window(config, layer, of_window, q, keys, values), cache
@@ -167,7 +186,9 @@ def by_cache(
       reselect: select blocks by the attention of these tokens; else reuse those in the state.
     """
 
-    def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, state: Any, sinks: Array | None = None
+    ) -> tuple[Array, Any]:
         cache, chosen = state
         cache = cache.append(layer, k, v, count)
 
@@ -182,6 +203,8 @@ def by_cache(
                 chosen,
                 layer=layer,
                 window=config.window if windowed else None,
+                soft_cap=config.soft_cap,
+                sinks=sinks,
                 reselect=reselect,
             )
 

@@ -2,13 +2,15 @@
 
 One transformer covers GPT-2 (learned positions, LayerNorm, GELU, biases) and the Llama family
 (rotary positions, RMSNorm, gated SiLU, grouped heads; Qwen's biases and q/k norm, Mistral's
-window): they differ in the fields below and in nothing else. `attention` gives any of them
-attention that selects its own blocks.
+window; Gemma's soft caps, norms after attention and MLP, a RoPE of its own for windows; gpt-oss's
+sinks): they differ in the fields below and in nothing else. `attention` gives any of them attention
+that selects its own blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +51,13 @@ class Config:
     tied: bool = False  # the output head is the token embedding, transposed
     window: int | None = None  # a query sees itself and window - 1 keys to the left
     window_layers: tuple[int, ...] | None = None  # which layers have it; None: all
+    window_rope: Rope | None = None  # RoPE of these layers; None: the same
+    scale: float | None = None  # of attention's logits; None: 1/sqrt(head_size)
+    soft_cap: float | None = None  # attention's logits become cap · tanh(logits / cap)
+    sinks: bool = False  # a learned logit for each head that joins the softmax's denominator
+    post_norms: bool = False  # norms of what attention and the MLP add to the residual stream
+    scaled_embedding: bool = False  # token embeddings are multiplied by sqrt(width)
+    final_soft_cap: float | None = None  # of the logits of the next token
     attention: str = "dense"  # dense | nsa | moba | msa
     sparse: Sparse = dataclasses.field(default_factory=Sparse)  # read unless attention = "dense"
     bos: int | None = None
@@ -77,6 +86,9 @@ class Config:
         if self.window is not None:
             _check_count("window", self.window)
         _check_window_layers(self)
+        for name in ("scale", "soft_cap", "final_soft_cap"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, got {value}")
         options.check(
             self.attention,
             self.sparse,
@@ -84,6 +96,11 @@ class Config:
             head_size=self.head_size,
             rope=self.positions == "rope",
         )
+        if self.is_sparse and (self.soft_cap is not None or self.sinks):
+            raise ValueError(
+                f"soft_cap and sinks are for attention = 'dense', but it is {self.attention!r}; "
+                "leave them out"
+            )
         if self.is_sparse and self.window is not None:
             raise ValueError(
                 f"window = {self.window} is for attention = 'dense', but it is {self.attention!r}, "
@@ -99,6 +116,11 @@ class Config:
         """Whether this layer sees a window only."""
         among = self.window_layers is None or layer in self.window_layers
         return self.window is not None and among
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether attention is softmax(scale · q kᵀ) v, without a cap or sinks."""
+        return self.soft_cap is None and not self.sinks
 
     @property
     def is_sparse(self) -> bool:
@@ -143,8 +165,14 @@ class Config:
         for name in ("window_layers", "eos"):
             if not isinstance(values.get(name), list | tuple | None):
                 raise ValueError(f"Config: {name!r} must be a list, got {values[name]!r:.40}")
-        nested: tuple[tuple[str, Any], ...] = (("rope", Rope), ("sparse", Sparse))
+        nested: tuple[tuple[str, Any], ...] = (
+            ("rope", Rope),
+            ("window_rope", Rope),
+            ("sparse", Sparse),
+        )
         for name, kind in nested:
+            if name == "window_rope" and values.get(name) is None:
+                continue
             if not isinstance(values.get(name, kind()), Mapping | kind):
                 raise ValueError(f"Config: {name!r} must be an object, got {values[name]!r:.40}")
             if isinstance(values.get(name), Mapping):
@@ -164,6 +192,8 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _check_window_layers(config: Config) -> None:
+    if config.window_rope is not None and config.window is None:
+        raise ValueError("window_rope needs window, the number of keys that its layers see")
     if config.window_layers is None:
         return
     if config.window is None:

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face ↔ Config, for the five kinds of model that Config covers.
+"""config.json of Hugging Face ↔ Config, for the kinds of model that Config covers.
 
 model_type   positions  norm   mlp          bias                        else
 gpt2         learned    layer  GELU         everywhere
@@ -6,7 +6,12 @@ llama        rope       rms    gated SiLU   attention_bias, mlp_bias
 mistral      rope       rms    gated SiLU   none                        sliding_window, all layers
 qwen2        rope       rms    gated SiLU   q, k, v                     a window in some layers
 qwen3        rope       rms    gated SiLU   attention_bias              q/k norm, as qwen2
+gemma2       rope       rms    gated GELU   attention_bias              soft caps, norms, windows
+gemma3_text  rope       rms    gated GELU   attention_bias              q/k norm, norms, windows
+                                                                        with their own RoPE
 
+Gemma is read, and written in our own layout only. gpt_oss is refused for its experts: its attention
+is a Config with sinks, biases, windows and yarn.
 model_type "xsake" is our own: its `config` is Config's fields, for models that no kind above has.
 """
 
@@ -29,6 +34,7 @@ KINDS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+GEMMA = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}  # read only
 OWN = "xsake"  # model_type of our own layout
 # Hugging Face name → our name; if several map to one, `write` uses the last.
 ACTIVATIONS = {
@@ -47,6 +53,7 @@ FIXED = {
     "scale_attn_weights": True,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
+    "use_bidirectional_attention": False,
 }
 # RoPE scaling: Hugging Face name → field of Rope.
 SCALING = {
@@ -57,12 +64,12 @@ SCALING = {
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
     "attention_factor": "attention_factor",
+    "truncate": "truncate",
 }
 SCALING_FIXED = {
     "partial_rotary_factor": 1.0,
     "mscale": None,
     "mscale_all_dim": None,
-    "truncate": True,
     "finetuned": True,
 }
 
@@ -75,17 +82,26 @@ def read(values: Values, generation: Values, path: str, most_layers: int | None 
     kind = values.get("model_type")
     if kind == OWN:
         return _own(values, path)
-    if kind not in list(KINDS):
-        raise ValueError(f"{path}: model_type {kind!r} is not one of {[*KINDS, OWN]}")
-    if (named := values.get("architectures")) not in (None, [], [KINDS[kind]]):
-        raise ValueError(f"{path}: architectures {named} is not {[KINDS[kind]]}")
+    if kind == "gpt_oss":
+        raise ValueError(f"{path}: model_type 'gpt_oss' has experts, which are not supported")
+    known = KINDS | GEMMA
+    if kind not in list(known):
+        raise ValueError(f"{path}: model_type {kind!r} is not one of {[*known, OWN]}")
+    if (named := values.get("architectures")) not in (None, [], [known[kind]]):
+        raise ValueError(f"{path}: architectures {named} is not {[known[kind]]}")
     _check_fixed(values, FIXED, path)
     key = "n_layer" if kind == "gpt2" else "num_hidden_layers"
     layers = values.get(key)
     if most_layers is not None and isinstance(layers, int) and layers > most_layers:
         raise ValueError(f"{path}: {key} = {layers}, but the files hold {most_layers} tensors only")
     try:
-        shape = _gpt2(values) if kind == "gpt2" else _llama(values, kind)
+        shape = (
+            _gpt2(values)
+            if kind == "gpt2"
+            else _gemma(values, kind)
+            if kind in GEMMA
+            else _llama(values, kind)
+        )
         return Config(**shape, **_ends(values, generation))
     except KeyError as missing:
         raise ValueError(f"{path} lacks {missing.args[0]!r}") from None
@@ -159,6 +175,55 @@ def _llama(values: Values, kind: str) -> dict[str, Any]:
     )
 
 
+def _gemma(values: Values, kind: str) -> dict[str, Any]:
+    """Gemma 2 and 3: the fields of Llama, and what they add."""
+    layers, bias = values["num_hidden_layers"], values.get("attention_bias", False)
+    kinds = values.get("layer_types")
+    if kinds is None:  # every second layer of Gemma 2 sees all, and every sixth of Gemma 3
+        every = 2 if kind == "gemma2" else values.get("sliding_window_pattern", 6)
+        slides = tuple(i for i in range(layers) if (i + 1) % every)
+    else:
+        slides = _sliding(kinds)
+    rope, local = _rope(values), None
+    if kind == "gemma3_text":
+        rope, local = _gemma3_ropes(values)
+    return _llama(values, kind) | dict(
+        tied=values.get("tie_word_embeddings", True),
+        activation=_activation(values.get("hidden_activation") or "gelu_pytorch_tanh"),
+        head_size=values.get("head_dim") or 256,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=kind == "gemma3_text",
+        rope=rope,
+        window=values["sliding_window"] if slides else None,
+        window_layers=slides or None,
+        window_rope=local if slides else None,
+        scale=float(values["query_pre_attn_scalar"]) ** -0.5,
+        soft_cap=values.get("attn_logit_softcapping"),
+        final_soft_cap=values.get("final_logit_softcapping"),
+        post_norms=True,
+        scaled_embedding=True,
+    )
+
+
+def _gemma3_ropes(values: Values) -> tuple[Rope, Rope]:
+    """(of layers that see all, of those with a window), in the old and the new form of the file."""
+    given = values.get("rope_parameters") or {}
+    if "full_attention" in given:
+        full, sliding = (given[name] for name in ("full_attention", "sliding_attention"))
+        return _rope({**values, "rope_parameters": full}), _rope({"rope_parameters": sliding})
+    local = {"rope_theta": values.get("rope_local_base_freq", 10_000.0)}
+    return _rope({"rope_theta": 1_000_000.0} | dict(values)), _rope(local)
+
+
+def _sliding(kinds: Any) -> tuple[int, ...]:
+    """The layers that layer_types marks as sliding."""
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"layer type {kind!r} is neither full nor sliding attention")
+    return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
 def _activation(name: str) -> str:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not one of {list(ACTIVATIONS)}")
@@ -173,7 +238,7 @@ def _window(values: Values, kind: str) -> tuple[int | None, tuple[int, ...] | No
     """
     if kind == "mistral":
         return values.get("sliding_window"), None
-    if kind == "llama" or not values.get("use_sliding_window"):
+    if kind not in ("qwen2", "qwen3") or not values.get("use_sliding_window"):
         return None, None
     layers = values["num_hidden_layers"]
     kinds = values.get("layer_types")
@@ -181,10 +246,7 @@ def _window(values: Values, kind: str) -> tuple[int | None, tuple[int, ...] | No
         first = values.get("max_window_layers", layers)
         slides = tuple(range(first, layers))
     else:
-        slides = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-        for kind in kinds:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ValueError(f"layer type {kind!r} is neither full nor sliding attention")
+        slides = _sliding(kinds)
     return (values["sliding_window"], slides) if slides else (None, None)
 
 
@@ -205,8 +267,8 @@ def _rope(values: Values) -> Rope:
     fields = {"original_context": values["max_position_embeddings"]} if kind == "yarn" else {}
     for key, x in given.items():
         if key in SCALING and x is not None:
-            ours = SCALING[key]
-            fields[ours] = int(x) if ours == "original_context" else float(x)
+            whole: dict[str, Any] = {"original_context": int, "truncate": bool}
+            fields[SCALING[key]] = whole.get(SCALING[key], float)(x)
         elif key not in SCALING_FIXED and x is not None:
             raise ValueError(f"{key!r} of rope scaling is not supported")
     return Rope(base=float(base), scaling=kind, **fields)
@@ -246,7 +308,8 @@ def kind_of(config: Config) -> str:
         if same:
             return kind
     raise ValueError(
-        f"no model_type of {list(KINDS)} has the norm, biases, activation and windows of {config}"
+        f"no model_type of {list(KINDS)} has the norm, biases, activation and windows of {config}; "
+        "save with layout='xsake'"
     )
 
 
@@ -331,7 +394,14 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
     names = {
         "linear": ("factor",),
         "llama3": ("factor", "original_context", "low_frequency", "high_frequency"),
-        "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "attention_factor"),
+        "yarn": (
+            "factor",
+            "original_context",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "truncate",
+        ),
     }[rope.scaling]
     fields = {theirs: getattr(rope, ours) for theirs, ours in SCALING.items() if ours in names}
     return {"rope_type": rope.scaling} | {k: x for k, x in fields.items() if x is not None}

@@ -169,6 +169,7 @@ def _config(folder: Path, values: dict[str, Any], tensors: int) -> Config:
 def _names(values: dict[str, Any]) -> weights.Names:
     """How the folder of a config.json names its tensors."""
     own = {"gpt2": weights.GPT2, hf_config.OWN: weights.XSAKE}
+    own |= dict.fromkeys(hf_config.GEMMA, weights.GEMMA)
     return own.get(str(values.get("model_type")), weights.LLAMA)
 
 

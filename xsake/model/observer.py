@@ -30,6 +30,12 @@ class Observer:
                 "HADS plans dense attention, but this model has attention = "
                 f"{model.config.attention!r}, which selects its own blocks; use a dense model"
             )
+        if not model.config.is_plain:
+            raise ValueError(
+                "HADS measures softmax(q kᵀ / sqrt(H)), but this model has "
+                f"soft_cap = {model.config.soft_cap} and sinks = {model.config.sinks}; "
+                "use a model without them"
+            )
         self.graph, self.weights = nnx.split(model)
         self.layers, self.heads = model.config.layers, model.config.heads
         self.vocab_size = model.config.vocab_size

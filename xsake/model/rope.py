@@ -36,6 +36,7 @@ class Rope:
       factor: the extended context ÷ original_context.
       original_context: context length of the original training.
       attention_factor: for yarn; default 0.1 · ln(factor) + 1.
+      truncate: for yarn: the ends of the ramp are rounded outwards to whole pairs.
     """
 
     base: float = 10_000.0
@@ -47,6 +48,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         _files.check_fields(Rope, vars(self), "rope")
@@ -90,8 +92,11 @@ def frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
             / (2 * math.log(rope.base))
             for beta in (rope.beta_slow, rope.beta_fast)
         )
-        first, last = max(math.floor(fastest), 0), min(math.ceil(slowest), head_size - 1)
-        keep = 1 - (np.arange(head_size // 2) - first) / max(last - first, 1e-3)
+        if rope.truncate:
+            fastest, slowest = float(math.floor(fastest)), float(math.ceil(slowest))
+        first, last = max(fastest, 0.0), min(slowest, head_size - 1.0)
+        pairs = np.arange(head_size // 2, dtype=np.float64)
+        keep = 1 - (pairs - first) / max(last - first, 1e-3)
         magnitude = rope.attention_factor or 0.1 * math.log(rope.factor) + 1
     keep = np.clip(keep, 0, 1)
     return (plain * keep + plain / rope.factor * (1 - keep)).astype(np.float32), magnitude

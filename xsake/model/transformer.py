@@ -17,6 +17,8 @@ and a checkpoint is a handful of arrays. `model.parameters()` names them:
     layers.query_norm.scale [layers, head_size]                   qk_norm
     layers.key_norm.scale   [layers, head_size]                   qk_norm
     layers.out.kernel       [layers, heads, head_size, embed]     .bias [layers, embed]: out_bias
+    layers.sinks            [layers, heads]                       sinks
+    layers.attention_post_norm.scale [layers, embed]              post_norms; mlp_post_norm too
     layers.mlp_norm.scale   [layers, embed]                       and .bias with norm = "layer"
     layers.gate.kernel      [layers, embed, mlp]                  gated; .bias with mlp_bias
     layers.up.kernel        [layers, embed, mlp]                  .bias [layers, mlp] with mlp_bias
@@ -53,7 +55,7 @@ from jaxtyping import Float, Int
 from xsake.model import rope
 from xsake.model.attend import Attend, ModelMask, by_mask
 from xsake.model.config import Config
-from xsake.model.modules import Axes, Linear, Norm, normal
+from xsake.model.modules import Axes, Linear, Norm, constant, normal
 from xsake.model.sparse.attend import by_blocks, with_index_loss
 from xsake.model.sparse.module import SparseAttention, SparseInputs
 
@@ -163,7 +165,9 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "*lead width"]) -> Float[Array, "*lead vocab"]:
         """hidden [..., width] -> float32 [..., vocab]."""
         kernel = self.head_kernel().astype(hidden.dtype)
-        return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32).astype(jnp.float32)
+        found = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32).astype(jnp.float32)
+        cap = self.config.final_soft_cap
+        return found if cap is None else cap * jnp.tanh(found / cap)
 
     def head_kernel(self) -> Float[Array, "width vocab"]:
         """The matrix that maps hidden states to logits, [width, vocab]."""
@@ -188,11 +192,13 @@ class Transformer(nnx.Module):
         attend, positions = self._prepare(tokens, mask, positions, segment_ids)
 
         def watched(
-            layer: Any, q: Array, k: Array, v: Array, carry: Any, *sparse: SparseInputs
+            layer: Any, q: Array, k: Array, v: Array, carry: Any, *more: Any
         ) -> tuple[Array, Any]:
-            out, _ = attend(layer, q, k, v, None, *sparse)
-            seen = Observation(q, k, v, out, self.layer(layer).out.kernel[...])
-            return out, fold(layer, SparseObservation(*seen, *sparse) if sparse else seen, carry)
+            out, _ = attend(layer, q, k, v, None, *more)
+            seen: Any = Observation(q, k, v, out, self.layer(layer).out.kernel[...])
+            if self.config.is_sparse:
+                seen = SparseObservation(*seen, *more)
+            return out, fold(layer, seen, carry)
 
         return self.run(tokens, positions, watched, carry)[1]
 
@@ -212,13 +218,10 @@ class Transformer(nnx.Module):
         """
         config, scan = self.config, self.scan if scan is None else scan
         x = self.embed(tokens, positions).astype(self.dtype)
-        angles = None
-        if config.positions == "rope":
-            sizes = {config.head_size} | ({config.index_size} if config.is_sparse else set())
-            angles = {size: rope.angles(config.rope, size, positions) for size in sizes}
+        angles = _angles(config, positions)
 
         def through(number: Any, layer: Any, x: Array, state: Any) -> tuple[Array, Any]:
-            return layer(number, x, angles, attend, state)
+            return layer(number, x, angles(number), attend, state)
 
         if scan and self.is_stacked:
             step = jax.checkpoint(through) if self.remat else through
@@ -353,6 +356,25 @@ def document_positions(batch: int, length: int, segment_ids: Any = None) -> Int[
     return index - lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
+def _angles(config: Config, positions: Any) -> Callable[[Any], Any]:
+    """A layer's number -> RoPE's angles by head size, or None without RoPE."""
+    if config.positions != "rope":
+        return lambda number: None
+    sizes = {config.head_size} | ({config.index_size} if config.is_sparse else set())
+
+    def of(settings: rope.Rope) -> dict[int, tuple[Array, Array]]:
+        return {size: rope.angles(settings, size, positions) for size in sizes}
+
+    everywhere = of(config.rope)
+    if config.window_rope is None:
+        return lambda number: everywhere
+    in_windows = of(config.window_rope)
+    windowed = jnp.array([config.windowed(i) for i in range(config.layers)])
+    return lambda number: jax.tree.map(
+        functools.partial(jnp.where, windowed[number]), in_windows, everywhere
+    )
+
+
 # -------------------------------------------------------------------------------------------- parts
 
 
@@ -374,13 +396,19 @@ class Layer(nnx.Module):
         self.query_norm = norm("rms", axes=size) if config.qk_norm else None
         self.key_norm = norm("rms", axes=size) if config.qk_norm else None
         self.out = linear(heads, embed, bias=config.out_bias, deviation=small)
+        self.attention_post_norm = norm(config.norm, axes=embed) if config.post_norms else None
         self.mlp_norm = norm(config.norm, axes=embed)
+        self.mlp_post_norm = norm(config.norm, axes=embed) if config.post_norms else None
         self.gate = linear(embed, mlp, bias=config.mlp_bias) if config.gated else None
         self.up = linear(embed, mlp, bias=config.mlp_bias)
         self.down = linear(mlp, embed, bias=config.mlp_bias, deviation=small)
         # last, so that a seed gives the other parameters the values that they have with dense
         self.sparse = SparseAttention(config, rngs, stack) if config.is_sparse else None
+        self.sinks = constant(stack | {"heads": config.heads}, 0.0) if config.sinks else None
         self.activation = config.activation
+        # attention divides by sqrt(head_size)
+        root = math.sqrt(config.head_size)
+        self.query_factor = 1.0 if config.scale is None else config.scale * root
 
     def __call__(
         self, number: Any, x: Array, angles: Any, attend: Attend, state: Any
@@ -395,10 +423,14 @@ class Layer(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if angles is not None:
             q, k = (rope.rotate(x, *angles[x.shape[-1]]) for x in (q, k))
-        more = () if self.sparse is None else (self.sparse(h, angles),)
+        if self.query_factor != 1:
+            q = (q.astype(jnp.float32) * self.query_factor).astype(q.dtype)
+        more: tuple[Any, ...] = () if self.sparse is None else (self.sparse(h, angles),)
+        if self.sinks is not None:
+            more = (self.sinks[...],)
         out, state = attend(number, q, k, v, state, *more)
-        x = x + self.out(out)
-        return x + self.mlp(self.mlp_norm(x)), state
+        x = x + _normed(self.attention_post_norm, self.out(out))
+        return x + _normed(self.mlp_post_norm, self.mlp(self.mlp_norm(x))), state
 
     def mlp(self, x: Array) -> Array:
         """down(activation(gate x) · up x), or down(activation(up x)) without a gate."""
@@ -406,6 +438,10 @@ class Layer(nnx.Module):
         if self.gate is None:
             return self.down(bend(self.up(x)))
         return self.down(bend(self.gate(x)) * self.up(x))
+
+
+def _normed(norm: Norm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
 
 
 class Embedding(nnx.Module):
@@ -418,8 +454,10 @@ class Embedding(nnx.Module):
         self.positions = (
             normal(rngs, {"context": config.context} | embed, 0.01) if learned else None
         )
+        self.factor = math.sqrt(config.width) if config.scaled_embedding else 1.0
 
     def __call__(self, tokens: Any, positions: Any) -> Array:
         """[B, T] and [B, T] -> [B, T, width]."""
         x = self.tokens[...][tokens]
+        x = x if self.factor == 1 else x * jnp.asarray(self.factor, x.dtype)
         return x if self.positions is None else x + self.positions[...][positions]

@@ -7,7 +7,7 @@
 
 `check` compares every name, shape and type before the parameters are loaded; `gather` reads and
 stacks the tensors layer by layer; `scatter` is its inverse, except that it does not restore the
-interleaved RoPE layout (`adjacent_pairs`).
+interleaved RoPE layout (`adjacent_pairs`) and scales less 1 (`scales_less_one`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Names:
       adjacent_pairs: q and k are stored in the interleaved RoPE layout.
       ignored: a pattern for tensors that hold no parameter, such as masks and frequencies.
       stacked: tensors are the parameters themselves, all layers in one; `modules` is not read.
+      scales_less_one: the scale of a norm is stored less 1.
     """
 
     modules: Mapping[str, str]
@@ -48,6 +49,7 @@ class Names:
     adjacent_pairs: bool = False
     ignored: str = r"$^"
     stacked: bool = False
+    scales_less_one: bool = False
 
 
 XSAKE = Names({}, stacked=True)
@@ -70,6 +72,17 @@ LLAMA = Names(
         "head": "lm_head",
     },
     ignored=r".*\.rotary_emb\.inv_freq",
+)
+
+GEMMA = dataclasses.replace(
+    LLAMA,
+    modules=dict(LLAMA.modules)
+    | {
+        "layers.attention_post_norm": "model.layers.{}.post_attention_layernorm",
+        "layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm",
+        "layers.mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
+    },
+    scales_less_one=True,
 )
 
 GPT2 = Names(
@@ -148,6 +161,7 @@ class Entry:
     layers: int | None  # number of layers; None: a tensor that is not per layer
     transposed: bool  # [out, in] in the file
     adjacent: bool  # in the interleaved RoPE layout
+    added: float = 0.0  # to what the file holds
 
     def names(self) -> list[str]:
         """The tensors' names, one for each layer."""
@@ -179,6 +193,7 @@ def entries(config: Config, names: Names) -> Iterator[Entry]:
             layers=config.layers if stacked else None,
             transposed=transposed,
             adjacent=names.adjacent_pairs and module in ROTATED,
+            added=1.0 if names.scales_less_one and leaf == "scale" else 0.0,
         )
 
 
@@ -218,6 +233,7 @@ def gather(config: Config, wanted: list[Entry], source: Source, dtype: Any) -> d
             for p, x in _unpack(entry, source.read(name), config.head_size).items():
                 target = stacks[p] if entry.layers is None else stacks[p][layer]
                 target[...] = x.reshape(target.shape)
+                target += entry.added
         parameters |= {p: jnp.array(x, dtype) for p, x in stacks.items()}
     return parameters
 

@@ -111,6 +111,11 @@ def loss_of_hidden(
     model: Transformer, hidden: Array, batch: Batch, config: Config
 ) -> tuple[Array, Sums]:
     """(Σ loss, Sums without an index loss) of hidden states [B, T, width]."""
+    if model.config.final_soft_cap is not None:
+        raise ValueError(
+            f"final_soft_cap = {model.config.final_soft_cap} is not supported in training, whose "
+            "loss never holds the logits; train a model without it"
+        )
     total = cross_entropy.summed(
         config.compute.loss_tokens,
         hidden.reshape(-1, hidden.shape[-1]),

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from xsake.backends.hopper.backward_columns import ColumnsKernel
 from xsake.backends.hopper.backward_rows import RowsKernel
 from xsake.backends.hopper.layouts import ALIGNED, pad_tokens, round_up
+from xsake.backends.hopper.limits import FUSED_SIZE
 from xsake.backends.hopper.prepare import prepare
 from xsake.backends.hopper.rule_tile import rule_operands
 from xsake.backends.hopper.shape import Shape
@@ -35,7 +36,6 @@ from xsake.backends.kernel_rule import KernelRule
 from xsake.backends.options import BackwardTiling
 from xsake.block_mask.lists import Lists
 
-FUSED_SIZE = 128  # the largest head size of the fused form
 MAX_COLUMNS = 256  # of accumulators in a warpgroup's registers
 CASTS = ("pass", "kernel")
 DEFAULT_TILING = BackwardTiling()

@@ -1,7 +1,5 @@
 """ejkernel's Native Sparse Attention: its names, arguments and shapes, computed by `xsake.nsa`.
 
-    from xsake.integrations.ejkernel import native_sparse_attention, apply_native_sparse_attention
-
     block_indices   [B, T, K, S] for every token, or [B, K, Tb, S] for every block of queries
     block_counts    a number, [B, T, K], or [B, K, Tb]               Tb = ceil(T / block_size)
     g_cmp, g_slc    [B, T, N], or [B, T, N·H] for every element

@@ -1,4 +1,4 @@
-"""attention(mask): an `attention_fn` for Flax's attention modules, NNX and Linen.
+"""attention(mask): an `attention_fn` for Flax's attention modules.
 
     nnx.MultiHeadAttention(…, attention_fn=attention(rule)) ────────────┐
     linen.MultiHeadDotProductAttention(…, attention_fn=attention(rule)) ┤
@@ -107,7 +107,7 @@ class Attend:
         """Attention of query [batch…, T, N, H] to key and value [batch…, S, K, H]."""
         _refuse_dropout(dropout_rate, deterministic)
         _refuse_weights(module)
-        _refuse_precision(precision)
+        check_precision(precision)
         _refuse_products(
             einsum_dot_general=einsum_dot_general,
             qk_attn_weights_einsum=qk_attn_weights_einsum,
@@ -160,7 +160,7 @@ def _refuse_weights(module: Any) -> None:
         )
 
 
-def _refuse_precision(precision: Any) -> None:
+def check_precision(precision: Any) -> None:
     """A `jax.lax.Precision` is a lower bound, and float32 products have the highest one."""
     try:
         for each in precision if isinstance(precision, tuple) else (precision,):

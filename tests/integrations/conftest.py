@@ -1,0 +1,1 @@
+collect_ignore = ["fixtures/levanter.py"]  # a program that needs levanter

@@ -1,0 +1,164 @@
+"""Levanter's attention: what its own reference returned for named axes, masks, sinks, soft caps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.integrations import levanter_cases
+from tests.integrations.test_blocksparse import some_on_both
+from tests.oracle import relative_error
+from xsake.integrations.levanter import dot_product_attention, dot_product_attention_with_sink
+
+CLOSE = 2e-6
+EXPECTED = np.load(Path(__file__).parent / "fixtures" / "levanter.npz")
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    name: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """What the adapter reads of a Haliax NamedArray."""
+
+    array: object
+    axes: tuple
+
+    def __post_init__(self):
+        assert tuple(axis.size for axis in self.axes) == np.shape(self.array)
+
+
+def named(array, *names):
+    return Named(jnp.asarray(array), tuple(map(Axis, names, np.shape(array))))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """The fields of Levanter's."""
+
+    is_causal: bool = False
+    causal_offset: object = None
+    explicit_mask: object = None
+    segment_ids: object = None
+    sliding_window: int | None = None
+
+
+CASES = levanter_cases.cases(named)
+NAMES = (levanter_cases.QUERY, levanter_cases.KEY, levanter_cases.KEY)
+
+
+def turned(x, names, order):
+    """The same named array with its axes in another order."""
+    return named(np.transpose(x, [names.index(name) for name in order]), *order)
+
+
+def call(case="causal", orders=NAMES, **more):
+    fields, others = CASES[case]
+    arrays = [turned(x, *ns) for x, *ns in zip(levanter_cases.arrays(), NAMES, orders, strict=True)]
+    mask = None if fields is None else AttentionMask(**fields)
+    more = {"use_flash": False} | others | more
+    return dot_product_attention("position", "key_position", "head_size", *arrays, mask, **more)
+
+
+@pytest.mark.parametrize("case", some_on_both(CASES, "segments", "sinks"))
+def test_results_are_those_of_levanter(case):
+    out = call(case)
+    assert [axis.name for axis in out.axes] == list(levanter_cases.QUERY)
+    assert relative_error(out.array, EXPECTED[case]) <= CLOSE
+
+
+ORDERS = (
+    ("position", "q_heads_per_group", "batch", "head_size", "kv_head"),
+    ("head_size", "key_position", "kv_head", "batch"),
+    ("batch", "key_position", "kv_head", "head_size"),
+)
+
+
+@pytest.mark.second_python
+def test_axes_may_come_in_any_order_and_blocks_in_any_size():
+    out = call("segments", ORDERS, use_flash=None, flash_block_size=4)
+    assert [axis.name for axis in out.axes] == list(ORDERS[0])
+    back = [ORDERS[0].index(name) for name in levanter_cases.QUERY]
+    assert relative_error(np.transpose(out.array, back), EXPECTED["segments"]) <= CLOSE
+
+
+@pytest.mark.second_python
+def test_axes_without_batch_or_heads():
+    """One batch row of one head, without these axes; values have features of their own."""
+    q, k, v = levanter_cases.arrays()
+    out = dot_product_attention(
+        Axis("position", 9), "key_position", Axis("head_size", 4),
+        named(q[0, 0, 0], "position", "head_size"), named(k[0, 0], "key_position", "head_size"),
+        named(v[0, 0, :, :3], "key_position", "features"), AttentionMask(is_causal=True),
+        use_flash=False,
+    )  # fmt: skip
+    assert [axis.name for axis in out.axes] == ["position", "features"]
+    assert relative_error(out.array, EXPECTED["causal"][0, 0, 0, :, :3]) <= CLOSE
+
+
+def test_sinks_in_the_order_of_an_earlier_levanter():
+    arrays = [named(x, *ns) for x, ns in zip(levanter_cases.arrays(), NAMES, strict=True)]
+    fields, more = CASES["sinks"]
+    out = dot_product_attention_with_sink(
+        "position", "key_position", "head_size", *arrays, more["attn_sink"],
+        AttentionMask(**fields), use_flash=False,
+    )  # fmt: skip
+    assert relative_error(out.array, EXPECTED["sinks"]) <= CLOSE
+
+
+@pytest.mark.second_python
+def test_a_narrower_attention_dtype_casts_and_the_output_keeps_the_querys():
+    out = call("causal", attention_dtype=jnp.bfloat16).array
+    assert out.dtype == jnp.float32
+    assert 1e-4 < relative_error(out, EXPECTED["causal"]) < 2e-2
+    assert relative_error(call(attention_dtype=jnp.float32).array, EXPECTED["causal"]) <= CLOSE
+
+
+def test_backends_of_levanter_that_mean_something_here():
+    vanilla = SimpleNamespace(value="vanilla")
+    out = call("causal", use_flash=None, attn_backend=vanilla)
+    assert relative_error(out.array, EXPECTED["causal"]) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dropout": 0.1, "inference": False}, "dropout=0.1 would drop attention weights"),
+        ({"bias": named(np.zeros(9, np.float32), "position"), "logits_soft_cap": 2.0}, "before"),
+        ({"precision": "BF16_BF16_F32"}, "selects an algorithm for products"),
+        ({"attn_backend": "nvte"}, "attn_backend 'nvte' is one of Levanter's own; leave it out"),
+        ({"flash_block_size": 0}, "flash_block_size must be an integer from 1"),
+        ({"scaling_factor": float("inf")}, "scaling_factor must be a finite number"),
+        (
+            {"attn_sink": named(np.zeros(2, np.float32), "kv_head")},
+            r"attn_sink must have axes \['kv_head', 'q_heads_per_group'\], got \['kv_head'\]",
+        ),
+        (
+            {"bias": named(np.zeros(3, np.float32), "other")},
+            "bias has axis 'other', but may have",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused(arguments, message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        call(**arguments)
+
+
+def test_axes_that_do_not_fit_are_refused():
+    q, k, v = (named(x, *ns) for x, ns in zip(levanter_cases.arrays(), NAMES, strict=True))
+    attend = functools.partial(dot_product_attention, Key="head_size", value=v)
+    with pytest.raises(ValueError, match="QPos and KPos must have different names, got 'position'"):
+        attend(QPos="position", KPos="position", query=q, key=k)
+    with pytest.raises(ValueError, match=r"without \['key_position'\]"):
+        attend(QPos="position", KPos="key_position", query=q, key=q)
+    with pytest.raises(TypeError, match="mask must be an AttentionMask or a named array, got int"):
+        attend(QPos="position", KPos="key_position", query=q, key=k, mask=3)

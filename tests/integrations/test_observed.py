@@ -1,0 +1,227 @@
+"""HADS on models that XSAKE did not make: profile, plan, equal density, quality table."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from xsake import BlockMask, hads, masks
+from xsake.evaluate import methods, table
+from xsake.integrations.flax import attention, observed
+from xsake.integrations.flax.linen import SelfAttention
+
+VOCABULARY, WIDTH, N, LAYERS = 32, 16, 2, 2
+T, BLOCK = 72, 16  # five row blocks, the last one short
+DENSITY = 0.7
+CLOSE = 1e-5
+RNG = np.random.default_rng(0)
+DOCUMENTS = [RNG.integers(0, VOCABULARY, T).astype(np.int32) for _ in range(3)]
+TOKENS = np.stack(DOCUMENTS[:2])
+
+
+class Block(nnx.Module):
+    """Attention and a product, each behind a norm."""
+
+    def __init__(self, *, rngs, **how):
+        self.first, self.second = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            N, WIDTH, decode=False, keep_rngs=False, rngs=rngs, **how
+        )
+        self.product = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x, mask):
+        x = x + self.attention(self.first(x), mask=mask)
+        return x + nnx.gelu(self.product(self.second(x)))
+
+
+class Decoder(nnx.Module):
+    """A decoder as a user writes one; nothing in it knows of XSAKE."""
+
+    def __init__(self, *, rngs, attention_fns=None, causal=True):
+        self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        how = [{"attention_fn": f} for f in attention_fns] if attention_fns else [{}] * LAYERS
+        # later layers are made, and so stored, first: their number is the order of the calls
+        made = [Block(rngs=rngs, **x) for x in reversed(how)]
+        self.upper, self.lower = made
+        self.causal = causal
+
+    def __call__(self, tokens):
+        x = 3 * self.embedding(tokens)
+        mask = nnx.make_causal_mask(tokens) if self.causal else None
+        for block in (self.lower, self.upper):
+            x = block(x, mask)
+        return self.embedding.attend(x)
+
+
+def decoder(**how):
+    model = Decoder(rngs=nnx.Rngs(0), **how)
+    for block in (model.lower, model.upper):  # heads that prefer some keys, as trained ones do
+        block.attention.query.kernel[...] *= 6
+    return model
+
+
+@functools.cache
+def subject():
+    return observed(decoder())
+
+
+@functools.cache
+def profile():
+    return subject().profile(DOCUMENTS[:2], block=BLOCK, curves=("static", "mean_query"))
+
+
+@pytest.mark.second_python
+def test_the_profile_is_of_what_every_layer_attends_to():
+    """Block mass of both layers, from q and k that an attention_fn of the test's own kept."""
+    kept = []
+
+    def keep(query, key, value, **rest):
+        kept.append((np.asarray(query), np.asarray(key)))
+        return nnx.dot_product_attention(query, key, value, **rest)
+
+    decoder(attention_fns=[keep] * LAYERS)(TOKENS)
+    assert (subject().layers, subject().heads) == (LAYERS, N)
+    assert profile().facts.model_hash == subject().hash
+    for layer, (q, k) in enumerate(kept):
+        logits = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+        p = np.exp(np.where(np.tri(T, dtype=bool), logits, -np.inf))
+        p = np.pad(p / p.sum(-1, keepdims=True), ((0, 0),) * 3 + ((0, -T % BLOCK),))
+        mass = p.reshape(*p.shape[:3], -1, BLOCK).sum(-1).mean(0)  # [N, T, n]
+        mass = np.stack([mass[:, i : i + BLOCK].mean(1) for i in range(0, T, BLOCK)], axis=1)
+        np.testing.assert_allclose(profile().statistics.mass[layer], mass, atol=1e-4)
+
+
+@pytest.mark.second_python
+def test_the_model_runs_under_a_plan():
+    """As does one that was built with attention(plan, layer=…); at density 1 nothing changes."""
+    plan = hads.make(profile(), DENSITY, "kl", "mean_query")
+    run = jax.jit(subject())
+    sparse = run(subject().weights, TOKENS, plan)
+    rebuilt = decoder(attention_fns=[attention(plan, layer=i) for i in range(LAYERS)])
+    np.testing.assert_allclose(sparse, rebuilt(TOKENS), atol=CLOSE)
+    dense = run(subject().weights, TOKENS)
+    np.testing.assert_allclose(dense, decoder()(TOKENS), atol=CLOSE)
+    assert np.abs(sparse - dense).max() > 1e-2
+    all_blocks = hads.make(profile(), 1.0, "kl", "mean_query")
+    np.testing.assert_allclose(run(subject().weights, TOKENS, all_blocks), dense, atol=CLOSE)
+
+
+@pytest.mark.second_python
+def test_methods_are_compared_at_equal_density():
+    names = ("sliding_window", "static/kl", "mean_query/output")
+    found = table.measure_methods(
+        subject(), methods.at_density(profile(), DENSITY, T, names=names), DOCUMENTS[2:], BLOCK
+    )
+    n = -(-T // BLOCK)
+    blocks = round(DENSITY * LAYERS * N * n * (n + 1) / 2)
+    for row in found:
+        assert row["realised_density_ratio"] == pytest.approx(
+            blocks / (LAYERS * N * n * (n + 1) / 2)
+        )
+        assert 0 < row["recall"] < 1
+        assert row["logit_kl"] > 0
+    rows = {row["method"]: row for row in found}
+    assert rows["static/kl"]["kl"] < rows["sliding_window"]["kl"]
+
+
+class Linen(linen.Module):
+    """Two layers; the second is called first."""
+
+    @linen.compact
+    def __call__(self, tokens):
+        embedding = linen.Embed(VOCABULARY, WIDTH)
+        x, mask = 3 * embedding(tokens), linen.make_causal_mask(tokens)
+        for name in ("b", "a"):
+            x = x + linen.MultiHeadDotProductAttention(N, name=name)(linen.RMSNorm()(x), mask=mask)
+        return embedding.attend(x)
+
+
+@pytest.mark.second_python
+def test_a_linen_model_is_observed_without_a_change():
+    model = Linen()
+    variables = model.init(jax.random.key(0), TOKENS)
+    found = observed(model, variables)
+    assert (found.layers, found.heads) == (LAYERS, N)
+    kernels = found.observe(variables, TOKENS, lambda layer, seen, xs: [*xs, seen.kernel], [])
+    for name, kernel in zip("ba", kernels, strict=True):
+        np.testing.assert_array_equal(kernel, variables["params"][name]["out"]["kernel"])
+    own = model.apply(variables, TOKENS)
+    np.testing.assert_allclose(found(variables, TOKENS), own, atol=CLOSE)
+
+    def choose(layer, q, k):
+        return masks_of(layer, T)
+
+    sparse = found(variables, TOKENS, choose)
+    assert np.abs(sparse - own).max() > 1e-2
+    np.testing.assert_allclose(model.apply(variables, TOKENS), own, atol=CLOSE)  # as it was
+
+
+def masks_of(layer, length):
+    rule = masks.causal() & masks.sliding_window(3 + layer, 0)
+    return BlockMask.from_rule(rule, (length, length), block=BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: observed(nnx.Embed(4, 4, rngs=nnx.Rngs(0))), "the model calls no module with an"),
+        (
+            lambda: observed(decoder(causal=False)).profile(DOCUMENTS[:1], block=BLOCK),
+            "plain causal attention .* changes the model's output by .* HADS plans such attention",
+        ),
+        (
+            lambda: observed(decoder(), projection=lambda module: jnp.zeros((3, 4))),
+            r"the output projection must be \[N, Hv, width\] or .* got shape \[3, 4\]; pass",
+        ),
+    ],
+)
+def test_models_that_cannot_be_planned_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---------------------------------------------------------------------------- the module for Linen
+
+
+def test_the_linen_module_has_the_parameters_and_results_of_flax():
+    x = jnp.asarray(RNG.standard_normal((2, 24, WIDTH)), jnp.float32)
+    theirs = linen.MultiHeadDotProductAttention(N)
+    ours = SelfAttention(N, mask=masks.sliding_window(5, 0))
+    variables = theirs.init(jax.random.key(0), x)
+    shapes = jax.tree.map(jnp.shape, ours.init(jax.random.key(0), x))
+    assert shapes == jax.tree.map(jnp.shape, variables)
+    offset = np.arange(24)[:, None] - np.arange(24)
+    seen = ((offset >= 0) & (offset <= 5))[None, None]
+    expected = theirs.apply(variables, x, mask=jnp.asarray(seen))
+    np.testing.assert_allclose(ours.apply(variables, x), expected, atol=CLOSE)
+
+
+@pytest.mark.second_python
+def test_the_linen_module_takes_segments_kv_heads_and_plans():
+    x = jnp.asarray(RNG.standard_normal((1, 24, WIDTH)), jnp.float32)
+    ids = jnp.repeat(jnp.arange(2), 12)[None]
+    module = SelfAttention(4, num_kv_heads=2, head_size=8)
+    variables = module.init(jax.random.key(0), x)
+    packed = module.apply(variables, x, segment_ids=ids)
+    alone = module.apply(variables, x[:, 12:])
+    np.testing.assert_allclose(packed[:, 12:], alone, atol=CLOSE)
+
+    def planned(**more):
+        def choose(layer, q, k):
+            return masks_of(layer, 24)
+
+        return SelfAttention(4, num_kv_heads=2, head_size=8, mask=choose, **more).apply(
+            variables, x
+        )
+
+    window = SelfAttention(4, num_kv_heads=2, head_size=8, mask=masks.sliding_window(4, 0))
+    np.testing.assert_allclose(planned(layer=1), window.apply(variables, x), atol=CLOSE)
+    with pytest.raises(ValueError, match=r"SelfAttention\(…, layer=…\) needs the number"):
+        planned()
+    with pytest.raises(ValueError, match="num_heads = 3 does not divide the width 16"):
+        SelfAttention(3).init(jax.random.key(0), x)

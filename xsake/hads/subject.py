@@ -1,0 +1,48 @@
+"""Subject: what calibration and evaluation ask of a model.
+
+`xsake.model.observer.Observer` is one, and `xsake.integrations.flax.Observed` another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from jax import Array
+
+from xsake.block_mask import BlockMask
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """A model whose attention can be observed and replaced.
+
+    `weights` is a pytree that every method takes, so that it is an argument of compiled code.
+    """
+
+    weights: Any
+    layers: int
+    heads: int
+    hash: str
+
+    def observe(
+        self, weights: Any, tokens: Any, fold: Callable[[Any, Any, Any], Any], carry: Any
+    ) -> Any:
+        """carry = fold(layer, attention, carry) over the layers of a dense pass of tokens [1, T].
+
+        `attention` has q, k, v [1, T, …] and kernel [N, Hv, width], the output projection.
+        """
+
+    def hidden(self, weights: Any, tokens: Array) -> Array:
+        """Final states of a dense pass, [T, width] for tokens [T]."""
+
+    def sparse_hidden(
+        self, weights: Any, tokens: Array, choose: Callable[..., BlockMask], corrected: bool = False
+    ) -> Array:
+        """`hidden` with the BlockMask that choose(layer, q, k, v, kernel) returns in each layer.
+
+        With `corrected`, centroids replace the dropped blocks.
+        """
+
+    def logits(self, weights: Any, hidden: Array) -> Array:
+        """float32 [R, vocab] of hidden [R, width]."""
