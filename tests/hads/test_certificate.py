@@ -109,17 +109,20 @@ def test_estimates_are_unbiased():
     assert ((found.standard_error**2).mean(2) > 0.95 * found.mean.var(2)).all()
 
 
-@pytest.mark.parametrize(("groups", "shape"), [(16, 1.0), (16, 4.0), (128, 0.3)])
-def test_intervals_cover_the_mean_of_skewed_values(groups, shape):
+@pytest.mark.parametrize(
+    ("groups", "shape", "widened"),
+    [(16, 1.0, 1.5), (16, 4.0, 1.5), (128, 0.3, 1.5), (16, 0.3, 4.0)],
+)
+def test_intervals_cover_the_mean_of_skewed_values(groups, shape, widened):
     """Gamma variables: most are small, a few are large. 16 groups are those of a window."""
     x = np.random.default_rng(3).gamma(shape, size=(2000, groups)).astype(np.float32)
-    found = certificate.estimate(jnp.asarray(x), 64 * groups, 64, 64 * groups)
+    found = certificate.estimate(jnp.asarray(x), 64 * groups, 64, 64 * groups, widened)
     covers = (found.low <= shape) & (shape <= found.high)
     assert 0.95 <= covers.mean() <= 0.999
 
 
 def test_one_group_alone_says_nothing_of_the_spread():
-    found = certificate.estimate(jnp.array([[0.2, 0.3, 0.1]]), 40, 16, 32, 1.0)
+    found = certificate.estimate(jnp.array([[0.2, 0.3, 0.1]]), 40, 16, 32, most=1.0)
     np.testing.assert_allclose(found.mean[0], [0.25, 0.1])
     np.testing.assert_array_equal([found.low[0, 1], found.high[0, 1]], [0, 1])
 

@@ -5,13 +5,14 @@ calibration text ─ calibrate ─ Profile ─ make ─ Plan ─ mask(layer, q, 
                       one density for the whole model, and a policy that splits it
 """
 
-from xsake.hads.certificate import Report, certified_attention
+from xsake.hads.certificate import Certify, Report, certified_attention
 from xsake.hads.correction import corrected_attention
 from xsake.hads.plan import Plan, make
 from xsake.hads.profile import Profile, calibrate
 from xsake.hads.statistics import measure
 
 __all__ = [
+    "Certify",
     "Plan",
     "Profile",
     "Report",

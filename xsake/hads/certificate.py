@@ -33,10 +33,21 @@ from xsake.masks.rule import And, Everything, Grid, Rule, Tokens, cut
 EVERY = 64  # tokens of a group, from which one query is sampled
 WINDOW = 1024  # queries of a window, for which estimates are reported
 CONFIDENCE = 0.95
-# Sampled masses are skewed: most are small, a few are large, and Student's interval of a few of
-# them is too narrow. It is widened by this factor; docs/certificate.md has the measured coverage.
-WIDENED = 1.5
+# Values of queries are skewed: most are small, a few are large. Student's interval of a few of them
+# rarely reaches up to the mean, so its upper half is widened; docs/certificate.md has the coverage.
+WIDENED_MASS = 1.5
+WIDENED_ERROR = 4.0  # squares are more skewed
 LOGITS_AT_ONCE = 1 << 24  # upper bounds of logits in memory at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Certify:
+    """How a model's attention is certified; the arguments of `certified_attention`."""
+
+    threshold: float | None = None
+    guarantee: float | None = None
+    correct: bool = False
+    seed: int = 0  # of the samples; every layer has its own
 
 
 class Estimate(NamedTuple):
@@ -269,15 +280,15 @@ def _report(
 ) -> dict[str, Any]:
     """The estimates and bounds of a Report."""
     figures = {
-        "dropped_mass": (mass, 1.0),
-        "squared_error": ((error**2).sum(-1), np.inf),
-        "squared_output": ((exact**2).sum(-1), np.inf),
+        "dropped_mass": (mass, WIDENED_MASS, 1.0),
+        "squared_error": ((error**2).sum(-1), WIDENED_ERROR, np.inf),
+        "squared_output": ((exact**2).sum(-1), WIDENED_ERROR, np.inf),
     }
     found: dict[str, Any] = {"bound": None, "largest_bound": None}
-    for name, (x, most) in figures.items():
+    for name, (x, *limit) in figures.items():
         x = jnp.moveaxis(x, 1, 2)
-        whole = estimate(x, T, every, T, most)
-        found[name] = estimate(x, T, every, window, most)
+        whole = estimate(x, T, every, T, *limit)
+        found[name] = estimate(x, T, every, window, *limit)
         found[f"{name}_by_head"] = Estimate(*(each[..., 0] for each in whole))
     if limits is not None:
         real = cut(jnp.ones(T, bool), window, 0, False)
@@ -295,12 +306,18 @@ def _report(
 
 
 def estimate(
-    x: Float[Array, "*axes G"], length: int, every: int, window: int, most: float = np.inf
+    x: Float[Array, "*axes G"],
+    length: int,
+    every: int,
+    window: int,
+    widened: float = WIDENED_MASS,
+    most: float = np.inf,
 ) -> Estimate:
     """Means over windows of the queries, [*axes, windows], from one value of each group.
 
         mean = Σ w x,  w = tokens of the group ÷ tokens of the window
         standard error² = Σ w² · G / (G - 1) · Σ w (x - mean)²
+        interval = mean - t · standard error … mean + widened · t · standard error
 
     The groups differ in their means, too, which makes the standard error larger than that of the
     sample. With one group in a window nothing is known of the spread: the interval is 0 … `most`.
@@ -319,10 +336,9 @@ def estimate(
     scale = (weight**2).sum(-1) * groups / np.maximum(groups - 1, 1)
     standard_error = jnp.sqrt(scale * spread)
     student = stdtrit(np.maximum(groups - 1, 1), (1 + CONFIDENCE) / 2)
-    half = jnp.where(groups > 1, (WIDENED * student).astype(np.float32) * standard_error, jnp.inf)
-    return Estimate(
-        mean, standard_error, jnp.maximum(mean - half, 0), jnp.minimum(mean + half, most)
-    )
+    half = jnp.where(groups > 1, student.astype(np.float32) * standard_error, jnp.inf)
+    low, high = jnp.maximum(mean - half, 0), jnp.minimum(mean + widened * half, most)
+    return Estimate(mean, standard_error, low, high)
 
 
 # -------------------------------------------------------------------------------------------- bound
