@@ -72,7 +72,7 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
     mixed = "2 documents of text and 2 documents of retrieval"
     assert asked == [(2, "2 documents of text"), (4, mixed)]
     from_text = f"mean_query/output {tasks.LABEL}"
-    certified = "{} certified, threshold 0.1"
+    certified = "{} certified, error 0.1"
     assert built == {
         *(*tasks.METHODS, from_text),
         *(certified.format(name) for name in ("part_queries/output", from_text)),

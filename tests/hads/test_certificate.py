@@ -38,7 +38,7 @@ certify = jax.jit(
     functools.partial(
         hads.certified_attention, every=EVERY, window=WINDOW, implementation="reference"
     ),
-    static_argnames=("threshold", "guarantee", "correct", "bound"),
+    static_argnames=("threshold", "criterion", "guarantee", "correct", "bound"),
 )
 
 
@@ -127,12 +127,15 @@ def test_one_group_alone_says_nothing_of_the_spread():
     np.testing.assert_array_equal([found.low[0, 1], found.high[0, 1]], [0, 1])
 
 
-def test_a_threshold_mends_the_row_blocks_whose_sample_is_over_it():
+@pytest.mark.parametrize("criterion", ["mass", "error"])
+def test_a_threshold_mends_the_row_blocks_whose_sample_is_over_it(criterion):
     q, k, v, mask = problem(RULES["causal"])
-    out, report = certify(q, k, v, mask, jax.random.key(4), threshold=0.3)
+    out, report = certify(q, k, v, mask, jax.random.key(4), threshold=0.3, criterion=criterion)
     dense, sparse, mass = by_definition(q, k, v, mask)
     rows = np.arange(B)[:, None]
-    sampled = np.moveaxis(mass[rows, np.asarray(report.sample)], 1, 2)  # [B, N, row blocks]
+    error = np.linalg.norm(sparse - dense, axis=-1) / np.linalg.norm(dense, axis=-1)
+    compared = mass if criterion == "mass" else error
+    sampled = np.moveaxis(compared[rows, np.asarray(report.sample)], 1, 2)  # [B, N, row blocks]
     fails = sampled >= 0.3
     assert 0 < fails.mean() < 1
     np.testing.assert_array_equal(report.dense_row_blocks, fails)
@@ -228,7 +231,8 @@ def test_gradients_are_those_of_the_blocks_that_were_visited():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"threshold": 1.5}, "threshold is a share of the attention mass, 0 to 1, got 1.5"),
+        ({"threshold": 1.5}, "threshold is a share of the mass or the output, 0 to 1, got 1.5"),
+        ({"criterion": "loss"}, 'criterion must be "mass" or "error", got \'loss\''),
         ({"guarantee": 0.1, "bound": False}, "guarantee needs the bound; leave bound = True"),
         ({"every": 12}, "every = 12 must divide the row blocks of 8 queries or be a multiple"),
         ({"window": 20}, "window = 20 must be a multiple of every = 8"),

@@ -63,7 +63,13 @@ class Method:
 
     def certified(self, certify: Certify) -> Method:
         """This method with certified attention; only tasks are measured with it."""
-        said = (f"{name} {x:g}" for name, x in vars(certify).items() if name != "seed" and x)
+        said = []
+        if certify.threshold is not None:
+            said.append(f"{certify.criterion} {certify.threshold:g}")
+        if certify.guarantee is not None:
+            said.append(f"guarantee {certify.guarantee:g}")
+        if certify.correct:
+            said.append("corrected")
         name = f"{self.name} certified, {', '.join(said)}"
         return dataclasses.replace(self, name=name, certify=certify)
 

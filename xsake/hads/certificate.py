@@ -45,6 +45,7 @@ class Certify:
     """How a model's attention is certified; the arguments of `certified_attention`."""
 
     threshold: float | None = None
+    criterion: str = "mass"
     guarantee: float | None = None
     correct: bool = False
     seed: int = 0  # of the samples; every layer has its own
@@ -116,6 +117,7 @@ def certified_attention(
     rng: Array,
     *,
     threshold: float | None = None,
+    criterion: str = "mass",
     guarantee: float | None = None,
     correct: bool = False,
     bound: bool = True,
@@ -134,8 +136,10 @@ def certified_attention(
       value: likewise.
       mask: any BlockMask. What its rule allows outside its blocks counts as dropped.
       rng: a key of `jax.random`, for the sample. A key used twice samples the same queries.
-      threshold: a row block is done densely unless the dropped mass of its sampled queries is below
-        this; 0 does all of them densely. None: none of them.
+      threshold: a row block is done densely unless all its sampled queries are below this; 0 does
+        all row blocks densely. None: none of them.
+      criterion: what is compared with the threshold: "mass", a query's dropped mass, or "error",
+        ‖sparse - dense output‖ ÷ ‖dense output‖.
       guarantee: a row block is done densely unless the bound of all its queries is below this. No
         query of the output then drops more. None: none of them.
       correct: adds the error of the last sampled query at or before it to each query (Delta
@@ -146,7 +150,7 @@ def certified_attention(
       implementation: of `dot_product_attention` with the mask; the sampled queries take the fastest
         that can run.
     """
-    _check(query, key, mask, threshold, guarantee, correct, bound, every, window)
+    _check(query, key, mask, threshold, criterion, guarantee, correct, bound, every, window)
     rule = masks.everything() if mask.rule is None else mask.rule
     B, T, N, _ = query.shape
     out, logsumexp = dot_product_attention(
@@ -164,7 +168,11 @@ def certified_attention(
     if bound:
         constants = lax.stop_gradient((query, key, logsumexp))
         limits = bounds(*constants, dropped, mask.block)
-    fails = _failing(mass, limits, dropped, mask, threshold, guarantee, every)
+    compared = mass
+    if criterion == "error":
+        size = (exact[0] ** 2).sum(-1)
+        compared = jnp.sqrt((error**2).sum(-1) / jnp.where(size > 0, size, 1))
+    fails = _failing(compared, limits, dropped, mask, threshold, guarantee, every)
     if threshold is not None or guarantee is not None:
         out = _done_densely(
             (query, key, value), out, logsumexp, dropped & fails[..., None], mask, implementation
@@ -191,6 +199,7 @@ def _check(
     key: Array,
     mask: BlockMask,
     threshold: float | None,
+    criterion: str,
     guarantee: float | None,
     correct: bool,
     bound: bool,
@@ -211,9 +220,11 @@ def _check(
         )
     if window < every or window % every:
         raise ValueError(f"window = {window} must be a multiple of every = {every}")
+    if criterion not in ("mass", "error"):
+        raise ValueError(f'criterion must be "mass" or "error", got {criterion!r}')
     for name, limit in (("threshold", threshold), ("guarantee", guarantee)):
         if limit is not None and not 0 <= limit <= 1:
-            raise ValueError(f"{name} is a share of the attention mass, 0 to 1, got {limit}")
+            raise ValueError(f"{name} is a share of the mass or the output, 0 to 1, got {limit}")
     if guarantee is not None and not bound:
         raise ValueError("guarantee needs the bound; leave bound = True")
     if correct and (query.shape[1] != key.shape[1] or not _passes_on(mask.rule)):
@@ -409,7 +420,7 @@ def _live_and_dropped(
 
 
 def _failing(
-    mass: Float[Array, "B G N"],
+    compared: Float[Array, "B G N"],
     limits: Float[Array, "B N T"] | None,
     dropped: Bool[Array, "B N nq nk"],
     mask: BlockMask,
@@ -421,7 +432,7 @@ def _failing(
     nq, bq = dropped.shape[2], mask.block[0]
     fails = jnp.zeros(dropped.shape[:3], bool)
     if threshold is not None:
-        over = jnp.swapaxes(mass, 1, 2) >= threshold  # [B, N, G]
+        over = jnp.swapaxes(compared, 1, 2) >= threshold  # [B, N, G]
         if bq >= every:
             fails |= cut(over, bq // every, -1, False).any(-1)
         else:

@@ -99,6 +99,7 @@ class Observer:
                     narrowed(mask, model.config, windowed),
                     jax.random.fold_in(jax.random.key(certify.seed), layer),
                     threshold=certify.threshold,
+                    criterion=certify.criterion,
                     guarantee=certify.guarantee,
                     correct=certify.correct,
                     bound=certify.guarantee is not None,

@@ -132,7 +132,7 @@ def table(
     names: tuple[str, ...] = METHODS,
     curves: tuple[str, ...] = CURVES,
     certify: tuple[float, ...] = (),
-    correct: bool = False,
+    criterion: str = "error",
     seed: int = 1,
     seconds: float = 1e9,
     dtype: str = "bfloat16",
@@ -155,7 +155,7 @@ def table(
       curves: selectors to measure cost curves for.
       certify: thresholds: methods that select blocks at run time are also measured with certified
         attention, at the first two densities.
-      correct: adds the Delta correction to certified attention.
+      criterion: of these thresholds, "mass" or "error".
       seed: of the prompts.
       seconds: no new family is begun after so many.
       dtype: the model's compute dtype.
@@ -176,7 +176,7 @@ def table(
 
     def certified(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
         return [
-            method.certified(Certify(limit, correct=correct))
+            method.certified(Certify(limit, criterion))
             for method in build(density, length, names)
             for limit in certify
             if method.kind == "run time"
