@@ -335,7 +335,8 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault((row["length"], row["density"], row["method"]), []).append(row)
     found = []
     for (length, density, method), members in sorted(groups.items()):
-        base = np.mean([kept[length, x["family"]]["accuracy"] for x in members])
+        # of dense attention on the same prompts, in the same run
+        base = np.mean([x["accuracy"] - x["accuracy_difference"] for x in members])
         accuracy = np.mean([x["accuracy"] for x in members])
         new = {
             "length": length,
