@@ -43,10 +43,10 @@ PAGES_FROM := $(shell find web -name node_modules -prune -o -name .next -prune -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve web test test-web lint pytest test-slow format bench fuzz docs wheel lock clean
+.PHONY: help setup demo serve web test test-web lint pytest test-slow format bench bench-check fuzz docs figures wheel lock clean
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## install into .venv/VERSION what constraints.txt pins; EXTRAS=cuda adds extras
 
@@ -124,6 +124,9 @@ format: setup  ## format the sources and fix what ruff can
 
 bench: setup  ## time the CPU suite and write its JSON
 	$(BIN)/xsake bench --suite cpu
+
+bench-check: setup  ## fail if a ratio of times or of memory is above its limit
+	@$(BIN)/xsake bench --check
 
 fuzz: setup  ## compare N random cases with the oracle; SEED is their base seed
 	$(BIN)/python -m tests.fuzz --n $(N) --seed $(SEED)

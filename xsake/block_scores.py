@@ -3,7 +3,8 @@
     q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | part_queries | past_query
     k [S, K, H] ─┴─ estimate ─ scores [N, R, n],   R = ceil(T / block), n = ceil(S / block)
 
-A score is the logarithm of an estimated attention mass. `mean_query` has kernels for Hopper GPUs:
+A score is the logarithm of an estimated attention mass. `mean_query` and `part_queries` have
+kernels for Hopper GPUs:
 
     q [B, T, N, H] ─ hopper/means.py ─ mean queries [B, R, N, H] ─┐
     k [B, S, K, H] ───────────────────────────────────────────────┴─ hopper/scores.py ─ [B, N, R, n]
@@ -103,15 +104,19 @@ def part_queries(
 
     A block that a few queries want stays visible, which the mean of all of them
     hides. Masses are squared because the error of the output grows with the square of the mass that
-    is dropped. The cost is parts/block of that of q·kᵀ.
+    is dropped. The cost is parts/block of that of q·kᵀ. The kernels compute the sums over keys
+    where `why_not` returns None.
     """
     parts = math.gcd(parts, block)
     size = block // parts
-    queries = (_means(q, size, block) / math.sqrt(q.shape[-1])).astype(k.dtype)
-    padding = -k.shape[0] % block
-    keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
-    shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
-    scores = _summed_by_block(queries, keys, shift if padding else None, block, parts)
+    if why_not(q, k, block) is None:
+        scores = _batchable(block, parts)(q[None], k[None])[0]
+    else:
+        queries = (_means(q, size, block) / math.sqrt(q.shape[-1])).astype(k.dtype)
+        padding = -k.shape[0] % block
+        keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
+        shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
+        scores = _summed_by_block(queries, keys, shift if padding else None, block, parts)
     N, A, n = scores.shape
     row, column = first + jnp.arange(A)[:, None] // parts, jnp.arange(n)[None]
     logs = jax.nn.log_softmax(jnp.where((column <= row)[None], scores, -jnp.inf), axis=-1)
@@ -296,12 +301,15 @@ def mean_query_by_kernel(
     If q and k have equally many blocks, row block i sees kv blocks 0 … i only and other scores are
     -inf. The last block may be short. `jax.vmap` of it is one launch for the whole batch.
     """
-    return _batchable(block)(q[None], k[None])[0]
+    return _batchable(block, 1)(q[None], k[None])[0]
 
 
 @functools.lru_cache(maxsize=8)
-def _batchable(block: int) -> Callable[[Array, Array], Array]:
-    """The kernels on [B, ...]; their batching rule folds a mapped axis into B."""
+def _batchable(block: int, parts: int) -> Callable[[Array, Array], Array]:
+    """The kernels on [B, ...]; their batching rule folds a mapped axis into B.
+
+    Scores are of the mean queries of `parts` parts of a row block, [B, N, R · parts, n].
+    """
 
     @jax.custom_batching.custom_vmap
     def batched(q: Array, k: Array) -> Array:
@@ -310,9 +318,13 @@ def _batchable(block: int) -> Callable[[Array, Array], Array]:
 
         q, k = unaliased(q, k)  # the attention kernels need it; untested for these
         scale = math.log2(math.e) / math.sqrt(k.shape[-1])
-        queries = hopper_means.means(q, block, scale=scale)
-        causal = queries.shape[1] == -(-k.shape[1] // block)
-        return hopper_scores.scores(queries, k, block, causal=causal)
+        if parts == 1:
+            queries = hopper_means.means(q, block, scale=scale)
+        else:  # parts are too small for the kernel that averages
+            means = jax.vmap(functools.partial(_means, part=block // parts, block=block))(q)
+            queries = (means * scale).astype(k.dtype)
+        causal = queries.shape[1] == parts * -(-k.shape[1] // block)
+        return hopper_scores.scores(queries, k, block, causal=causal, parts=parts)
 
     @batched.def_vmap
     def folded(size: int, is_mapped: Sequence[bool], q: Array, k: Array) -> tuple[Array, bool]:

@@ -27,7 +27,7 @@ def asked(tmp_path, monkeypatch):
     opened = SimpleNamespace(tokenizer=lambda: tokenizer)
     monkeypatch.setattr(tasks.huggingface, "examine", lambda path: opened)
     words = [tmp_path / "words.txt"]
-    sizes = dict(length=128, documents=2, prompts=3, evaluation=2)
+    sizes = dict(lengths=(128, 64), documents=2, prompts=3, evaluation=2)
     tasks.prepare(tmp_path / "model", tmp_path / "documents", words, words, **sizes)
     calls = []
 
@@ -52,8 +52,7 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
     runs, built = [], set()
 
     def run_tasks(subject, methods_at, encode, fillers, settings, block, out, **facts):
-        if not runs:
-            built.update(method.name for method in methods_at(settings.densities[0], 128))
+        built.update(method.name for method in methods_at(settings.densities[0], 128))
         runs.append((tuple(settings.densities), facts["facts"]["kinds"]))
         out.write_text(json.dumps({"rows": runs}))
 
@@ -61,13 +60,50 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
     monkeypatch.setattr(tasks, "_perplexity", lambda *given: ["gap"])
     paths = [tmp_path / name for name in ("model", "documents", "profiles", "out.json")]
     for _ in range(2):
-        tasks.table(*paths, block=16, lengths=(128,), densities=(0.8, 0.9, 0.7))
+        tasks.table(
+            *paths,
+            block=16,
+            length=128,
+            families=("passkey",),
+            densities=(0.8, 0.9, 0.7),
+            names=(*tasks.METHODS, f"mean_query/output {tasks.LABEL}"),
+            certify=(0.1,),
+        )
     mixed = "2 documents of text and 2 documents of retrieval"
     assert asked == [(2, "2 documents of text"), (4, mixed)]
-    assert built == set(tasks.METHODS)
+    from_text = f"mean_query/output {tasks.LABEL}"
+    certified = "{} certified, error 0.1"
+    assert built == {
+        *(*tasks.METHODS, from_text),
+        *(certified.format(name) for name in ("part_queries/output", from_text)),
+    }
     assert json.loads(paths[-1].read_text())["perplexity"] == ["gap"]
-    assert runs == [((0.8, 0.9), mixed), ((0.7,), mixed)] * 2
-    assert Profile.load(tmp_path / "profiles" / "text-16.safetensors").facts.kinds == asked[0][1]
+    first, rest = ((0.8, 0.9), mixed), ((0.7,), mixed)
+    # methods, then certified ones, then oracles
+    assert runs == [first, rest, first, first, rest] * 2
+    found = Profile.load(tmp_path / "profiles" / "text-128-16.safetensors")
+    assert found.facts.kinds == asked[0][1]
+    assert len(np.load(tmp_path / "documents" / "text-64.npy")) == 4
+
+
+def test_tables_of_several_blocks_are_merged_under_names_that_say_the_block(tmp_path):
+    same = dict(schema=1, kind="tasks", model_hash="a", filler_hash="b", prompts=1, seed=1, rule="")
+    same |= {"provenance": {}, "calibration_data_hash": "c", "kinds": "", "infeasible": []}
+    parts = []
+    for length, block in ((128, 16), (128, 8), (64, 8)):
+        rows = [{"length": length, "family": "f", "method": x} for x in ("dense", "m")]
+        parts.append(tmp_path / f"{length}-{block}.json")
+        gaps = [{"method": "m", "length": length}]
+        parts[-1].write_text(json.dumps(same | {"block": block, "rows": rows, "perplexity": gaps}))
+    tasks.merge(tmp_path / "all.json", parts)
+    found = json.loads((tmp_path / "all.json").read_text())
+    names = [(row["length"], row["method"]) for row in found["rows"]]
+    two = [(128, "m, blocks of 16"), (128, "m, blocks of 8")]
+    assert names == [(128, "dense"), *two, (64, "dense"), (64, "m")]
+    assert [row["method"] for row in found["perplexity"]] == [x for _, x in two] + ["m"]
+    parts[0].write_text(parts[0].read_text().replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(ValueError, match="the tables differ in seed"):
+        tasks.merge(tmp_path / "all.json", parts)
 
 
 def test_one_head_at_a_time_is_changed(tmp_path, asked, monkeypatch):

@@ -163,15 +163,20 @@ def test_tasks_of_a_profile(xsake, made, monkeypatch):
     profile_of_the_model(made).save(made / "random")
     with monkeypatch.context() as patched:
         patched.setattr(needle, "LEAST_ACCURACY", 0.0)
-        said = xsake(f"{TASKS} tasks.json")
+        said = xsake(f"{TASKS} tasks.json --certify 0")
     assert "written: tasks.json" in said
     assert "128 tokens: % of answers right" in " ".join(said.split())  # the title may be wrapped
     assert "left out: density 0.1 at 128 tokens" in said
     found = json.loads((made / "tasks.json").read_text())
-    assert [row["method"] for row in found["rows"]] == ["dense", "sink_window", "mean_query/output"]
+    certified = "mean_query/output certified, error 0"
+    methods = ["dense", "sink_window", "mean_query/output", certified]
+    assert [row["method"] for row in found["rows"]] == methods
+    # threshold 0: every row block is done densely
+    assert found["rows"][-1]["realised_density_ratio"] == 1
+    assert found["rows"][-1]["loss_difference"] == pytest.approx(0, abs=1e-4)
     assert found["provenance"]["versions"]["jax"]
     assert found["rows"][1]["realised_density_ratio"] == pytest.approx(0.8, abs=0.01)
-    said = xsake(f"{TASKS} tasks.json")  # resumes: nothing is measured again
+    said = xsake(f"{TASKS} tasks.json --certify 0")  # resumes: nothing is measured again
     assert "left out: passkey at 128 tokens, where dense attention has 0% of the answers" in said
     assert json.loads((made / "tasks.json").read_text())["rows"] == found["rows"]
 
@@ -265,6 +270,8 @@ def terms(made):
         (f"{TASKS} t --prompts 0", "--prompts must be at least 1, got 0"),
         (f"{TASKS} t --densities 2", "--densities must be above 0 and at most 1, got 2.0"),
         (f"{TASKS} t --text ids.npy", "--tasks hides words in text, and ids.npy holds token ids"),
+        (f"{TASKS} t --certify 2", "--certify is a share of the output, 0 to 1, got 2.0"),
+        ("evaluate model --text ids.npy --plan q --certify 0.1", "--certify measures tasks; give"),
         (f"{TASKS} t --table u", "with --tasks, --plan or --profile only"),
         (f"{TASKS} t --update", "--update adds perplexity to a plan; leave it out with --tasks"),
         ("generate --model gone --prompt a", "there is no checkpoint gone"),

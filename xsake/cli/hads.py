@@ -208,6 +208,7 @@ def evaluate(
     lengths: tuple[int, ...] = (2048, 4096, 8192),
     prompts: int = 100,
     methods: tuple[str, ...] = (),
+    certify: float | None = None,
     length: int | None = None,
     documents: int = 8,
     seed: int = 1,
@@ -232,6 +233,9 @@ def evaluate(
       prompts: of each family and length.
       methods: names of the methods to compare, such as sink_window mean_query/output; "all" is all
         of them, which is the default but for tasks.
+      certify: with --tasks: methods that select blocks from the input are also measured with
+        certified attention, which computes row blocks densely whose output error, in a sample of
+        one query in 64, is at least this share of the output.
       length: tokens of each document; default the calibrated length.
       documents: number of documents, cut from the text at random.
       seed: the random seed for cutting documents.
@@ -248,8 +252,10 @@ def evaluate(
         raise ValueError(
             "give either --plan, or --profile and --table; with --tasks, --plan or --profile only"
         )
+    if certify is not None and tasks is None:
+        raise ValueError("--certify measures tasks; give --tasks a file, or leave it out")
     if tasks is not None:
-        chosen = Chosen(families, lengths, prompts, densities, methods or METHODS, seed)
+        chosen = Chosen(families, lengths, prompts, densities, methods or METHODS, seed, certify)
         chosen.check(writable_file(tasks), text, update)
         made = hads.Plan.load(plan) if plan is not None else hads.Profile.load(str(profile))
         subject = _Subject.load(model, dtype, implementation, text)

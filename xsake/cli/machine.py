@@ -47,10 +47,13 @@ def bench(
     autotune: bool = False,
     only: str = "",
     join: tuple[Path, ...] | None = None,
+    check: bool = False,
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
     Rerun the same command to resume an interrupted Hopper suite, at the same commit and machine.
+    With --check, a few ratios of times and of memory are compared with their limits instead; a
+    ratio above its limit is an error.
 
     Args:
       suite: the suite to measure.
@@ -62,7 +65,13 @@ def bench(
         package.
       only: measure the cases with this text in their name (autotune: "DIRECTION CLASS").
       join: measure nothing; merge these result files (autotune: tables) that `only` produced.
+      check: instead of a suite, measure the ratios that have limits; nothing is written.
     """
+    if check:
+        if out or quick or model or autotune or only or join is not None:
+            raise ValueError("--check measures its own ratios and takes no other option")
+        _check_ratios()
+        return
     if join is not None and not join:
         raise ValueError("--join names no file; leave it out to measure")
     if join and (quick or model or only):
@@ -95,6 +104,22 @@ def bench(
                 only=only,
             )
     console.print(f"written: {out}", soft_wrap=True)
+
+
+def _check_ratios() -> None:
+    """Prints every ratio with its limit; raises if one is above it."""
+    from xsake.bench import regression
+
+    above = []
+    for ratio in regression.check():
+        sign = "≤" if ratio.holds else ">"
+        console.print(f"{ratio.name:<52} {ratio.value:.3f} {sign} {ratio.limit:g}")
+        above += [] if ratio.holds else [ratio.name]
+    if above:
+        raise ValueError(
+            f"above the limit: {'; '.join(above)}; measure again on an idle machine, then look for "
+            "what became slower since the last commit that passed"
+        )
 
 
 def _one_line(record: Record) -> str:

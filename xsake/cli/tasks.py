@@ -32,6 +32,7 @@ class Chosen(NamedTuple):
     densities: tuple[float, ...]
     methods: tuple[str, ...]
     seed: int
+    certify: float | None = None
 
     def check(self, out: Path, text: list[Path], update: bool) -> None:
         """Raises for flags that cannot be used, before anything is loaded."""
@@ -51,6 +52,8 @@ class Chosen(NamedTuple):
         for length in self.lengths:
             if length < 2:
                 raise ValueError(f"--lengths must be at least 2, got {length}")
+        if self.certify is not None and not 0 <= self.certify <= 1:
+            raise ValueError(f"--certify is a share of the output, 0 to 1, got {self.certify}")
         if text[0].suffix == ".npy":
             raise ValueError(
                 f"--tasks hides words in text, and {text[0]} holds token ids; give --text a text "
@@ -88,7 +91,7 @@ def measure_tasks(
     with progress(f"{chosen.prompts} prompts for each family and length") as report:
         found = needle.run_tasks(
             subject,
-            _methods_at(made, chosen.methods),
+            _methods_at(made, chosen.methods, chosen.certify),
             encode,
             fillers,
             settings,
@@ -118,18 +121,34 @@ def measure_tasks(
     console.print(f"written: {out}", soft_wrap=True)
 
 
-def _methods_at(made: Plan | Profile, names: tuple[str, ...]) -> MethodsAt:
-    """The plan itself, or the named methods of a profile; "all" is all that it has curves for."""
+def _methods_at(
+    made: Plan | Profile, names: tuple[str, ...], certify: float | None = None
+) -> MethodsAt:
+    """The plan itself, or the named methods of a profile; "all" is all that it has curves for.
+
+    With `certify`, methods that select blocks from the input are followed by certified ones.
+    """
     from xsake import hads
     from xsake.evaluate import methods
 
-    if isinstance(made, hads.Plan):
-        plan = made
-        return lambda density, length: [methods.of_plan(plan, length)]
-    profile, wanted = made, None if "all" in names else names
-    if wanted is not None:
-        methods.check_names(wanted, {"": profile})
-    return lambda density, length: methods.at_density(profile, density, length, names=wanted)
+    profile: hads.Profile
+    wanted = None if "all" in names else names
+    if isinstance(made, hads.Profile):
+        profile = made
+        if wanted is not None:
+            methods.check_names(wanted, {"": profile})
+
+    def methods_at(density: float, length: int) -> list[methods.Method]:
+        if isinstance(made, hads.Plan):
+            found = [methods.of_plan(made, length)]
+        else:
+            found = methods.at_density(profile, density, length, names=wanted)
+        if certify is not None:
+            how = hads.Certify(certify, "error")
+            found += [x.certified(how) for x in found if x.kind == "run time"]
+        return found
+
+    return methods_at
 
 
 def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:

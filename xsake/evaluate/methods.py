@@ -27,7 +27,7 @@ from jax import Array, lax
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from xsake import block_scores, selection
-from xsake.hads import Profile, baselines, budget, make, row_blocks
+from xsake.hads import Certify, Profile, baselines, budget, make, row_blocks
 from xsake.hads.plan import Plan, gains
 from xsake.hads.statistics import measure
 
@@ -59,6 +59,19 @@ class Method:
     name: str = dataclasses.field(metadata={"static": True}, default="")
     kind: str = dataclasses.field(metadata={"static": True}, default="")
     corrected: bool = dataclasses.field(metadata={"static": True}, default=False)
+    certify: Certify | None = dataclasses.field(metadata={"static": True}, default=None)
+
+    def certified(self, certify: Certify) -> Method:
+        """This method with certified attention; only tasks are measured with it."""
+        said = []
+        if certify.threshold is not None:
+            said.append(f"{certify.criterion} {certify.threshold:g}")
+        if certify.guarantee is not None:
+            said.append(f"guarantee {certify.guarantee:g}")
+        if certify.correct:
+            said.append("corrected")
+        name = f"{self.name} certified, {', '.join(said)}"
+        return dataclasses.replace(self, name=name, certify=certify)
 
     def anonymous(self) -> Method:
         """This method without its name, so that all methods share compiled code."""

@@ -49,6 +49,7 @@ class Answers(NamedTuple):
 
     right: Bool[np.ndarray, " P"]  # every token of the answer is the most likely one
     loss: Float[np.ndarray, " P"]  # -ln p of the answer, nats per token
+    density: Float[np.ndarray, " P"] | None = None  # that a certified method used
 
 
 def answer_prompts(
@@ -72,16 +73,17 @@ def answer_prompts(
     for prompt in prompts:  # not fetched before all are queued
         given = (subject.weights, prompt.tokens, jnp.int32(prompt.answer))
         found.append(_dense(*given, **how) if method is None else _sparse(*given, method, **how))
-    right, loss = (np.asarray(x) for x in zip(*jax.device_get(found), strict=True))
-    return Answers(right, loss.astype(np.float64))
+    right, loss, density = (np.asarray(x) for x in zip(*jax.device_get(found), strict=True))
+    is_certified = method is not None and method.certify is not None
+    return Answers(right, loss.astype(np.float64), density if is_certified else None)
 
 
 @functools.partial(jax.jit, static_argnames=("subject", "count"))
 def _dense(
     weights: PyTree, tokens: Int[Array, " T"], answer: Array, *, subject: Observer, count: int
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     logits = subject.logits(weights, subject.hidden(weights, tokens)[-count - 1 : -1])
-    return score(logits, tokens[-count:], answer)
+    return *score(logits, tokens[-count:], answer), jnp.ones(())
 
 
 @functools.partial(jax.jit, static_argnames=("subject", "count", "block", "sources"))
@@ -95,13 +97,20 @@ def _sparse(
     count: int,
     block: int,
     sources: tuple[str, ...],
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
+    """(right, loss, the density that was used; 0 where nothing is certified)."""
+
     def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
         blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block, sources)
         return selection.to_mask(blocks, q.shape[1], block)
 
-    hidden = subject.sparse_hidden(weights, tokens, choose, method.corrected)
-    return score(subject.logits(weights, hidden[-count - 1 : -1]), tokens[-count:], answer)
+    used = jnp.zeros(())
+    if method.certify is None:
+        hidden = subject.sparse_hidden(weights, tokens, choose, method.corrected)
+    else:
+        hidden, used = subject.certified_hidden(weights, tokens, choose, method.certify)
+    logits = subject.logits(weights, hidden[-count - 1 : -1])
+    return *score(logits, tokens[-count:], answer), used
 
 
 def score(
@@ -232,7 +241,7 @@ def _measure(
             answers = answer_prompts(subject, cell.prompts, method, block, sources)
             rows.append(
                 record(cell.family, cell.prompts, method.name, method.kind, density, answers, base)
-                | {"realised_density_ratio": _realised(method)}
+                | {"realised_density_ratio": _realised(method, answers)}
             )
         yield rows
 
@@ -241,7 +250,10 @@ def _feasible(density: float, length: int, block: int) -> bool:
     return density >= row_blocks.least_density(row_blocks.count_blocks(length, block))
 
 
-def _realised(method: Method) -> float:
+def _realised(method: Method, answers: Answers) -> float:
+    """The density that was used: with certified attention more than the method's own."""
+    if answers.density is not None:
+        return float(answers.density.mean())
     layers, heads, n = method.counts.shape
     return float(np.asarray(method.counts).sum() / (layers * heads * n * (n + 1) / 2))
 
@@ -323,7 +335,8 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault((row["length"], row["density"], row["method"]), []).append(row)
     found = []
     for (length, density, method), members in sorted(groups.items()):
-        base = np.mean([kept[length, x["family"]]["accuracy"] for x in members])
+        # of dense attention on the same prompts, in the same run
+        base = np.mean([x["accuracy"] - x["accuracy_difference"] for x in members])
         accuracy = np.mean([x["accuracy"] for x in members])
         new = {
             "length": length,

@@ -5,9 +5,20 @@ calibration text ─ calibrate ─ Profile ─ make ─ Plan ─ mask(layer, q, 
                       one density for the whole model, and a policy that splits it
 """
 
+from xsake.hads.certificate import Certify, Report, certified_attention
 from xsake.hads.correction import corrected_attention
 from xsake.hads.plan import Plan, make
 from xsake.hads.profile import Profile, calibrate
 from xsake.hads.statistics import measure
 
-__all__ = ["Plan", "Profile", "calibrate", "corrected_attention", "make", "measure"]
+__all__ = [
+    "Certify",
+    "Plan",
+    "Profile",
+    "Report",
+    "calibrate",
+    "certified_attention",
+    "corrected_attention",
+    "make",
+    "measure",
+]

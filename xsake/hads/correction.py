@@ -49,12 +49,22 @@ def corrected_attention(
     )
     dropped = dropped_blocks(mask)
     more, more_logsumexp = attend_centroids(query, key, value, dropped, block)
-    # the centroids' share of the softmax: 0 for a query that has none
+    return merged(out, logsumexp, more, more_logsumexp)
+
+
+def merged(
+    out: Float[Array, "B T N Hv"],
+    logsumexp: Float[Array, "B T N"],
+    more: Float[Array, "B T N Hv"],
+    more_logsumexp: Float[Array, "B T N"],
+) -> Float[Array, "B T N Hv"]:
+    """Attention over two sets of keys from the attention over each, in the type of `out`."""
+    # the share of the second set in the softmax: 0 for a query that has none of it
     some = more_logsumexp > -jnp.inf
     share = jax.nn.sigmoid(jnp.where(some, more_logsumexp, 0) - logsumexp)
     share = jnp.where(some, share, 0)[..., None]
     wide = out.astype(jnp.float32)
-    return (wide + share * (more - wide)).astype(out.dtype)
+    return (wide + share * (more.astype(jnp.float32) - wide)).astype(out.dtype)
 
 
 def dropped_blocks(mask: BlockMask) -> Bool[Array, "#B heads n n"]:

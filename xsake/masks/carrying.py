@@ -14,8 +14,19 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int
 
 from xsake.masks.integers import int_array, uncut
-from xsake.masks.positional import first
-from xsake.masks.rule import EVERYTHING, Grid, Leaf, Rule, Tokens, carries_data, cut, leaf
+from xsake.masks.positional import Window, first
+from xsake.masks.rule import (
+    EVERYTHING,
+    And,
+    Everything,
+    Grid,
+    Leaf,
+    Rule,
+    Tokens,
+    carries_data,
+    cut,
+    leaf,
+)
 
 
 @carries_data
@@ -381,3 +392,34 @@ class Swapped(Rule):
 
     def __str__(self) -> str:
         return f"transposed({self.a})"
+
+
+@carries_data
+class Chosen(Rule):
+    """Another rule for chosen queries: query i is query index[b, i] of that rule."""
+
+    a: Any = leaf()  # (rule,): in a tuple, because its arrays are of all queries, not of these
+    index: Leaf = leaf()  # [B|1, T]
+    axes = {"index": ("b", "q")}
+
+    def allows(self, tokens: Tokens) -> Array:
+        at = read(self.index, tokens.b_index, tokens.q_index)
+        return self.a[0].allows(tokens._replace(q=at, q_index=at))
+
+    def __str__(self) -> str:
+        return f"at_queries({self.a[0]})"
+
+
+def at_queries(rule: Rule, index: Int[Array, "B T"]) -> Rule:
+    """The rule for the queries index[b], e.g. a sample of all queries; keys stay as they are.
+
+    Windows and documents stay rules of their own kind, which the kernels know.
+    """
+    if isinstance(rule, And):
+        return at_queries(rule.a, index) & at_queries(rule.b, index)
+    if isinstance(rule, Window | Everything):
+        return at_positions(rule, index) if isinstance(rule, Window) else rule
+    if isinstance(rule, Documents):
+        ids = jnp.broadcast_to(rule.q_ids, (index.shape[0], rule.q_ids.shape[1]))
+        return Documents(jnp.take_along_axis(ids, index, axis=1), rule.kv_ids)
+    return Chosen((rule,), index)

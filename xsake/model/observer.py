@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from xsake.block_mask import BlockMask
-from xsake.hads import Profile, calibrate, corrected_attention
+from xsake.hads import Certify, Profile, calibrate, certified_attention, corrected_attention
 from xsake.model import Transformer
-from xsake.model.attend import by_mask
+from xsake.model.attend import by_mask, by_window, narrowed
 from xsake.model.transformer import document_positions
 
 
@@ -84,6 +86,38 @@ class Observer:
             return by_chosen(layer, q, k, v, state)
 
         return model.run(tokens[None], document_positions(1, T), attend)[0][0]
+
+    def certified_hidden(
+        self, weights: Any, tokens: Array, choose: Callable[..., BlockMask], certify: Certify
+    ) -> tuple[Array, Array]:
+        """`sparse_hidden` by certified attention, and the density that it used, float32."""
+        model = nnx.merge(self.graph, weights)
+        T = len(tokens)
+
+        def attend(layer: Any, q: Array, k: Array, v: Array, used: Any) -> tuple[Array, Any]:
+            mask = choose(layer, q, k, v, model.layer(layer).out.kernel[...])
+
+            def of_window(windowed: bool, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+                out, report = certified_attention(
+                    q,
+                    k,
+                    v,
+                    narrowed(mask, model.config, windowed),
+                    jax.random.fold_in(jax.random.key(certify.seed), layer),
+                    threshold=certify.threshold,
+                    criterion=certify.criterion,
+                    guarantee=certify.guarantee,
+                    correct=certify.correct,
+                    bound=certify.guarantee is not None,
+                    implementation=self.implementation,
+                )
+                return out, report.density.mean()
+
+            out, density = by_window(model.config, layer, of_window, q, k, v)
+            return out, used + density / self.layers
+
+        hidden, used = model.run(tokens[None], document_positions(1, T), attend, jnp.zeros(()))
+        return hidden[0], used
 
     def logits(self, weights: Any, hidden: Array) -> Array:
         """float32 [R, vocab] of hidden [R, width]."""

@@ -36,7 +36,7 @@ def exact_means(q, block, scale):
     return scale * np.stack([q[:, i : i + block].mean(1) for i in range(0, q.shape[1], block)], 1)
 
 
-def interpreted(queries, k, block, *, causal, run=None, **tiling):
+def interpreted(queries, k, block, *, causal, parts=1, run=None, **tiling):
     """The kernel on Mosaic's interpreter, which prints the races that it finds."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -47,6 +47,7 @@ def interpreted(queries, k, block, *, causal, run=None, **tiling):
         k,
         block,
         causal=causal,
+        parts=parts,
         tiling=hopper_scores.ScoresTiling(**tiling),
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
@@ -56,6 +57,7 @@ def interpreted(queries, k, block, *, causal, run=None, **tiling):
     ("batch", "R", "S", "heads", "size", "block", "causal", "sms", "tiling"),
     [
         (1, 2, 256, (1, 1), 64, 128, True, 132, {}),
+        (1, 5 * 16, 300, (2, 1), 64, 64, True, 2, {"parts": 16}),
         (2, 3, 301, (6, 2), 64, 128, True, 3, {}),
         (1, 5, 300, (2, 2), 128, 64, True, 2, {"warpgroups": 2}),
         (1, 70, 70 * 64 - 20, (1, 1), 64, 64, True, 2, {"q_bytes": 8 << 10}),
@@ -75,7 +77,8 @@ def test_the_kernel_sums_over_the_keys_of_every_block(
     got = np.asarray(interpreted(queries, k, block, causal=causal, **tiling))
     assert "RACE" not in capsys.readouterr().out
     want = exact(queries, k, block)
-    seen = np.tri(*want.shape[-2:], dtype=bool) | (not causal)
+    parts = tiling.get("parts", 1)
+    seen = np.repeat(np.tri(R // parts, want.shape[-1], dtype=bool), parts, 0) | (not causal)
     np.testing.assert_allclose(got[..., seen], want[..., seen], rtol=1e-5, atol=1e-5)
     assert np.isneginf(got[..., ~seen]).all()
 
@@ -106,6 +109,7 @@ def test_means_are_over_the_tokens_of_every_block(batch, T, N, size, block, caps
         ((2, 100, 100 * 64 - 7, 9, 3, 128, 64), {"q_bytes": 32 << 10}),
         ((1, 3, 4000, 4, 2, 128, 128), {}),  # a part of a text
         ((64, 2, 256, 8, 8, 64, 128), {}),
+        ((1, 16 * 32, 2048, 9, 3, 64, 64), {"parts": 16}),
     ],
     ids=str,
 )
@@ -115,10 +119,11 @@ def test_segments_cover_what_is_seen_once_and_evenly(sizes, tiling):
     from xsake.backends.hopper import scores as hopper_scores
 
     B, R, S, N, K, H, block = sizes
-    tiling = hopper_scores.ScoresTiling(**tiling)
-    causal = row_blocks.count_blocks(S, block) == R
+    parts = tiling.get("parts", 1)
+    tiling = hopper_scores.ScoresTiling(**{k: x for k, x in tiling.items() if k != "parts"})
+    causal = row_blocks.count_blocks(S, block) * parts == R
     queries, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((B, R, N, H), (B, S, K, H)))
-    shape = hopper_scores.ScoresShape.of(queries, k, block, causal, tiling)
+    shape = hopper_scores.ScoresShape.of(queries, k, block, causal, parts, tiling)
     table = hopper_scores.segments(shape, 132)
     times = np.zeros((B, K, shape.groups, shape.blocks), int)
     for b, h, group, first, count in table.reshape(-1, 5):
@@ -128,7 +133,7 @@ def test_segments_cover_what_is_seen_once_and_evenly(sizes, tiling):
     for group, (begin, end) in enumerate(zip(first_tile, last_tiles, strict=True)):
         tiles = np.arange(begin, end + 1) % shape.head_tiles
         last_row = min(tiles.max() * 64 + 63, R - 1)
-        wanted = (np.arange(shape.blocks) <= last_row) | (not causal)
+        wanted = (np.arange(shape.blocks) <= last_row // parts) | (not causal)
         np.testing.assert_array_equal(
             times[:, :, group], np.broadcast_to(wanted, (B, K, len(wanted)))
         )
@@ -172,9 +177,9 @@ def interpreted_kernel(monkeypatch):
     calls = []
     kernel = hopper_scores.scores
 
-    def run(queries, k, block, *, causal):
+    def run(queries, k, block, *, causal, parts):
         calls.append((queries.shape, k.shape, causal))
-        return interpreted(queries, k, block, causal=causal, run=kernel)
+        return interpreted(queries, k, block, causal=causal, parts=parts, run=kernel)
 
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
     means = functools.partial(hopper_means.means, interpret=plgpu.InterpretGPUParams())
@@ -208,6 +213,18 @@ def test_a_plan_runs_one_kernel_for_the_batch_and_agrees_with_plain_jax(
     may = row_blocks.allowed(3)
     # q̄ is rounded to 8 bits before the product: 2^-9 of the largest logit is the difference
     np.testing.assert_allclose(got[..., may], np.asarray(want)[..., may], atol=2e-2)
+
+
+@needs_interpreter
+def test_parts_of_a_row_block_by_the_kernel_agree_with_plain_jax(interpreted_kernel, monkeypatch):
+    q, k = random_array(1, 190, 4, 64)[0], random_array(1, 190, 2, 64, seed=1)[0]
+    got = np.asarray(block_scores.part_queries(q, k, 64))
+    assert interpreted_kernel[-1] == ((1, 3 * 16, 4, 64), (1, 190, 2, 64), True)
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
+    want = block_scores.part_queries(*(x.astype(jnp.float32) for x in (q, k)), 64)
+    may = row_blocks.allowed(3)
+    # as above; logits of means of 4 queries are larger than those of 64
+    np.testing.assert_allclose(got[..., may], np.asarray(want)[..., may], atol=5e-2)
 
 
 @needs_interpreter

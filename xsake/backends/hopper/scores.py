@@ -66,6 +66,7 @@ def scores(
     block: int,
     *,
     causal: bool,
+    parts: int = 1,
     tiling: ScoresTiling = DEFAULT_TILING,
     interpret: Any = False,
 ) -> jax.Array:
@@ -75,11 +76,12 @@ def scores(
       queries: [B, R, N, H] in k's dtype, already multiplied by log2(e) / √H.
       k: [B, S, K, H]; the last block may be short.
       block: 64 or 128 keys.
-      causal: row i sees blocks 0 … i; the other scores are -inf.
+      causal: row i sees blocks 0 … i // parts; the other scores are -inf.
+      parts: mean queries of one row block.
       tiling: tuning parameters.
       interpret: plgpu.InterpretGPUParams, for machines without a GPU.
     """
-    shape = ScoresShape.of(queries, k, block, causal, tiling)
+    shape = ScoresShape.of(queries, k, block, causal, parts, tiling)
     B, R, N, _ = queries.shape
     q, k = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (queries, k))
     table = segments(shape, _jax.multiprocessors())
@@ -105,7 +107,8 @@ def scores(
     if not causal:
         return result
     # The kernel does not write blocks that no row of a tile sees.
-    return jnp.where(jnp.arange(shape.blocks) <= jnp.arange(R)[:, None], result, -jnp.inf)
+    sees = jnp.arange(shape.blocks) <= jnp.arange(R)[:, None] // parts
+    return jnp.where(sees, result, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +123,7 @@ class ScoresShape:
     H: int
     block: int
     causal: bool
+    parts: int  # mean queries of one row block
     resident: int  # tiles in a group: those that a CTA keeps in shared memory at a time
     q_stages: int  # groups in shared memory
     stages: int  # blocks of keys in flight
@@ -145,7 +149,7 @@ class ScoresShape:
         return pl.cdiv(self.S, self.block)
 
     @classmethod
-    def of(cls, queries, k, block, causal, tiling):
+    def of(cls, queries, k, block, causal, parts, tiling):
         """The sizes of a call; raises where k or the block does not fit the queries."""
         B, R, N, H = queries.shape
         _, S, K, _ = k.shape
@@ -170,6 +174,7 @@ class ScoresShape:
             H,
             block,
             causal,
+            parts,
             resident,
             q_stages=min(2, max(1, tiling.q_bytes // (resident * tile_bytes))),
             stages=max(2, tiling.k_bytes // block_bytes),
@@ -187,6 +192,7 @@ def segments(shape: ScoresShape, multiprocessors: int) -> np.ndarray:
     last_row = np.minimum(last_row, shape.R - 1).reshape(shape.groups, -1)
     block = np.arange(shape.blocks)
     # [groups, tiles, blocks]
+    last_row = np.where(last_row < 0, -1, last_row // shape.parts)
     sees = last_row[..., None] >= (block if shape.causal else np.zeros_like(block))
     # Nanoseconds, roughly: an SM's share of memory bandwidth, its exponentials and products.
     read = shape.block * shape.H * 2 / 32
@@ -362,7 +368,7 @@ class _Kernel:
         n, first_row = self.rows_of(segment, tile)
         live = tile < shape.tiles
         if shape.causal:
-            live &= first_row + ROWS > j
+            live &= first_row + ROWS > j * shape.parts
 
         @pl.when(live)
         def _():

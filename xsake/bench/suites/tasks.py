@@ -1,11 +1,13 @@
 """Long-context tasks on one model, resumable: python -m xsake.bench.suites.tasks COMMAND.
 
     prepare   a model's tokenizer + text files → a folder of .npy documents
-    table     calibrates on text, and on text with facts and questions too (cached), then measures
-              tasks and perplexity at every density → JSON
+    table     calibrates at the length of the prompts on text with and without facts and questions
+              (cached), then measures tasks and perplexity at every density → JSON, one length
+    merge     the files of several lengths → one, which the tables of docs/ are drawn from
     heads     gives one head at a time all of its blocks, or only the forced ones → JSON
 
-Prompts are made from the seed and the fillers with the model's tokenizer.
+Prompts are made from the seed and the fillers with the model's tokenizer. Tables of several lengths
+can be measured at the same time, in processes of their own.
 """
 
 from __future__ import annotations
@@ -30,18 +32,15 @@ from xsake.evaluate.methods import Method
 from xsake.evaluate.needle import Settings, answer_prompts
 from xsake.evaluate.quality import mean_and_error
 from xsake.evaluate.table import measure_losses, to_json
-from xsake.hads import Profile, make, row_blocks
+from xsake.hads import Certify, Profile, make, row_blocks
 from xsake.model import huggingface
 from xsake.model.observer import Observer
 
 KINDS = {"text": ("text",), "mixed": ("text", "retrieval")}  # calibrations and their documents
 LABEL = "from text"  # of methods that are calibrated on plain text only
 DENSITIES = (0.20, 0.43, 0.10, 0.30, 0.60)  # the first two for everything, then the others
-METHODS = (
-    *("part_queries/output", "mean_query/output", f"mean_query/output {LABEL}"),
-    *("sink_window", "oracle/output"),
-)
-CURVES = ("static", "mean_query", "part_queries", "oracle")
+METHODS = ("part_queries/output", "sink_window", "oracle/output")
+CURVES = ("part_queries", "oracle")
 
 
 def prepare(
@@ -49,31 +48,41 @@ def prepare(
     out: Path,
     calibration: list[Path],
     held_out: list[Path],
-    length: int = 8192,
+    lengths: tuple[int, ...] = (8192, 4096, 2048),
     documents: int = 16,
     prompts: int = 100,
     evaluation: int = 8,
     seed: int = 0,
 ) -> None:
-    """Writes out/text.npy, retrieval.npy, fillers.npy and held_out.npy.
+    """Writes out/text-LENGTH.npy, retrieval-LENGTH.npy, fillers.npy and held_out.npy.
 
-    text and retrieval are cut from the calibration files; fillers of prompts and the held-out
-    documents for perplexity from the held-out files, with the seed `seed` + 1.
+    text and retrieval are cut from the calibration files: `documents` of the longest length, and
+    the same text in shorter documents for the others. Fillers of prompts and the held-out documents
+    for perplexity are cut from the held-out files, with the seed `seed` + 1.
     """
     tokenizer = huggingface.examine(model).tokenizer()
-    load = functools.partial(text.load_documents, encode=tokenizer.encode, length=length)
+    longest = max(lengths)
+    load = functools.partial(text.load_documents, encode=tokenizer.encode, length=longest)
     cut = load(calibration, count=2 * documents, seed=seed)
     made = {
-        "text": cut[:documents],
-        "retrieval": tasks.recall_documents(tokenizer.encode, cut[documents:], length, seed),
         "fillers": load(held_out, count=prompts, seed=seed + 1),
         "held_out": load(held_out, count=evaluation, seed=seed + 1),
     }
+    for length in lengths:
+        starts = range(0, longest - length + 1, length)
+        plain, fillers = (
+            [x[i : i + length] for x in some for i in starts]
+            for some in (cut[:documents], cut[documents:])
+        )
+        made[f"text-{length}"] = plain
+        made[f"retrieval-{length}"] = tasks.recall_documents(
+            tokenizer.encode, fillers, length, seed
+        )
     out.mkdir(parents=True, exist_ok=True)
     for name, found in made.items():
         narrow = np.uint16 if max(x.max() for x in found) < 1 << 16 else np.int32
         np.save(out / f"{name}.npy", np.stack(found).astype(narrow))
-        print(f"{name}: {len(found)} × {length:,} tokens", flush=True)
+        print(f"{name}: {len(found)} × {len(found[0]):,} tokens", flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +102,20 @@ class _Bench:
     def tokens(self, name: str) -> list[np.ndarray]:
         return list(np.load(self.documents / f"{name}.npy").astype(np.int32))
 
-    def profile(self, kind: str, folder: Path, block: int, curves: tuple[str, ...]) -> Profile:
+    def profile(
+        self, kind: str, length: int, folder: Path, block: int, curves: tuple[str, ...]
+    ) -> Profile:
         """A profile from its file; if there is none, measured now and saved."""
-        path = folder / f"{kind}-{block}.safetensors"
+        path = folder / f"{kind}-{length}-{block}.safetensors"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             began = time.perf_counter()
-            documents = [x for name in KINDS[kind] for x in self.tokens(name)]
-            kinds = " and ".join(
-                f"{len(self.tokens(name))} documents of {name}" for name in KINDS[kind]
-            )
-            found = self.subject.profile(documents, block=block, curves=curves, kinds=kinds)
+            found = {name: self.tokens(f"{name}-{length}") for name in KINDS[kind]}
+            kinds = " and ".join(f"{len(x)} documents of {name}" for name, x in found.items())
+            documents = [x for each in found.values() for x in each]
+            measured = self.subject.profile(documents, block=block, curves=curves, kinds=kinds)
             print(f"profile of {kind}: {time.perf_counter() - began:.1f} s", flush=True)
-            found.save(path)
+            measured.save(path)
         return Profile.load(path)
 
 
@@ -114,84 +124,116 @@ def table(
     documents: Path,
     profiles: Path,
     out: Path,
+    length: int = 8192,
     block: int = 64,
-    lengths: tuple[int, ...] = (8192, 4096, 2048),
     families: tuple[str, ...] = tuple(tasks.FAMILIES),
     prompts: int = 100,
     densities: tuple[float, ...] = DENSITIES,
     names: tuple[str, ...] = METHODS,
     curves: tuple[str, ...] = CURVES,
+    certify: tuple[float, ...] = (),
+    criterion: str = "error",
     seed: int = 1,
     seconds: float = 1e9,
     dtype: str = "bfloat16",
     implementation: str | None = None,
 ) -> None:
-    """Measures perplexity and tasks; writes the JSON file `out`, which a second call resumes.
+    """Measures perplexity and tasks of one length; rerun the same command to resume `out`.
 
     Args:
       model: a folder of safetensors or a .gguf file.
       documents: the folder that `prepare` wrote.
       profiles: a folder for the profiles, which are large.
       out: a JSON file.
+      length: of the prompts, and of the documents that are calibrated on.
       block: tokens per block.
-      lengths: of the prompts.
       families: of the prompts.
-      prompts: of each family and length.
-      densities: the first two are measured for all lengths and families before the others.
-      names: methods; those with the label "from text" are calibrated on plain text only.
+      prompts: of each family.
+      densities: the first two are measured for all families before the others.
+      names: methods; those with the label "from text" are calibrated on plain text only. Oracles
+        are measured after all others.
       curves: selectors to measure cost curves for.
+      certify: thresholds: methods that select blocks at run time are also measured with certified
+        attention, at the first two densities.
+      criterion: of these thresholds, "mass" or "error".
       seed: of the prompts.
-      seconds: no new length is begun after so many.
+      seconds: no new family is begun after so many.
       dtype: the model's compute dtype.
       implementation: the attention backend; default the fastest that can run.
     """
     began = time.perf_counter()
     bench = _Bench.load(model, documents, dtype, implementation)
-    kinds = {kind: bench.profile(kind, profiles, block, curves) for kind in KINDS}
-    main = kinds["mixed"]
-    build = functools.lru_cache(maxsize=32)(
-        functools.partial(
-            methods.at_density, main, others={LABEL: kinds["text"]}, names=tuple(names)
-        )
+    calibrated = functools.partial(
+        bench.profile, length=length, folder=profiles, block=block, curves=curves
     )
+    labelled = any(LABEL in name for name in names)
+    others = {LABEL: calibrated("text")} if labelled else {}
+    main = calibrated("mixed")
+
+    @functools.lru_cache(maxsize=64)
+    def build(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
+        return methods.at_density(main, density, length, others, names)
+
+    def certified(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
+        return [
+            method.certified(Certify(limit, criterion))
+            for method in build(density, length, names)
+            for limit in certify
+            if method.kind == "run time"
+        ]
 
     def report(line: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
 
     facts = {"calibration_data_hash": main.facts.data_hash, "kinds": main.facts.kinds}
     origin = provenance() | {"model": model.name, "dtype": dtype}
-    perplexity = _perplexity(bench, build, densities, block, report)
-    for some in (densities[:2], densities[2:]):
-        for length in lengths:
-            if time.perf_counter() - began > seconds or not some:
+    plain = tuple(name for name in names if not name.startswith("oracle"))
+    oracles = tuple(name for name in names if name not in plain)
+    fillers = bench.tokens("fillers")
+    steps: list[tuple[Callable[..., list[Method]], tuple[str, ...], tuple[float, ...]]] = [
+        *((build, plain, some) for some in (densities[:2], densities[2:])),
+        (certified, plain if certify else (), densities[:2]),
+        *((build, oracles, some) for some in (densities[:2], densities[2:])),
+    ]
+    perplexity: list[dict[str, Any]] = []
+    for number, (make_methods, some_names, some) in enumerate(steps):
+        for family in families if some_names and some else ():
+            if time.perf_counter() - began > seconds:
+                report(f"no time for {family}, {', '.join(some_names)} at {some}")
                 continue
             needle.run_tasks(
                 bench.subject,
-                build,
+                functools.partial(make_methods, names=some_names),
                 bench.encode,
-                bench.tokens("fillers"),
-                Settings(families, (length,), prompts, some, seed),
+                fillers,
+                Settings((family,), (length,), prompts, some, seed),
                 block,
                 out,
                 facts=facts,
                 provenance=origin,
                 report=report,
             )
-            found = json.loads(out.read_text())
-            out.write_text(to_json(found | {"perplexity": perplexity}))
+        if number == 0:
+            perplexity = _perplexity(bench, build, densities, length, block, plain, report)
+        found = json.loads(out.read_text())
+        out.write_text(to_json(found | {"perplexity": perplexity}))
 
 
 def _perplexity(
     bench: _Bench,
-    build: Callable[[float, int], list[Method]],
+    build: Callable[[float, int, tuple[str, ...]], list[Method]],
     densities: tuple[float, ...],
+    length: int,
     block: int,
+    names: tuple[str, ...],
     report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Perplexity gap of every method on the held-out documents."""
-    held_out, found = bench.tokens("held_out"), []
+    """Perplexity gap of every method on the first `length` tokens of the held-out documents."""
+    held_out, found = [x[:length] for x in bench.tokens("held_out")], []
     for density in densities:
-        made = build(density, len(held_out[0]))
+        if density < row_blocks.least_density(row_blocks.count_blocks(length, block)):
+            continue
+        made = build(density, length, names)
         losses, dense = measure_losses(bench.subject, made, held_out, block)
         for method, mine in zip(made, losses, strict=True):
             gaps = np.expm1(mine - dense)
@@ -201,13 +243,51 @@ def _perplexity(
                 {
                     "method": method.name,
                     "density": density,
-                    "length": len(held_out[0]),
+                    "length": length,
                     "documents": len(held_out),
                     "perplexity_gap": mean,
                     "perplexity_gap_standard_error": error,
                 }
             )
     return found
+
+
+def merge(out: Path, parts: list[Path]) -> None:
+    """Joins tables of several lengths or block sizes of the same model, prompts and seed.
+
+    If a length occurs with several block sizes, the names of its methods say the block.
+    """
+    tables = [json.loads(part.read_text()) for part in parts]
+    same = ("schema", "kind", "model_hash", "filler_hash", "prompts", "seed", "rule")
+    for name in same:
+        if len({json.dumps(x[name]) for x in tables}) > 1:
+            raise ValueError(f"the tables differ in {name}; measure them again, from one folder")
+    result: dict[str, Any] = {name: tables[0][name] for name in same}
+    result["provenance"] = tables[0]["provenance"]
+    result["parts"] = [
+        {
+            "length": x["rows"][0]["length"],
+            **{name: x[name] for name in ("block", "calibration_data_hash", "kinds")},
+        }
+        for x in tables
+    ]
+    for name in ("rows", "perplexity", "infeasible"):
+        result[name] = []
+    known = set()
+    for table, part in zip(tables, result["parts"], strict=True):
+        several = sum(x["length"] == part["length"] for x in result["parts"]) > 1
+        suffix = f", blocks of {part['block']}" if several else ""
+        for name in ("rows", "perplexity", "infeasible"):
+            for row in table[name]:
+                new = row | {"block": part["block"]}
+                if row.get("method") == "dense":
+                    if (row["length"], row["family"]) in known:
+                        continue
+                    known.add((row["length"], row["family"]))
+                elif "method" in row:
+                    new["method"] += suffix
+                result[name].append(new)
+    out.write_text(to_json(result))
 
 
 # -------------------------------------------------------------------------------------------- heads
@@ -223,7 +303,7 @@ def heads(
     family: str = "passkey",
     prompts: int = 10,
     density: float = 0.20,
-    curves: tuple[str, ...] = CURVES,
+    curves: tuple[str, ...] = ("mean_query",),
     seed: int = 0,
     dtype: str = "bfloat16",
     implementation: str | None = None,
@@ -237,7 +317,7 @@ def heads(
     the densities that the heads have when calibrated on text and on both kinds of documents.
     """
     bench = _Bench.load(model, documents, dtype, implementation)
-    kinds = {kind: bench.profile(kind, profiles, block, curves) for kind in KINDS}
+    kinds = {kind: bench.profile(kind, length, profiles, block, curves) for kind in KINDS}
     given = tasks.make_prompts(family, bench.encode, bench.tokens("fillers"), length, prompts, seed)
     plans = {
         kind: make(profile, density, "output", "mean_query", length=length)
@@ -278,4 +358,6 @@ def _loss(
 if __name__ == "__main__":
     import tyro
 
-    tyro.extras.subcommand_cli_from_dict({"prepare": prepare, "table": table, "heads": heads})
+    tyro.extras.subcommand_cli_from_dict(
+        {"prepare": prepare, "table": table, "merge": merge, "heads": heads}
+    )

@@ -1,0 +1,252 @@
+"""The certificate against NumPy: unbiased, covering, sound, exact where it says so."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xsake import dot_product_attention, hads, masks
+from xsake.block_mask import BlockMask
+from xsake.hads import certificate
+
+T, BLOCK, EVERY, WINDOW = 92, 8, 8, 32
+B, N, K, H = 2, 4, 2, 8
+DOCUMENTS = np.repeat([[0, 1, -1], [0, 0, 1]], (40, 48, 4), axis=1)
+SIZES = np.minimum(T - np.arange(0, T, EVERY), EVERY)  # of the groups: the last is short
+RULES = {
+    "causal": masks.causal(),
+    "documents": masks.causal() & masks.documents(DOCUMENTS),
+    "array": masks.array(np.random.default_rng(5).random((1, N, T, T)) < 0.7),
+}
+
+
+def problem(rule, seed=0, sharp=1.5):
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((B, T, heads, H)) * size, jnp.float32)
+        for heads, size in ((N, sharp), (K, 1.0), (K, 1.0))
+    )
+    n = -(-T // BLOCK)
+    kept = rng.random((B, N, n, n)) < 0.4
+    kept |= np.eye(n, dtype=bool)
+    return q, k, v, BlockMask.from_dense(kept, rule, shape=(T, T), block=BLOCK)
+
+
+certify = jax.jit(
+    functools.partial(
+        hads.certified_attention, every=EVERY, window=WINDOW, implementation="reference"
+    ),
+    static_argnames=("threshold", "criterion", "guarantee", "correct", "bound"),
+)
+
+
+def by_definition(q, k, v, mask):
+    """(dense output, sparse output [B, T, N, H], dropped mass [B, T, N]) in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
+    weight = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H))
+    rule = masks.everything() if mask.rule is None else mask.rule
+    whole = BlockMask.from_rule(rule, (T, T), batch=B, heads=N, block=BLOCK)
+    found = []
+    for each in (whole, mask):
+        visible = weight * np.asarray(each.to_dense(batch=B, heads=N))
+        total = visible.sum(-1)
+        out = np.einsum("bnts,bsnh->btnh", visible, v)
+        safe = np.moveaxis(np.where(total > 0, total, 1), 1, 2)
+        found += [out / safe[..., None], np.moveaxis(total, 1, 2)]
+    dense, all_weight, sparse, kept = found
+    mass = np.where(all_weight > 0, 1 - kept / np.where(all_weight > 0, all_weight, 1), 0)
+    return dense, sparse, mass
+
+
+def by_window(x):
+    """Means [B, N, windows] of x [B, T, N]."""
+    return np.stack([x[:, i : i + WINDOW].mean(1) for i in range(0, T, WINDOW)], -1)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_report_is_of_the_given_mask_and_threshold_0_is_dense_attention(name):
+    q, k, v, mask = problem(RULES[name])
+    out, report = certify(q, k, v, mask, jax.random.key(1), threshold=0.0)
+    dense, sparse, mass = by_definition(q, k, v, mask)
+    np.testing.assert_allclose(out, dense, atol=2e-5)
+    np.testing.assert_array_equal(report.density, 1)
+    assert (np.asarray(report.density_given) < 1).all()
+    at = np.asarray(report.sample)
+    assert (at // EVERY == np.arange(len(SIZES))).all()
+    mean = functools.partial(np.average, weights=SIZES, axis=1)
+    rows = np.arange(B)[:, None]
+    np.testing.assert_allclose(report.dropped_mass_by_head.mean, mean(mass[rows, at]), atol=1e-5)
+    error = ((dense - sparse) ** 2).sum(-1)
+    np.testing.assert_allclose(
+        report.squared_error_by_head.mean, mean(error[rows, at]), rtol=1e-4, atol=1e-6
+    )
+    assert (np.asarray(report.bound) >= by_window(mass) - 1e-6).all()
+    assert np.asarray(report.largest_bound).max() <= 1
+
+
+def test_estimates_are_unbiased():
+    """The mean over all samples is the truth: every query of a group is as likely as the others."""
+    keys = jax.random.split(jax.random.key(2), 200)
+    samples = np.asarray(jax.vmap(lambda key: certificate.sample_queries(key, 20, T, EVERY))(keys))
+    samples = samples.reshape(-1, len(SIZES))
+    share = np.bincount(samples.ravel(), minlength=T) / len(samples)
+    expected = 1 / np.repeat(SIZES, SIZES)
+    # five standard deviations of a share
+    assert (np.abs(share - expected) < 5 * np.sqrt(expected / len(samples))).all()
+    mass = by_definition(*problem(RULES["causal"]))[2]
+    every_offset = [
+        np.moveaxis(mass[:, np.arange(0, T, EVERY) + offset % SIZES], 1, 2)
+        for offset in range(EVERY)
+    ]
+    found = certificate.estimate(jnp.asarray(np.stack(every_offset), jnp.float32), T, EVERY, WINDOW)
+    np.testing.assert_allclose(found.mean.mean(0), by_window(mass), rtol=1e-5)
+    # the squared standard error is not too small on average
+    drawn = np.moveaxis(mass[:, samples], 3, 1)  # [B, N, samples, groups]
+    found = certificate.estimate(jnp.asarray(drawn, jnp.float32), T, EVERY, WINDOW)
+    assert ((found.standard_error**2).mean(2) > 0.95 * found.mean.var(2)).all()
+
+
+@pytest.mark.parametrize(
+    ("groups", "shape", "widened"),
+    [(16, 1.0, 1.5), (16, 4.0, 1.5), (128, 0.3, 1.5), (16, 0.3, 4.0)],
+)
+def test_intervals_cover_the_mean_of_skewed_values(groups, shape, widened):
+    """Gamma variables: most are small, a few are large. 16 groups are those of a window."""
+    x = np.random.default_rng(3).gamma(shape, size=(2000, groups)).astype(np.float32)
+    found = certificate.estimate(jnp.asarray(x), 64 * groups, 64, 64 * groups, widened)
+    covers = (found.low <= shape) & (shape <= found.high)
+    assert 0.95 <= covers.mean() <= 0.999
+
+
+def test_one_group_alone_says_nothing_of_the_spread():
+    found = certificate.estimate(jnp.array([[0.2, 0.3, 0.1]]), 40, 16, 32, most=1.0)
+    np.testing.assert_allclose(found.mean[0], [0.25, 0.1])
+    np.testing.assert_array_equal([found.low[0, 1], found.high[0, 1]], [0, 1])
+
+
+@pytest.mark.parametrize("criterion", ["mass", "error"])
+def test_a_threshold_mends_the_row_blocks_whose_sample_is_over_it(criterion):
+    q, k, v, mask = problem(RULES["causal"])
+    out, report = certify(q, k, v, mask, jax.random.key(4), threshold=0.3, criterion=criterion)
+    dense, sparse, mass = by_definition(q, k, v, mask)
+    rows = np.arange(B)[:, None]
+    error = np.linalg.norm(sparse - dense, axis=-1) / np.linalg.norm(dense, axis=-1)
+    compared = mass if criterion == "mass" else error
+    sampled = np.moveaxis(compared[rows, np.asarray(report.sample)], 1, 2)  # [B, N, row blocks]
+    fails = sampled >= 0.3
+    assert 0 < fails.mean() < 1
+    np.testing.assert_array_equal(report.dense_row_blocks, fails)
+    by_query = np.moveaxis(np.repeat(fails, BLOCK, -1)[..., :T], 1, 2)[..., None]
+    np.testing.assert_allclose(out, np.where(by_query, dense, sparse), atol=2e-5)
+    assert (np.asarray(report.density) > np.asarray(report.density_given)).any()
+
+
+def wants_one_key(query=43, key=3):
+    """One query of head 0 wants one key of a block that is dropped; other logits are small."""
+    q, k, v, mask = problem(RULES["causal"], sharp=0.1)
+    direction = np.zeros(H)
+    direction[0] = 8
+    q, k = (x.at[0, i, 0].set(direction) for x, i in ((q, query), (k, key)))
+    n = -(-T // BLOCK)
+    kept = np.ones((B, N, n, n), bool)
+    kept[0, 0, query // BLOCK, key // BLOCK] = False
+    return q, k, v, BlockMask.from_dense(kept, masks.causal(), shape=(T, T), block=BLOCK)
+
+
+def test_one_query_that_wants_one_key_escapes_the_sample_but_not_the_bound():
+    q, k, v, mask = wants_one_key()
+    dense, sparse, mass = by_definition(q, k, v, mask)
+    assert mass[0, 43, 0] > 0.99
+    missed, found = (
+        next(key for key in map(jax.random.key, range(99)) if (43 in sample(key)) == wanted)
+        for wanted in (False, True)
+    )
+    for key, caught in ((missed, False), (found, True)):
+        out, report = certify(q, k, v, mask, key, threshold=0.3)
+        assert bool(report.dense_row_blocks[0, 0, 43 // BLOCK]) is caught
+        assert report.largest_bound[0, 0, 43 // WINDOW] >= mass[0, 43, 0] - 1e-6
+    out, report = certify(q, k, v, mask, missed, guarantee=0.9)
+    assert report.dense_row_blocks[0, 0, 43 // BLOCK]
+    np.testing.assert_allclose(out[0, 43, 0], dense[0, 43, 0], atol=2e-5)
+
+
+def sample(key):
+    return np.asarray(certificate.sample_queries(key, B, T, EVERY))[0]
+
+
+def test_a_guarantee_limits_what_every_query_drops():
+    q, k, v, mask = problem(RULES["causal"], sharp=0.4)
+    out, report = certify(q, k, v, mask, jax.random.key(5), guarantee=0.9)
+    dense, sparse, mass = by_definition(q, k, v, mask)
+    fails = np.repeat(np.asarray(report.dense_row_blocks), BLOCK, -1)[..., :T]
+    fails = np.moveaxis(fails, 1, 2)
+    assert 0 < fails.mean() < 1
+    assert mass[~fails].max() < 0.9
+    np.testing.assert_allclose(out, np.where(fails[..., None], dense, sparse), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_the_correction_adds_the_error_of_the_last_sampled_query_of_its_document(name):
+    q, k, v, mask = problem(RULES[name])
+    out, report = certify(q, k, v, mask, jax.random.key(6), correct=True)
+    dense, sparse, _ = by_definition(q, k, v, mask)
+    want = sparse.copy()
+    for b in range(B):
+        ids = DOCUMENTS[b] if name == "documents" else np.zeros(T)
+        for t in range(T):
+            before = [s for s in np.asarray(report.sample[b]) if s <= t]
+            if before and ids[before[-1]] == ids[t] >= 0:
+                want[b, t] += (dense - sparse)[b, before[-1]]
+    np.testing.assert_allclose(out, want, atol=2e-5)
+
+
+def test_no_later_key_leaks_into_a_corrected_query():
+    """Outputs before token 40 do not change with the keys and values after it."""
+    q, k, v, mask = problem(RULES["causal"])
+    other = [x.at[:, 40:].add(1.0) for x in (k, v)]
+    a, b = (certify(q, *x, mask, jax.random.key(7), correct=True)[0] for x in ((k, v), other))
+    np.testing.assert_allclose(a[:, :40], b[:, :40], atol=1e-6)
+
+
+def test_gradients_are_those_of_the_blocks_that_were_visited():
+    q, k, v, mask = problem(RULES["causal"])
+    weight = jnp.asarray(np.random.default_rng(8).standard_normal(q.shape), jnp.float32)
+    rng = jax.random.key(9)
+    report = certify(q, k, v, mask, rng, threshold=0.3)[1]
+    visited = (mask.blocks() > 0) | report.dense_row_blocks[..., None]
+    final = BlockMask.from_dense(visited, masks.causal(), shape=(T, T), block=BLOCK)
+
+    def loss(attend):
+        return lambda *qkv: (weight * attend(*qkv)).sum()
+
+    got = jax.grad(loss(lambda *x: certify(*x, mask, rng, threshold=0.3)[0]), (0, 1, 2))(q, k, v)
+    want = jax.grad(loss(lambda *x: dot_product_attention(*x, mask=final)), (0, 1, 2))(q, k, v)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"threshold": 1.5}, "threshold is a share of the mass or the output, 0 to 1, got 1.5"),
+        ({"criterion": "loss"}, 'criterion must be "mass" or "error", got \'loss\''),
+        ({"guarantee": 0.1, "bound": False}, "guarantee needs the bound; leave bound = True"),
+        ({"every": 12}, "every = 12 must divide the row blocks of 8 queries or be a multiple"),
+        ({"window": 20}, "window = 20 must be a multiple of every = 8"),
+        ({"correct": True}, "needs T = S and a mask whose rule is causal\\(\\), documents"),
+    ],
+)
+def test_bad_settings_are_refused(change, words):
+    q, k, v, mask = problem(RULES["array"])
+    given = {"every": EVERY, "window": WINDOW} | change
+    with pytest.raises(ValueError, match=words):
+        hads.certified_attention(q, k, v, mask, jax.random.key(0), **given)
+
+
+def test_a_report_prints_a_line_for_every_head():
+    q, k, v, mask = problem(RULES["causal"])
+    report = certify(q, k, v, mask, jax.random.key(1), threshold=0.3)[1]
+    assert str(report).count("\n") == B * N

@@ -1,0 +1,396 @@
+"""The certificate measured: python -m xsake.bench.suites.certificate COMMAND.
+
+    coverage   a profile, held-out documents → how often intervals hold the true means, how tight
+               the bound is, how many row blocks a threshold does densely and what error is left
+    one_key    one query wants one dropped key: how often sample, bound and guarantee notice → JSON
+    speed      selection + sparse attention + certificate ÷ dense attention → JSON
+
+`coverage` computes dense attention for all queries, and then repeats the sample many times.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from xsake import block_scores, dot_product_attention, masks, selection
+from xsake.bench.method_times import activations
+from xsake.bench.suites import Record
+from xsake.bench.timing import provenance, time_queued
+from xsake.block_mask import BlockMask
+from xsake.evaluate.table import to_json
+from xsake.hads import Plan, Profile, budget, certified_attention, make
+from xsake.hads.certificate import (
+    EVERY,
+    WIDENED_ERROR,
+    WIDENED_MASS,
+    WINDOW,
+    bounds,
+    dropped_mass,
+    estimate,
+    sample_queries,
+)
+from xsake.model import huggingface
+from xsake.model.observer import Observer
+
+THRESHOLDS = (0.05, 0.1, 0.2, 0.4)
+
+
+def _write(out: Path, rows: list[Record], **facts: Any) -> None:
+    out.write_text(to_json({"provenance": provenance() | facts, "rows": rows}))
+
+
+# ----------------------------------------------------------------------------------------- coverage
+
+
+def coverage(
+    model: Path,
+    documents: Path,
+    profile: Path,
+    out: Path,
+    selector: str = "part_queries",
+    densities: tuple[float, ...] = (0.20, 0.43),
+    count: int = 4,
+    samples: int = 50,
+    dtype: str = "bfloat16",
+    implementation: str | None = None,
+) -> None:
+    """Measures estimates, intervals and bounds on a model's activations.
+
+    Args:
+      model: a folder of safetensors or a .gguf file.
+      documents: an .npy file of held-out token ids, [documents, tokens].
+      profile: what the plans are made from; its length is that of the documents.
+      out: a JSON file.
+      selector: of the plans, with `output` budgets.
+      densities: of the plans.
+      count: documents.
+      samples: repetitions of the sample.
+      dtype: the model's compute dtype.
+      implementation: the attention backend; default the fastest that can run.
+    """
+    loaded = huggingface.load(model, dtype=dtype, implementation=implementation, tokenizer=False)
+    subject = Observer(loaded.model)
+    known = Profile.load(profile)
+    length = known.facts.length
+    tokens = np.load(documents).astype(np.int32)[:count, :length]
+    rows = []
+    for density in densities:
+        plan = make(known, density, "output", selector)
+        found = [_of_document(subject, plan, x, samples) for x in tokens]
+        means = jax.tree.map(lambda *xs: float(np.mean(xs)), *found)
+        times = _on_activations(subject, plan, tokens[:1])
+        rows.append({"kind": "coverage", "length": length, "density": density, **means, **times})
+        print(rows[-1], flush=True)
+        _write(out, rows, model=model.name, selector=selector, documents=count, samples=samples)
+
+
+def _of_document(subject: Observer, plan: Plan, tokens: np.ndarray, samples: int) -> Record:
+    """Figures of one document, means over layers."""
+
+    def fold(layer: Any, seen: Any, carry: Any) -> Any:
+        found = _of_layer(plan.mask(layer, seen.q, seen.k), seen.q, seen.k, seen.v, samples)
+        return jax.tree.map(lambda total, x: total + x / subject.layers, carry, found)
+
+    shapes = jax.eval_shape(
+        functools.partial(_of_layer, samples=samples), *_example(subject, plan, tokens)
+    )
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    run = _compiled(subject, fold)
+    return jax.device_get(run(subject.weights, jnp.asarray(tokens)[None], start))
+
+
+def _on_activations(subject: Observer, plan: Plan, tokens: np.ndarray) -> Record:
+    """Seconds of attention per layer on one document: dense, with the plan, and certified."""
+    q, k, v, _ = activations(subject, tokens)
+
+    def over_layers(attend: Any, q: Array, k: Array, v: Array) -> Array:
+        return lax.map(lambda x: attend(*x), (jnp.arange(subject.layers), q, k, v))
+
+    def sparse(layer: Array, q: Array, k: Array, v: Array) -> Array:
+        return dot_product_attention(q, k, v, mask=plan.mask(layer, q, k))
+
+    def certified(layer: Array, q: Array, k: Array, v: Array, **how: Any) -> Array:
+        return certified_attention(
+            q, k, v, plan.mask(layer, q, k), jax.random.key(2), bound=False, **how
+        )[0]
+
+    forms: dict[str, Any] = {
+        "dense": lambda layer, q, k, v: _dense(q, k, v),
+        "selection_and_sparse": sparse,
+        "certificate": certified,
+        "certificate_with_error_0.2": functools.partial(
+            certified, threshold=0.2, criterion="error"
+        ),
+    }
+    calls = {
+        name: (functools.partial(over_layers, form), (q, k, v)) for name, form in forms.items()
+    }
+    ready = _compiled_together(calls)
+    times = {name: time_queued(run, q, k, v, rounds=3) for name, run in ready.items()}
+    return {f"{name}_seconds": x.median_seconds / subject.layers for name, x in times.items()}
+
+
+def _compiled(subject: Observer, fold: Any) -> Any:
+    return jax.jit(lambda weights, tokens, start: subject.observe(weights, tokens, fold, start))
+
+
+def _example(subject: Observer, plan: Plan, tokens: np.ndarray) -> tuple[Any, ...]:
+    """A mask and q, k, v of a size that gives `_of_layer`'s figures their shapes."""
+    T = plan.terms.block * plan.counts.shape[-1]
+    q = jnp.zeros((1, T, subject.heads, 8))
+    kept = jnp.ones((1, subject.heads, *plan.counts.shape[-1:] * 2), bool)
+    return selection.to_mask(kept, T, plan.terms.block), q, q, q
+
+
+def _of_layer(mask: BlockMask, q: Array, k: Array, v: Array, samples: int) -> dict[str, Array]:
+    T, N = q.shape[1:3]
+    out, sparse = dot_product_attention(q, k, v, mask=mask, return_residual=True)
+    exact, dense = dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    difference = exact.astype(jnp.float32) - out.astype(jnp.float32)
+    truths = {"mass": dropped_mass(sparse, dense), "error": (difference**2).sum(-1)}
+    size = (exact.astype(jnp.float32) ** 2).sum(-1)
+    keys = jax.random.split(jax.random.key(0), samples)
+    found: dict[str, Array] = {
+        "dropped_mass": truths["mass"].mean(),
+        "relative_squared_error": truths["error"].mean() / size.mean(),
+    }
+    for name, truth in truths.items():
+        for where, window in (("window", WINDOW), ("head", T)):
+            widened = WIDENED_MASS if name == "mass" else WIDENED_ERROR
+            found |= _covered(truth, keys, window, widened, f"{name}_by_{where}")
+    kept = mask.blocks() > 0
+    dropped = jnp.tri(kept.shape[-1], dtype=bool) & ~kept
+    limits = bounds(q, k, sparse, dropped, mask.block)  # [B, N, T]
+    found["bound"] = limits.mean()
+    for limit in (0.1, 0.5):
+        found[f"bound_below_{limit:g}"] = (limits < limit).mean()
+    found["bound_violated"] = (limits < jnp.swapaxes(truths["mass"], 1, 2) - 1e-3).mean()
+    at = sample_queries(jax.random.key(1), 1, T)
+    compared = {"mass": truths["mass"], "error": jnp.sqrt(truths["error"] / size)}
+    for (criterion, x), threshold in itertools.product(compared.items(), THRESHOLDS):
+        fails = jnp.repeat(x[0, at[0]] >= threshold, EVERY, axis=0)[:T]  # [T, N]
+        left = jnp.where(fails, 0, truths["error"][0])
+        found[f"dense_rows_at_{criterion}_{threshold:g}"] = fails.mean()
+        name = f"relative_squared_error_at_{criterion}_{threshold:g}"
+        found[name] = left.mean() / size.mean()
+    corrected = certified_attention(
+        q, k, v, mask, jax.random.key(1), correct=True, bound=False
+    )[0]  # fmt: skip
+    after = exact.astype(jnp.float32) - corrected.astype(jnp.float32)
+    found["relative_squared_error_corrected"] = (after**2).sum(-1).mean() / size.mean()
+    return found
+
+
+def _covered(truth: Array, keys: Array, window: int, widened: float, name: str) -> dict[str, Array]:
+    """Share of intervals that hold the true mean, and their mean half width ÷ the mean."""
+    T = truth.shape[1]
+    padded = jnp.pad(truth[0], ((0, -T % window), (0, 0)))
+    counts = np.minimum(T - np.arange(0, T, window), window)
+    means = padded.reshape(-1, window, truth.shape[-1]).sum(1).T / counts  # [N, windows]
+
+    def one(key: Array) -> tuple[Array, Array, Array]:
+        at = sample_queries(key, 1, T)[0]
+        found = estimate(truth[0, at].T, T, EVERY, window, widened)
+        # a mean of 1e-6 is that of rounding: no block with any weight is dropped
+        inside = (found.low - 1e-6 <= means) & (means <= found.high + 1e-6)
+        return inside.mean(), found.mean.mean() - means.mean(), found.standard_error.mean()
+
+    inside, off, spread = lax.map(one, keys)
+    return {
+        f"{name}_covered": inside.mean(),
+        f"{name}_bias": off.mean(),
+        f"{name}_standard_error": spread.mean(),
+    }
+
+
+# ------------------------------------------------------------------------------------------ one key
+
+
+def one_key(
+    out: Path,
+    length: int = 8192,
+    block: int = 64,
+    head_size: int = 64,
+    samples: int = 256,
+    logits: tuple[float, ...] = (0.0, 8.0, 16.0),
+) -> None:
+    """One query wants one key of a dropped block; all others are random.
+
+    Written for each logit of that pair: the dropped mass of the query, the share of samples that do
+    its row block densely at threshold 0.1, the largest bound, and whether guarantee 0.1 does.
+    """
+    rows = []
+    for logit in logits:
+        record = _one_key(length, block, head_size, samples, logit)
+        print(record, flush=True)
+        rows.append(record)
+        _write(out, rows)
+
+
+def _one_key(T: int, block: int, H: int, samples: int, logit: float) -> Record:
+    n, wants, wanted = -(-T // block), T - block // 2, T // 3
+    # keys in a narrow cone, as a bound can only be tight where the keys of a block are alike
+    q, k, v = (0.1 * jax.random.normal(jax.random.key(i), (1, T, 1, H)) for i in range(3))
+    direction = jnp.zeros(H).at[0].set(float(np.sqrt(logit * np.sqrt(H))))
+    q, k = (x.at[0, i, 0].set(direction) for x, i in ((q, wants), (k, wanted)))
+    kept = np.ones((1, 1, n, n), bool)
+    kept[0, 0, wants // block, wanted // block] = False
+    mask = selection.to_mask(jnp.asarray(kept), T, block)
+    run = jax.jit(certified_attention, static_argnames=("threshold", "guarantee"))
+    caught = [
+        bool(
+            run(q, k, v, mask, jax.random.key(i), threshold=0.1)[1].dense_row_blocks[
+                0, 0, wants // block
+            ]
+        )
+        for i in range(samples)
+    ]
+    report = run(q, k, v, mask, jax.random.key(0), guarantee=0.1)[1]
+    last = (jnp.arange(1) + wants)[None]
+    dense, sparse = (
+        dot_product_attention(
+            q[:, wants : wants + 1], k, v, mask=rule, return_residual=True,
+        )[1]
+        for rule in (
+            masks.at_positions(masks.causal(), last),
+            masks.at_positions(masks.causal(), last)
+            & masks.array(jnp.repeat(jnp.asarray(kept[0, 0, wants // block]), block)[None, :T]),
+        )
+    )  # fmt: skip
+    return {
+        "kind": "one_key",
+        "length": T,
+        "block": block,
+        "logit": logit,
+        "dropped_mass": float(dropped_mass(sparse, dense)[0, 0, 0]),
+        "samples": samples,
+        "caught_by_sample": float(np.mean(caught)),
+        "largest_bound": float(report.largest_bound.max()),
+        "done_densely_by_guarantee": bool(report.dense_row_blocks[0, 0, wants // block]),
+        "dense_rows_by_guarantee": float(report.dense_row_blocks.mean()),
+    }
+
+
+# -------------------------------------------------------------------------------------------- speed
+
+
+def speed(
+    out: Path,
+    shapes: tuple[tuple[int, int, int, int], ...] = ((1, 8192, 9, 64), (4, 8192, 16, 128)),
+    kv_heads: int | None = None,
+    densities: tuple[float, ...] = (0.20, 0.43),
+    selectors: tuple[str, ...] = ("mean_query", "part_queries"),
+    block: int = 64,
+    dtype: str = "bfloat16",
+) -> None:
+    """Times dense attention, selection + sparse, and that with the certificate, on random inputs.
+
+    Shapes are (B, T, N, H). Budgets are uniform. The certificate is timed without and with the
+    bound; `coverage` times thresholds, on activations.
+    """
+    rows: list[Record] = []
+    for shape in shapes:
+        for record in _timed(shape, kv_heads or shape[2], densities, selectors, block, dtype):
+            print(record, flush=True)
+            rows.append(record)
+            _write(out, rows)
+
+
+def _dense(q: Array, k: Array, v: Array) -> Array:
+    peer: Any = "cudnn" if jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
+
+
+def _timed(
+    shape: tuple[int, int, int, int],
+    K: int,
+    densities: tuple[float, ...],
+    selectors: tuple[str, ...],
+    block: int,
+    dtype: str,
+) -> Iterator[Record]:
+    B, T, N, H = shape
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (B, T, heads, H), dtype)
+        for i, heads in enumerate((N, K, K))
+    )
+    counts = {
+        density: jnp.asarray(budget.uniform(density, 1, N, -(-T // block)).counts[0])
+        for density in densities
+    }
+
+    def chosen(selector: str, counts: Array, q: Array, k: Array) -> BlockMask:
+        def one(q: Array, k: Array) -> Array:
+            return selection.keep_top(block_scores.estimate(selector, q, k, block), counts)
+
+        return selection.to_mask(jax.vmap(one)(q, k), T, block)
+
+    def selected(selector: str, counts: Array, q: Array, k: Array, v: Array) -> BlockMask:
+        return chosen(selector, counts, q, k)
+
+    def sparse(selector: str, counts: Array, q: Array, k: Array, v: Array) -> Array:
+        return dot_product_attention(q, k, v, mask=chosen(selector, counts, q, k))
+
+    def certified(selector: str, counts: Array, q: Array, k: Array, v: Array, bound: bool) -> Any:
+        mask = chosen(selector, counts, q, k)
+        return certified_attention(q, k, v, mask, jax.random.key(3), bound=bound)
+
+    forms: dict[str, Any] = {
+        "selection": selected,
+        "selection_and_sparse": sparse,
+        "certificate": functools.partial(certified, bound=False),
+        "certificate_with_bound": functools.partial(certified, bound=True),
+    }
+    given = (counts[densities[0]], q, k, v)
+    calls: dict[Any, tuple[Any, tuple[Any, ...]]] = {
+        (selector, name): (functools.partial(form, selector), given)
+        for selector in selectors
+        for name, form in forms.items()
+    }
+    calls["dense"] = (lambda counts, q, k, v: _dense(q, k, v), given)
+    ready = _compiled_together(calls)
+    base = time_queued(ready["dense"], *given).median_seconds
+    for density, selector in ((x, y) for x in densities for y in selectors):
+        found = {
+            name: time_queued(
+                ready[selector, name], counts[density], q, k, v, rounds=3
+            ).median_seconds
+            for name in forms
+        }
+        yield {
+            "kind": "speed",
+            "shape": "·".join(map(str, (B, N, T, H))),
+            "kv_heads": K,
+            "block": block,
+            "selector": selector,
+            "density": density,
+            "dense_seconds": base,
+            **{f"{name}_seconds": x for name, x in found.items()},
+            **{f"{name}_over_dense": x / base for name, x in found.items()},
+        }
+
+
+def _compiled_together(calls: dict[Any, tuple[Any, tuple[Any, ...]]]) -> dict[Any, Any]:
+    """The functions compiled for their arguments, concurrently."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = {
+            name: pool.submit(lambda fn, args: jax.jit(fn).lower(*args).compile(), fn, args)
+            for name, (fn, args) in calls.items()
+        }
+        return {name: future.result() for name, future in made.items()}
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.extras.subcommand_cli_from_dict({"coverage": coverage, "one_key": one_key, "speed": speed})

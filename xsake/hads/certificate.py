@@ -1,0 +1,503 @@
+"""Certified attention: block-sparse attention that reports how far it is from dense attention.
+
+    q, k, v, mask ─ sparse ─ out, L ──────────────┬─ rows that fail: their dropped blocks, merged
+    one query in 64 ─ dense ─ out', L' ─┐         ├─ Delta correction of the others (optional)
+                                        └─ m, Δ ──┤
+    min and max of every key block ─ bound for every query ─ Report
+
+Dense attention is that of the mask's rule over all blocks. For a sampled query the dropped mass is
+m = 1 - exp(L - L'), which equals the total variation between sparse and dense attention, and the
+error is Δ = out' - out. One query is drawn from every group of `every`, uniformly, so that weighted
+means over the sample are unbiased. `bound` is not a sample: no query's dropped mass is larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+from xsake import masks
+from xsake.attention import dot_product_attention
+from xsake.block_mask import BlockMask
+from xsake.hads.correction import merged
+from xsake.masks.carrying import Documents, at_queries
+from xsake.masks.rule import And, Everything, Grid, Rule, Tokens, cut
+
+EVERY = 64  # tokens of a group, from which one query is sampled
+WINDOW = 1024  # queries of a window, for which estimates are reported
+CONFIDENCE = 0.95
+# Values of queries are skewed: most are small, a few are large. Student's interval of a few of them
+# rarely reaches up to the mean, so its upper half is widened; docs/certificate.md has the coverage.
+WIDENED_MASS = 1.5
+WIDENED_ERROR = 4.0  # squares are more skewed
+LOGITS_AT_ONCE = 1 << 24  # upper bounds of logits in memory at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Certify:
+    """How a model's attention is certified; the arguments of `certified_attention`."""
+
+    threshold: float | None = None
+    criterion: str = "mass"
+    guarantee: float | None = None
+    correct: bool = False
+    seed: int = 0  # of the samples; every layer has its own
+
+
+class Estimate(NamedTuple):
+    """The mean over all queries, estimated from a sample; [B, N, windows] or [B, N], float32."""
+
+    mean: Float[Array, "B N *W"]  # unbiased
+    standard_error: Float[Array, "B N *W"]  # its square is too large rather than too small
+    low: Float[Array, "B N *W"]  # the interval that covers the mean in 95% of samples
+    high: Float[Array, "B N *W"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Report:
+    """What `certified_attention` measured; estimates are of the mask as it was given.
+
+    Row blocks done densely have no error left, so for the output the estimates are upper bounds.
+    """
+
+    dropped_mass: Estimate  # [B, N, windows]; equals the total variation
+    dropped_mass_by_head: Estimate  # [B, N]
+    squared_error: Estimate  # ‖sparse - dense output‖², [B, N, windows]
+    squared_error_by_head: Estimate
+    squared_output: Estimate  # ‖dense output‖², [B, N, windows]
+    squared_output_by_head: Estimate
+    bound: Any  # float32 [B, N, windows]: mean over queries of the largest possible mass; or None
+    largest_bound: Any  # the same, its maximum over queries
+    dense_row_blocks: Any  # bool [B, N, row blocks]: done densely
+    density_given: Any  # float32 [B, N]: of the mask, ÷ the blocks that its rule allows
+    density: Any  # float32 [B, N]: with the blocks that were visited in addition
+    sample: Any  # int32 [B, groups]: the sampled queries, the same for all heads
+
+    @property
+    def relative_error(self) -> Float[Array, "B N"]:
+        """√(mean ‖sparse - dense output‖² ÷ mean ‖dense output‖²) of every head."""
+        size = self.squared_output_by_head.mean
+        return jnp.sqrt(self.squared_error_by_head.mean / jnp.where(size > 0, size, 1))
+
+    def __repr__(self) -> str:
+        return f"Report({'×'.join(map(str, self.density.shape))} heads)"
+
+    def __str__(self) -> str:
+        """A table of heads."""
+        if isinstance(self.density, jax.core.Tracer):
+            return repr(self)
+        mass = self.dropped_mass_by_head
+        lines = [
+            "batch head  density  dense rows  dropped mass     95%              error    bound"
+        ]
+        for b, n in np.ndindex(*self.density.shape):
+            bound = "" if self.largest_bound is None else f"{self.largest_bound[b, n].max():.4f}"
+            lines.append(
+                f"{b:5d} {n:4d}  {self.density[b, n]:7.3f}  "
+                f"{self.dense_row_blocks[b, n].mean():10.3f}  {mass.mean[b, n]:12.4f}  "
+                f"{mass.low[b, n]:.4f} … {mass.high[b, n]:.4f}  "
+                f"{self.relative_error[b, n]:7.4f}  {bound}"
+            )
+        return "\n".join(lines)
+
+
+def certified_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    mask: BlockMask,
+    rng: Array,
+    *,
+    threshold: float | None = None,
+    criterion: str = "mass",
+    guarantee: float | None = None,
+    correct: bool = False,
+    bound: bool = True,
+    every: int = EVERY,
+    window: int = WINDOW,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Report]:
+    """Block-sparse attention and a report of its distance to dense attention under mask.rule.
+
+    Gradients of the output are those of attention over the blocks that were visited, with the
+    sample and the choice of row blocks as constants; the report has none.
+
+    Args:
+      query: as for `dot_product_attention`.
+      key: likewise.
+      value: likewise.
+      mask: any BlockMask. What its rule allows outside its blocks counts as dropped.
+      rng: a key of `jax.random`, for the sample. A key used twice samples the same queries.
+      threshold: a row block is done densely unless all its sampled queries are below this; 0 does
+        all row blocks densely. None: none of them.
+      criterion: what is compared with the threshold: "mass", a query's dropped mass, or "error",
+        ‖sparse - dense output‖ ÷ ‖dense output‖.
+      guarantee: a row block is done densely unless the bound of all its queries is below this. No
+        query of the output then drops more. None: none of them.
+      correct: adds the error of the last sampled query at or before it to each query (Delta
+        correction), for causal rules, documents, and both.
+      bound: whether the bound is computed and reported.
+      every: one query in so many is sampled; divides the block or is a multiple of it.
+      window: queries of a window of the report; a multiple of `every`.
+      implementation: of `dot_product_attention` with the mask; the sampled queries take the fastest
+        that can run.
+    """
+    _check(query, key, mask, threshold, criterion, guarantee, correct, bound, every, window)
+    rule = masks.everything() if mask.rule is None else mask.rule
+    B, T, N, _ = query.shape
+    out, logsumexp = dot_product_attention(
+        query, key, value, mask=mask, return_residual=True, implementation=implementation
+    )
+    given = (query, key, value) if correct else lax.stop_gradient((query, key, value))
+    sample = sample_queries(rng, B, T, every)
+    exact = _sampled(given, sample, rule)
+    here = _at(out, sample).astype(jnp.float32), _at(logsumexp, sample)
+    error = exact[0] - here[0]
+    mass = dropped_mass(here[1], exact[1])
+
+    live, dropped = _live_and_dropped(mask, rule, B, N)
+    limits = None
+    if bound:
+        constants = lax.stop_gradient((query, key, logsumexp))
+        limits = bounds(*constants, dropped, mask.block)
+    compared = mass
+    if criterion == "error":
+        size = (exact[0] ** 2).sum(-1)
+        compared = jnp.sqrt((error**2).sum(-1) / jnp.where(size > 0, size, 1))
+    fails = _failing(compared, limits, dropped, mask, threshold, guarantee, every)
+    if threshold is not None or guarantee is not None:
+        out = _done_densely(
+            (query, key, value), out, logsumexp, dropped & fails[..., None], mask, implementation
+        )
+    if correct:
+        served = _served(rule, sample, T, N, every) & ~_by_query(fails, mask.block[0], T)
+        out = _corrected(out, error, served, sample, every)
+
+    blocks = live.sum((-2, -1))
+    visited = (live & ~dropped).sum((-2, -1))
+    added = (dropped & fails[..., None]).sum((-2, -1))
+    found = Report(
+        **_report(mass, error, exact[0], limits, T, every, window),
+        dense_row_blocks=fails,
+        density_given=visited / jnp.maximum(blocks, 1),
+        density=(visited + added) / jnp.maximum(blocks, 1),
+        sample=sample,
+    )
+    return out, lax.stop_gradient(found)
+
+
+def _check(
+    query: Array,
+    key: Array,
+    mask: BlockMask,
+    threshold: float | None,
+    criterion: str,
+    guarantee: float | None,
+    correct: bool,
+    bound: bool,
+    every: int,
+    window: int,
+) -> None:
+    if query.ndim != 4:
+        raise ValueError(f"query must be [B, T, N, H], got shape {list(query.shape)}; add a batch")
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"mask must be a BlockMask, got {type(mask).__name__}; only blocks that a BlockMask "
+            "leaves out are dropped"
+        )
+    if every < 1 or (every % mask.block[0] and mask.block[0] % every):
+        raise ValueError(
+            f"every = {every} must divide the row blocks of {mask.block[0]} queries or be a "
+            "multiple of them"
+        )
+    if window < every or window % every:
+        raise ValueError(f"window = {window} must be a multiple of every = {every}")
+    if criterion not in ("mass", "error"):
+        raise ValueError(f'criterion must be "mass" or "error", got {criterion!r}')
+    for name, limit in (("threshold", threshold), ("guarantee", guarantee)):
+        if limit is not None and not 0 <= limit <= 1:
+            raise ValueError(f"{name} is a share of the mass or the output, 0 to 1, got {limit}")
+    if guarantee is not None and not bound:
+        raise ValueError("guarantee needs the bound; leave bound = True")
+    if correct and (query.shape[1] != key.shape[1] or not _passes_on(mask.rule)):
+        raise ValueError(
+            "correct = True needs T = S and a mask whose rule is causal(), documents(…) or both, "
+            f"so that no key leaks; got T = {query.shape[1]}, S = {key.shape[1]} and the rule "
+            f"{mask.rule}; leave it out"
+        )
+
+
+def _passes_on(rule: Rule | None) -> bool:
+    """Whether a query sees all that the queries see which it sees as keys.
+
+    Then the error of an earlier query, which contains keys that this one has seen, may be added.
+    """
+    if isinstance(rule, And):
+        return _passes_on(rule.a) and _passes_on(rule.b)
+    return rule is None or rule == masks.causal() or isinstance(rule, Documents | Everything)
+
+
+# ------------------------------------------------------------------------------------------- sample
+
+
+def sample_queries(rng: Array, batch: int, length: int, every: int = EVERY) -> Int[Array, "B G"]:
+    """One query of each group of `every`, uniformly and independently; the last may be short."""
+    first = np.arange(0, length, every)
+    sizes = np.minimum(length - first, every)
+    within = jax.random.randint(rng, (batch, len(first)), 0, sizes[None])
+    return jnp.asarray(first[None], jnp.int32) + within
+
+
+def dropped_mass(
+    sparse: Float[Array, "*axes"], dense: Float[Array, "*axes"]
+) -> Float[Array, "*axes"]:
+    """1 - exp(sparse - dense) of two logsumexps; 0 for a query that sees no key."""
+    sees = dense > -jnp.inf
+    change = jnp.where(sees, sparse - jnp.where(sees, dense, 0), 0)
+    return -jnp.expm1(jnp.minimum(change, 0))
+
+
+def _sampled(
+    given: tuple[Array, Array, Array], sample: Int[Array, "B G"], rule: Rule
+) -> tuple[Float[Array, "B G N Hv"], Float[Array, "B G N"]]:
+    """(out, logsumexp) of the sampled queries over all keys that the rule allows, float32."""
+    query, key, value = given
+    out, logsumexp = dot_product_attention(
+        _at(query, sample), key, value, mask=at_queries(rule, sample), return_residual=True
+    )
+    return out.astype(jnp.float32), logsumexp
+
+
+def _at(x: Float[Array, "B T *rest"], sample: Int[Array, "B G"]) -> Float[Array, "B G *rest"]:
+    return jnp.take_along_axis(x, sample.reshape(*sample.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _report(
+    mass: Float[Array, "B G N"],
+    error: Float[Array, "B G N Hv"],
+    exact: Float[Array, "B G N Hv"],
+    limits: Float[Array, "B N T"] | None,
+    T: int,
+    every: int,
+    window: int,
+) -> dict[str, Any]:
+    """The estimates and bounds of a Report."""
+    figures = {
+        "dropped_mass": (mass, WIDENED_MASS, 1.0),
+        "squared_error": ((error**2).sum(-1), WIDENED_ERROR, np.inf),
+        "squared_output": ((exact**2).sum(-1), WIDENED_ERROR, np.inf),
+    }
+    found: dict[str, Any] = {"bound": None, "largest_bound": None}
+    for name, (x, *limit) in figures.items():
+        x = jnp.moveaxis(x, 1, 2)
+        whole = estimate(x, T, every, T, *limit)
+        found[name] = estimate(x, T, every, window, *limit)
+        found[f"{name}_by_head"] = Estimate(*(each[..., 0] for each in whole))
+    if limits is not None:
+        real = cut(jnp.ones(T, bool), window, 0, False)
+        by_window = cut(limits, window, -1, 0.0)
+        found["bound"] = by_window.sum(-1) / real.sum(-1)
+        found["largest_bound"] = by_window.max(-1)
+        # what is proved also limits what is estimated
+        for name, proved in (
+            ("dropped_mass", found["bound"]),
+            ("dropped_mass_by_head", limits.mean(-1)),
+        ):
+            high = jnp.minimum(found[name].high, proved)
+            found[name] = found[name]._replace(low=jnp.minimum(found[name].low, high), high=high)
+    return found
+
+
+def estimate(
+    x: Float[Array, "*axes G"],
+    length: int,
+    every: int,
+    window: int,
+    widened: float = WIDENED_MASS,
+    most: float = np.inf,
+) -> Estimate:
+    """Means over windows of the queries, [*axes, windows], from one value of each group.
+
+        mean = Σ w x,  w = tokens of the group ÷ tokens of the window
+        standard error² = Σ w² · G / (G - 1) · Σ w (x - mean)²
+        interval = mean - t · standard error … mean + widened · t · standard error
+
+    The groups differ in their means, too, which makes the standard error larger than that of the
+    sample. With one group in a window nothing is known of the spread: the interval is 0 … `most`.
+    """
+    per = -(-window // every)
+    sizes = np.minimum(length - np.arange(0, length, every), every)
+    count = -(-len(sizes) // per)
+    padding = count * per - len(sizes)
+    weight = np.pad(sizes, (0, padding)).reshape(count, per).astype(np.float32)
+    groups = (weight > 0).sum(-1)
+    weight /= weight.sum(-1, keepdims=True)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+    x = x.reshape(*x.shape[:-1], count, per)
+    mean = (weight * x).sum(-1)
+    spread = (weight * (x - mean[..., None]) ** 2).sum(-1)
+    scale = (weight**2).sum(-1) * groups / np.maximum(groups - 1, 1)
+    standard_error = jnp.sqrt(scale * spread)
+    student = stdtrit(np.maximum(groups - 1, 1), (1 + CONFIDENCE) / 2)
+    half = jnp.where(groups > 1, student.astype(np.float32) * standard_error, jnp.inf)
+    low, high = jnp.maximum(mean - half, 0), jnp.minimum(mean + widened * half, most)
+    return Estimate(mean, standard_error, low, high)
+
+
+# -------------------------------------------------------------------------------------------- bound
+
+
+def bounds(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    logsumexp: Float[Array, "B T N"],
+    dropped: Bool[Array, "B N nq nk"],
+    block: tuple[int, int],
+) -> Float[Array, "B N T"]:
+    """An upper bound on the dropped mass of every query, float32.
+
+        logit of query q and any key of block j <= u_j = Σ_d max(q_d min_j k_d, q_d max_j k_d) / √H
+        dropped mass <= D / (D + exp(logsumexp)),   D = Σ over dropped blocks of tokens_j · exp(u_j)
+
+    with the minimum and maximum over a block's keys as in Quest. It is tight where the keys of a
+    block are alike in every channel, and far too large where they are not. The cost is 2/block_k of
+    that of q·kᵀ.
+    """
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    bq, bk = block
+    extremes = [cut(key, bk, 1, fill) for fill in (-jnp.inf, jnp.inf)]
+    keys = jnp.concatenate([extremes[0].max(2), extremes[1].min(2)], -1)  # [B, nk, K, 2H]
+    log_tokens = np.log(np.minimum(S - np.arange(0, S, bk), bk)).astype(np.float32)
+    precision = lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
+
+    def of_row_block(row: tuple[Array, Array, Array]) -> Array:
+        q, L, drops = row  # [B, bq, N, H], [B, bq, N], [B, N, nk]
+        both = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], -1)
+        both = both.reshape(B, bq, K, N // K, 2 * H)
+        upper = jnp.einsum(
+            "btkgh,bjkh->bkgtj", both, keys,
+            preferred_element_type=jnp.float32, precision=precision,
+        )  # fmt: skip
+        upper = upper.reshape(B, N, bq, -1) / np.sqrt(H).astype(np.float32) + log_tokens
+        total = jax.nn.logsumexp(jnp.where(drops[:, :, None], upper, -jnp.inf), axis=-1)
+        L = jnp.swapaxes(L, 1, 2).astype(jnp.float32)
+        some = total > -jnp.inf
+        return jnp.where(some, jax.nn.sigmoid(jnp.where(some, total, 0) - L), 0)
+
+    rows = tuple(jnp.moveaxis(cut(x, bq, 1, 0.0), 1, 0) for x in (query, logsumexp))
+    per_row = B * N * bq * dropped.shape[-1]
+    found = lax.map(
+        of_row_block,
+        (*rows, jnp.moveaxis(dropped, 2, 0)),
+        batch_size=max(1, LOGITS_AT_ONCE // per_row),
+    )  # [nq, B, N, bq]
+    return jnp.moveaxis(found, 0, 2).reshape(B, N, -1)[..., :T]
+
+
+# ----------------------------------------------------------------------------- rows that are mended
+
+
+def _live_and_dropped(
+    mask: BlockMask, rule: Rule, batch: int, heads: int
+) -> tuple[Bool[Array, "B N nq nk"], Bool[Array, "B N nq nk"]]:
+    """The blocks in which the rule may allow a pair, and those of them that the mask leaves out."""
+    grid = Grid(mask.shape, mask.block, batch, heads)
+    size = (batch, heads, *grid.counts)
+    live = jnp.broadcast_to(rule.classify(grid)[0], size)
+    classes = mask.blocks()
+    own = classes.shape[1]
+    if 1 < own < heads:
+        classes = jnp.repeat(classes, heads // own, axis=1)
+    return live, live & (jnp.broadcast_to(classes, size) == 0)
+
+
+def _failing(
+    compared: Float[Array, "B G N"],
+    limits: Float[Array, "B N T"] | None,
+    dropped: Bool[Array, "B N nq nk"],
+    mask: BlockMask,
+    threshold: float | None,
+    guarantee: float | None,
+    every: int,
+) -> Bool[Array, "B N nq"]:
+    """Row blocks that drop blocks and are not below the threshold, or not below the guarantee."""
+    nq, bq = dropped.shape[2], mask.block[0]
+    fails = jnp.zeros(dropped.shape[:3], bool)
+    if threshold is not None:
+        over = jnp.swapaxes(compared, 1, 2) >= threshold  # [B, N, G]
+        if bq >= every:
+            fails |= cut(over, bq // every, -1, False).any(-1)
+        else:
+            fails |= jnp.repeat(over, every // bq, axis=-1)[..., :nq]
+    if guarantee is not None:
+        assert limits is not None
+        fails |= (cut(limits, bq, -1, 0.0) >= guarantee).any(-1)
+    return fails & dropped.any(-1)
+
+
+def _done_densely(
+    given: tuple[Array, Array, Array],
+    out: Float[Array, "B T N Hv"],
+    logsumexp: Float[Array, "B T N"],
+    blocks: Bool[Array, "B N nq nk"],
+    mask: BlockMask,
+    implementation: str | None,
+) -> Float[Array, "B T N Hv"]:
+    """`out` with attention over more blocks merged into it; nothing is computed without any."""
+
+    def more(operands: Any) -> Array:
+        (query, key, value), out, logsumexp, blocks = operands
+        rest = BlockMask.from_dense(blocks, mask.rule, shape=mask.shape, block=mask.block)
+        other = dot_product_attention(
+            query, key, value, mask=rest, return_residual=True, implementation=implementation
+        )
+        return merged(out, logsumexp, *other)
+
+    operands = (given, out, logsumexp, blocks)
+    return lax.cond(blocks.any(), more, lambda operands: operands[1], operands)
+
+
+# ------------------------------------------------------------------------------------------- delta
+
+
+def _by_query(rows: Bool[Array, "B N nq"], block: int, T: int) -> Bool[Array, "B T N"]:
+    return jnp.swapaxes(jnp.repeat(rows, block, axis=-1)[..., :T], 1, 2)
+
+
+def _last_sampled(sample: Int[Array, "B G"], T: int, every: int) -> Int[Array, "B T"]:
+    """The group whose sampled query is the last one at or before each query; -1 without one."""
+    group = jnp.arange(T)[None] // every
+    return group - (jnp.take_along_axis(sample, group, axis=1) > jnp.arange(T)[None])
+
+
+def _served(
+    rule: Rule, sample: Int[Array, "B G"], T: int, N: int, every: int
+) -> Bool[Array, "B T N"]:
+    """Whether each query sees the last sampled query at or before it as a key."""
+    group = _last_sampled(sample, T, every)
+    source = jnp.take_along_axis(sample, jnp.maximum(group, 0), axis=1)[:, None, :]
+    b, n, q = jnp.ogrid[: len(sample), :N, :T]
+    sees = rule.allows(Tokens.at(b, n, q, source))
+    sees = jnp.broadcast_to(sees & (group >= 0)[:, None, :], (len(sample), N, T))
+    return jnp.swapaxes(sees, 1, 2)
+
+
+def _corrected(
+    out: Float[Array, "B T N Hv"],
+    error: Float[Array, "B G N Hv"],
+    served: Bool[Array, "B T N"],
+    sample: Int[Array, "B G"],
+    every: int,
+) -> Float[Array, "B T N Hv"]:
+    """out + the error of the last sampled query, for the queries that are served."""
+    group = jnp.maximum(_last_sampled(sample, out.shape[1], every), 0)
+    added = jnp.where(served[..., None], _at(error, group), 0)
+    return (out.astype(jnp.float32) + added).astype(out.dtype)
