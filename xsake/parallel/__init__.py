@@ -1,1 +1,5 @@
-"""Parallelism over devices: the mesh, and which arrays are sharded or replicated on it."""
+"""Parallelism over devices: the mesh, what is sharded on it, and attention over split sequences."""
+
+from xsake.parallel.context import context_attention, token_order
+
+__all__ = ["context_attention", "token_order"]
