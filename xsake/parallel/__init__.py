@@ -1,5 +1,10 @@
 """Parallelism over devices: the mesh, what is sharded on it, and attention over split sequences."""
 
-from xsake.parallel.context import context_attention, token_order
+from xsake.parallel.context import (
+    ContextExplanation,
+    context_attention,
+    explain_context,
+    token_order,
+)
 
-__all__ = ["context_attention", "token_order"]
+__all__ = ["ContextExplanation", "context_attention", "explain_context", "token_order"]

@@ -23,10 +23,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from xsake import _jax, masks
 from xsake.attention import (
+    Abstract,
+    Explanation,
     Mask,
     Tensor,
     Window,
@@ -40,8 +44,9 @@ from xsake.attention import (
 from xsake.backends import Sizes, scale_gradient, with_sinks
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
+from xsake.masks.integers import size_of
 from xsake.masks.rule import Rule, check_fits
-from xsake.parallel.context import ring, steps
+from xsake.parallel.context import gather, halo, ring, rows, traffic
 from xsake.parallel.context.layout import Layout, LayoutName, token_order
 from xsake.parallel.context.local_mask import (
     LocalMask,
@@ -50,7 +55,7 @@ from xsake.parallel.context.local_mask import (
     row_classes,
 )
 
-__all__ = ["context_attention", "token_order"]
+__all__ = ["ContextExplanation", "context_attention", "explain_context", "token_order"]
 
 
 def context_attention(
@@ -114,8 +119,6 @@ def context_attention(
     Returns:
       [B, T, N, Hv] in query's dtype; with return_residual, that and the logsumexp.
     """
-    if method not in (None, "ring") or capacity is not None or balance:
-        raise ValueError("method 'ring' is the only one so far; leave capacity and balance out")
     q, k, v, is_unbatched = check_qkv(query, key, value)
     if is_unbatched:
         raise ValueError(f"query must be [B, T, N, H], got shape {list(q.shape[1:])}")
@@ -127,30 +130,175 @@ def context_attention(
     if local_window_size is not None:
         limits = limits & masks.sliding_window(local_window_size)
     local = _local_mask(
-        mask, limits, sizes, queries, keys, axis,
+        mask, limits, sizes, queries, keys, axis, balance,
         ids=(q_segment_ids, kv_segment_ids), positions=(q_positions, kv_positions),
     )  # fmt: skip
-    checked_sinks = check_sinks(sizes, sinks)
+    sinks = check_sinks(sizes, sinks)
     q, k, v = _jax.vary((q, k, v), _jax.varying_axes(*jax.tree.leaves((q, k, v, local))))
-    factor = None if local.overflow is None else jnp.where(local.overflow, jnp.nan, 1.0)
-    if factor is not None:
-        q, k, v = (scale_gradient(x, factor) for x in (q, k, v))
-
+    problem = traffic.Problem(
+        queries,
+        keys,
+        local.block,
+        local.bound,
+        local.is_static,
+        token_bytes=sizes.K * (sizes.H + sizes.Hv) * q.dtype.itemsize,
+        capacity=None if capacity is None else size_of("capacity", capacity, 1),
+        moves_rows=balance,
+    )
+    found = traffic.estimates(problem)
     settings = ring.Settings(
-        axis, devices, "", 1 / math.sqrt(sizes.H) if scale is None else number("scale", scale),
+        axis,
+        devices,
+        "",
+        1 / math.sqrt(sizes.H) if scale is None else number("scale", scale),
         None if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap, above=0.0),
         Options.of(options),
-        steps.live_steps(steps.live_pairs(local.bound, queries, keys)),
-        local.is_static,
-    )  # fmt: skip
-    settings = _with_backend(settings, implementation, q, k, v, local)
-    out, logsumexp = ring.attend(settings, q, k, v, local)
-    if factor is not None:
-        out, logsumexp = out * factor.astype(out.dtype), logsumexp * factor
-    if checked_sinks is not None:
-        out = with_sinks(out, logsumexp, checked_sinks)
+        found["ring"].steps,
+        local.is_static and not balance,
+    )
+    backend = choose(implementation, settings.call(q, k, v, ring.step_mask(settings, local, 0)))
+    if isinstance(method, _Question):
+        return method.ask(problem, backend)
+    if backend.chosen is None:
+        raise ValueError(
+            f"implementation {implementation!r} cannot run this call: it "
+            f"{backend.reasons[str(implementation)]}"
+        )
+    settings = dataclasses.replace(settings, backend=backend.chosen)
+    out, logsumexp = _attend(
+        settings, q, k, v, local, traffic.chosen(found, method), found, balance
+    )
+    if sinks is not None:
+        out = with_sinks(out, logsumexp, sinks)
     out = out.astype(q.dtype)
     return (out, logsumexp) if return_residual else out
+
+
+def _attend(
+    settings: ring.Settings,
+    q: Array,
+    k: Array,
+    v: Array,
+    local: LocalMask,
+    method: str,
+    found: dict[str, traffic.Estimate],
+    balance: bool,
+) -> tuple[Array, Array]:
+    """(out, logsumexp) by a method, NaN with its gradients where a capacity was too small."""
+    moved = None
+    if balance:
+        work = (local.block_classes(local.all_slots()) > 0).sum((0, 1, 3), dtype=jnp.int32)
+        moved = rows.schedule(work, settings.axis, settings.devices, local.block[0])
+        q, local = moved.sent(q, 1), local.moved(moved)
+    overflow, capacity = local.overflow, found["gather"].capacity
+    if method == "gather":
+        cut = gather.exceeds(settings, local, Sizes.of(q, k, v), capacity)
+        overflow = cut if overflow is None else cut | overflow
+    if overflow is not None:
+        factor = jnp.where(overflow, jnp.nan, 1.0)
+        q, k, v = (scale_gradient(x, factor) for x in (q, k, v))
+    if method == "gather":
+        out, logsumexp = gather.attend(settings, q, k, v, local, capacity)
+    elif method == "halo":
+        out, logsumexp = halo.attend(settings, q, k, v, local, found["halo"].reach)
+    else:
+        out, logsumexp = ring.attend(settings, q, k, v, local)
+    if overflow is not None:
+        out, logsumexp = (x * factor.astype(x.dtype) for x in (out, logsumexp))
+    if moved is not None:
+        out, logsumexp = moved.returned(out, 1), moved.returned(logsumexp, 1)
+    return out, logsumexp
+
+
+# ----------------------------------------------------------------------------------------- explain
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextExplanation:
+    """The method and the backend of a call, and what every method would receive.
+
+    Attributes:
+      method: the one that is taken; None if the one asked for cannot run.
+      estimates: of every method.
+      backend: what `xsake.explain` says of one device's part.
+      all_gather_bytes: what a device would receive if it gathered all keys and values.
+    """
+
+    method: str | None
+    estimates: dict[str, traffic.Estimate]
+    backend: Explanation
+    all_gather_bytes: int
+
+    def __str__(self) -> str:
+        lines = []
+        for name, estimate in self.estimates.items():
+            words = estimate.reason or f"receives {estimate.received_bytes:,} bytes"
+            if name == "ring" and estimate.reason is None:
+                words += f" in {len(estimate.steps)} steps"
+            if name == "gather" and estimate.reason is None:
+                words += f", {estimate.capacity} blocks of each other device"
+            lines.append(f"{name:<10}  {'chosen, ' if name == self.method else ''}{words}")
+        lines.append(f"{'all-gather':<10}  would receive {self.all_gather_bytes:,} bytes")
+        return "\n".join([*lines, f"backend     {self.backend.chosen}"])
+
+
+class _Question(str):
+    """A method's name, or "", passed as `method` to store an explanation instead of computing."""
+
+    answer: ContextExplanation
+
+    def ask(self, problem: traffic.Problem, backend: Explanation) -> int:
+        """Keeps the answer, and returns something that `jax.eval_shape` takes."""
+        found = traffic.estimates(problem)
+        asked = str(self) or None
+        method = None if asked and found[asked].reason else traffic.chosen(found, asked)
+        everything = (problem.keys.devices - 1) * problem.chunk_bytes
+        self.answer = ContextExplanation(method, found, backend, everything)
+        return 0
+
+
+def explain_context(
+    query: Abstract,
+    key: Abstract,
+    value: Abstract,
+    mask: Mask | None = None,
+    *,
+    devices: int,
+    method: str | None = None,
+    **arguments: Any,
+) -> ContextExplanation:
+    """What `context_attention` would do with a whole sequence over `devices` devices.
+
+    Takes its arguments, with arrays (or shapes) of the whole sequence, outside `shard_map`.
+
+    >>> import jax
+    >>> q = jax.ShapeDtypeStruct((1, 1024, 4, 64), "float32")
+    >>> print(explain_context(q, q, q, devices=8, is_causal=True, local_window_size=(100, 0)))
+    ring        receives 262,144 bytes in 1 steps
+    halo        chosen, receives 262,144 bytes
+    gather      receives 1,835,008 bytes, 1 blocks of each other device
+    all-gather  would receive 1,835,008 bytes
+    backend     xla
+    """
+    for name, x in (("query", query), ("key", key)):
+        token_order(x.shape[1], devices, arguments.get("layout", "contiguous"))
+        del name
+    axis = arguments.setdefault("axis", "context")
+    question = _Question(method or "")
+    per_token = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+    split = {name: arguments.pop(name) for name in per_token if arguments.get(name) is not None}
+
+    def ask(query: Any, key: Any, value: Any, mask: Any, split: Any) -> Any:
+        context_attention(query, key, value, mask, method=question, **split, **arguments)
+        return query
+
+    tokens = P(None, axis)
+    mesh = AbstractMesh((devices,), (axis,), axis_types=(AxisType.Manual,))
+    asked = jax.shard_map(
+        ask, mesh=mesh, in_specs=(tokens, tokens, tokens, P(), tokens), out_specs=tokens
+    )
+    jax.eval_shape(asked, query, key, value, mask, split)
+    return question.answer
 
 
 def _axis_size(axis: str) -> int:
@@ -163,18 +311,6 @@ def _axis_size(axis: str) -> int:
         ) from error
 
 
-def _with_backend(
-    settings: ring.Settings, asked: str | None, q: Array, k: Array, v: Array, local: LocalMask
-) -> ring.Settings:
-    """The settings with the backend's name; a named one that cannot run the call raises."""
-    found = choose(asked, settings.call(q, k, v, ring.step_mask(settings, local, 0)))
-    if found.chosen is None:
-        raise ValueError(
-            f"implementation {asked!r} cannot run this call: it {found.reasons[str(asked)]}"
-        )
-    return dataclasses.replace(settings, backend=found.chosen)
-
-
 def _local_mask(
     mask: Any,
     limits: Rule,
@@ -182,6 +318,7 @@ def _local_mask(
     queries: Layout,
     keys: Layout,
     axis: str,
+    balance: bool,
     ids: tuple[Any, Any],
     positions: tuple[Any, Any],
 ) -> LocalMask:
@@ -226,7 +363,10 @@ def _local_mask(
             raise TypeError("mask is a function; wrap it with xsake.masks.rule(fn)")
         limits = masks.array(jnp.asarray(mask)) & limits
     check_fits(limits, sizes.B, sizes.N, queries.length, keys.length)
-    block = (block_for(queries.run), block_for(keys.run))
+    rows_block = block_for(queries.run)
+    while balance and rows_block > 16 and (queries.local // rows_block) % queries.devices:
+        rows_block //= 2  # until every device has a row block for every other one
+    block = (rows_block, block_for(keys.run))
     return LocalMask(
         rule=None, limits=limits, classes=None, overflow=None, rows_are_local=False, block=block,
         **common,

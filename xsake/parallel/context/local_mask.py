@@ -3,7 +3,7 @@
     mask | rule | None ─┐
     causal, window ─────┼─ LocalMask.of ─┬─ .mask(slots)  BlockMask of these queries and the keys
     ids, positions ─────┘                │                in these slots of the laid-out sequence
-                                         └─ .live(slots)  whether it lists any block
+                                         └─ .block_classes(slots)  the same as an array
 
 Segment ids and positions (4 bytes a token) are gathered from all devices first: they decide which
 keys have to travel at all.
@@ -25,7 +25,8 @@ from xsake.block_mask.lists import Lists, classes_in_any_order
 from xsake.masks.carrying import Numbered
 from xsake.masks.rule import Grid, Leaf, Rule, check_fits
 from xsake.parallel.context.layout import Layout
-from xsake.parallel.context.local_rule import localized, take
+from xsake.parallel.context.local_rule import localized, sent_rule, take
+from xsake.parallel.context.rows import Schedule
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +69,11 @@ class LocalMask:
     # ------------------------------------------------------------------------------------- masks
 
     def mask(
-        self, k_slot: Array, classes: Array | None = None, heads: Array | None = None
+        self,
+        k_slot: Array,
+        classes: Array | None = None,
+        heads: Array | None = None,
+        k_index: Array | None = None,
     ) -> BlockMask:
         """The BlockMask of these queries and of the keys in slots [B|1, S'].
 
@@ -77,9 +82,11 @@ class LocalMask:
           classes: of their blocks, int8 [B|1, N|K|1, row blocks, kv blocks]; default: those of the
             blocks that begin at every block_k-th slot.
           heads: int32 [N'], the query heads; default all.
+          k_index: int32 [B|1, S'], their places in the text; default those of the slots.
         """
         shape = (self.q_slot.shape[0], k_slot.shape[1])
-        limits = self._limits(k_slot, heads)
+        k_index = self.keys.index(k_slot) if k_index is None else k_index
+        limits = self._limits(k_slot, k_index, heads)
         if self.classes is None:
             count = self.heads if heads is None else heads.shape[0]
             return BlockMask.from_rule(
@@ -88,39 +95,53 @@ class LocalMask:
         rule = self.rule
         if rule is not None:
             q_index = None if self.rows_are_local else self.queries.index(self.q_slot)[None]
-            rule = localized(rule, q_index, self.keys.index(k_slot), heads)
-        classes = self._classes(k_slot) if classes is None else classes
+            rule = localized(rule, q_index, k_index, heads)
+        classes = self._listed(k_slot) if classes is None else classes
         found = BlockMask.from_classes(classes, rule, shape, self.block)
         return found if limits == masks.everything() else found & limits
 
-    def live(self, k_slot: Array) -> Array:
-        """Whether the queries visit any block of the keys in these slots, bool []."""
-        limits = self._limits(k_slot)
+    def block_classes(self, k_slot: Array) -> Array:
+        """int8 [B|1, N|K|1, row blocks, blocks of these slots]; limits and ids are applied."""
+        limits = self._limits(k_slot, self.keys.index(k_slot))
         shape = (self.q_slot.shape[0], k_slot.shape[1])
-        live = limits.classify(Grid(shape, self.block, self.batch, self.heads))[0]
+        grid = Grid(shape, self.block, self.batch, self.heads)
+        live, full = limits.classify(grid)
+        allowed = jnp.where(live, jnp.where(full, 2, 1), 0).astype(jnp.int8)
+        allowed = jnp.broadcast_to(allowed, (*allowed.shape[:2], *grid.counts))
         if self.classes is None:
-            return live.any()
-        classes = self._classes(k_slot)
-        if limits == masks.everything():
-            return (classes > 0).any()
-        if live.shape[1] not in (1, classes.shape[1]):
-            classes = jnp.repeat(classes, live.shape[1] // classes.shape[1], axis=1)
-        return ((classes > 0) & live).any()
+            return allowed
+        classes = self._listed(k_slot)
+        if allowed.shape[1] > classes.shape[1]:
+            classes = jnp.repeat(classes, allowed.shape[1] // classes.shape[1], axis=1)
+        return jnp.minimum(classes, allowed)
 
     def slots_of(self, device: Any) -> Array:
         """The slots of a device's keys, int32 [1, S']."""
         return (device * self.keys.local + jnp.arange(self.keys.local, dtype=jnp.int32))[None]
 
-    def _classes(self, k_slot: Array) -> Array:
+    def all_slots(self) -> Array:
+        """The slots of all keys, int32 [1, S]."""
+        return jnp.arange(self.keys.length, dtype=jnp.int32)[None]
+
+    def moved(self, rows: Schedule) -> LocalMask:
+        """The mask of the queries that this device gets when row blocks are scheduled."""
+        rule = sent_rule(self.rule, rows.sent) if self.rows_are_local else self.rule
+        at = {"q_slot": 0, "classes": 2, "q_ids": 1, "q_positions": 1}
+        given = {name: (getattr(self, name), axis) for name, axis in at.items()}
+        new: dict[str, Any] = {
+            name: rows.sent(x, axis) for name, (x, axis) in given.items() if x is not None
+        }
+        return dataclasses.replace(self, rule=rule, **new)
+
+    def _listed(self, k_slot: Array) -> Array:
         number = self.keys.index(k_slot[0, :: self.block[1]]) // self.block[1]
         return jnp.take(self.classes, number, axis=-1)
 
-    def _limits(self, k_slot: Array, heads: Array | None = None) -> Rule:
+    def _limits(self, k_slot: Array, k_index: Array, heads: Array | None = None) -> Rule:
         """`limits`, with positions and ids, for the keys in these slots."""
         found = self.limits
         if found != masks.everything():
-            q, k = self.queries.index(self.q_slot)[None], self.keys.index(k_slot)
-            found = localized(found, q, k, heads)
+            found = localized(found, self.queries.index(self.q_slot)[None], k_index, heads)
             found = _with_positions(found, self.q_positions, _in_slots(self.kv_positions, k_slot))
         if self.q_ids is not None:
             found = found & masks.documents(self.q_ids, _in_slots(self.kv_ids, k_slot))

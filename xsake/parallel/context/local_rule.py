@@ -8,6 +8,7 @@ rule over (T, S)     local query i is query q_index[i] of the text, local key j 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -57,6 +58,26 @@ def _taken(rule: Any, at: dict[str, Array | None]) -> Any:
                 if (index := at.get(letter)) is not None and value.shape[axis] > 1:
                     value = take(value, index, axis)
             new[field.name] = value
+    return dataclasses.replace(rule, **new) if new else rule
+
+
+def sent_rule(rule: Any, send: Callable[[Array, int], Array]) -> Any:
+    """A rule of this device's queries with its arrays of queries sent by send(array, axis)."""
+    if rule is None:
+        return None
+    if isinstance(rule, carrying.Custom) and rule.function.reads == "indices":
+        raise ValueError(
+            f"balance=True moves queries, but {rule} reads them by their index on a device; give "
+            "the mask of the whole text"
+        )
+    new = {}
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if isinstance(value, Rule):
+            new[field.name] = sent_rule(value, send)
+        elif value is not None and "q" in (axes := rule.axes.get(field.name, ())):
+            at = axes.index("q")
+            new[field.name] = send(value, at) if value.shape[at] > 1 else value
     return dataclasses.replace(rule, **new) if new else rule
 
 

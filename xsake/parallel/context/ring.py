@@ -152,9 +152,8 @@ def over_steps(
 
 def shared_flags(settings: Settings, local: LocalMask) -> Array:
     """For each of settings.steps, whether any device has a live block in it: equal on all."""
-    own = jnp.stack(
-        [local.live(local.slots_of(_source(settings, step))) for step in settings.steps]
-    )
+    sources = (local.slots_of(_source(settings, step)) for step in settings.steps)
+    own = jnp.stack([(local.block_classes(slots) > 0).any() for slots in sources])
     axes = tuple(get_abstract_mesh().manual_axes)
     return lax.pmax(_jax.vary(own.astype(jnp.int32), axes), axes) > 0
 

@@ -28,3 +28,16 @@ def live_steps(pairs: np.ndarray) -> tuple[int, ...]:
     count = len(pairs)
     device = np.arange(count)
     return tuple(r for r in range(1, count) if pairs[device, (device - r) % count].any())
+
+
+def reach(bound: Rule, length: int) -> tuple[int, int] | None:
+    """How many keys before and after a query's own place the rule can allow; None: all of them."""
+    spans = bound.spans(Grid((length, length), (1, 1)))
+    if spans is None:
+        return None
+    lo, hi = (np.clip(x, 0, length) for x in spans[:2])
+    token, some = np.arange(length), hi > lo
+    left, right = (
+        int(np.max(np.where(some, x, 0), initial=0)) for x in (token - lo, hi - 1 - token)
+    )
+    return (max(left, 0), max(right, 0))
