@@ -88,7 +88,8 @@ CASES = [
          ("and", CAUSAL, ("blocks", BLOCKS, (BLOCK, BLOCK))), "blocks",
          arguments={"balance": True}),
     Case("documents, gather, balanced", {"data": 2, "context": 2},
-         ("and", CAUSAL, ("documents", IDS)), with_ids=True, arguments={"method": "gather", "balance": True}),
+         ("and", CAUSAL, ("documents", IDS)), with_ids=True,
+         arguments={"method": "gather", "balance": True}),
     Case("lengths, zigzag", C4, ("lengths", np.int32([50, 100]), np.int32([120, 40])),
          arguments={"layout": "zigzag"}),
 ]  # fmt: skip

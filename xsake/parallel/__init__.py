@@ -3,8 +3,15 @@
 from xsake.parallel.context import (
     ContextExplanation,
     context_attention,
+    context_mask,
     explain_context,
     token_order,
 )
 
-__all__ = ["ContextExplanation", "context_attention", "explain_context", "token_order"]
+__all__ = [
+    "ContextExplanation",
+    "context_attention",
+    "context_mask",
+    "explain_context",
+    "token_order",
+]

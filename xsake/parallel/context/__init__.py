@@ -1,17 +1,22 @@
 """context_attention: attention over a sequence that is split over the devices of a mesh axis.
 
-inside shard_map, on every device of the axis:
-q [B, T / c, N, H] ─┐            ┌─ ring    keys of one device after the other, steps without
-k [B, S / c, K, H] ─┤            │          a live block are neither sent nor computed
-v [B, S / c, K, Hv]─┼─ choose ───┤
-any mask, rule ─────┤            ├─ gather  only the kv blocks that a local row block visits
-ids, positions ─────┘            └─ halo    windows: the ends of the neighbours' keys
+It is called inside shard_map, on every device of the axis:
 
-layout.py        which tokens a device holds: contiguous or zigzag
-local_rule.py    a rule of the whole text for some of its tokens
-local_mask.py    the mask of one device's queries, for keys of any device
-steps.py         which devices need which keys, known before any run
-ring.py          the ring and its derivative
+    q [B, T / c, N, H] ─┐          ┌─ ring    keys of one device after the other; steps without a
+    k [B, S / c, K, H] ─┤          │          live block are neither sent nor computed
+    v [B, S / c, K, Hv]─┼─ choose ─┤
+    any mask, rule ─────┤          ├─ gather  only the kv blocks that a local row block visits
+    ids, positions ─────┘          └─ halo    windows: the ends of the neighbours' keys
+
+    layout.py        which tokens a device holds: contiguous or zigzag
+    local_rule.py    a rule of the whole text for some of its tokens
+    local_mask.py    the mask of one device's queries, for keys of any device
+    input_rows.py    context_mask: plans and other masks from q and k, for one device's queries
+    steps.py         which devices need which keys, known before any run
+    traffic.py       the bytes that each method receives, and which one is taken
+    ring.py          the ring and its derivative
+    gather.py        the gather; halo.py: the halo exchange
+    rows.py          row blocks that move between devices so that all have equal work
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ from xsake.block_mask import BlockMask
 from xsake.masks.integers import size_of
 from xsake.masks.rule import Rule, check_fits
 from xsake.parallel.context import gather, halo, ring, rows, traffic
+from xsake.parallel.context.input_rows import context_mask
 from xsake.parallel.context.layout import Layout, LayoutName, token_order
 from xsake.parallel.context.local_mask import (
     LocalMask,
@@ -55,7 +61,13 @@ from xsake.parallel.context.local_mask import (
     row_classes,
 )
 
-__all__ = ["ContextExplanation", "context_attention", "explain_context", "token_order"]
+__all__ = [
+    "ContextExplanation",
+    "context_attention",
+    "context_mask",
+    "explain_context",
+    "token_order",
+]
 
 
 def context_attention(
@@ -94,7 +106,7 @@ def context_attention(
       value: [B, S, K, Hv].
       mask: a rule of the whole text, which reads its arrays by a token's place in the text; a
         BlockMask of the whole text; a BlockMask of this device's queries and all keys, as
-        `plan.mask(layer, q, keys, first=…)` returns it; or a bool array of the whole text. Blocks
+        `context_mask(plan, layer, q, k)` returns it; or a bool array of the whole text. Blocks
         are numbered by their place in the text.
       axis: the mesh axis over which the sequence is split.
       layout: how the text lies on the devices; see `token_order`.
@@ -272,17 +284,16 @@ def explain_context(
     Takes its arguments, with arrays (or shapes) of the whole sequence, outside `shard_map`.
 
     >>> import jax
-    >>> q = jax.ShapeDtypeStruct((1, 1024, 4, 64), "float32")
-    >>> print(explain_context(q, q, q, devices=8, is_causal=True, local_window_size=(100, 0)))
-    ring        receives 262,144 bytes in 1 steps
+    >>> q = jax.ShapeDtypeStruct((1, 4096, 4, 64), "float32")
+    >>> print(explain_context(q, q, q, devices=8, local_window_size=(100, 0)))
+    ring        receives 1,048,576 bytes in 1 steps
     halo        chosen, receives 262,144 bytes
     gather      receives 1,835,008 bytes, 1 blocks of each other device
-    all-gather  would receive 1,835,008 bytes
+    all-gather  would receive 7,340,032 bytes
     backend     xla
     """
-    for name, x in (("query", query), ("key", key)):
+    for x in (query, key):
         token_order(x.shape[1], devices, arguments.get("layout", "contiguous"))
-        del name
     axis = arguments.setdefault("axis", "context")
     question = _Question(method or "")
     per_token = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")

@@ -20,7 +20,7 @@ from xsake.masks.rule import Grid, Rule
 from xsake.parallel.context import steps
 from xsake.parallel.context.layout import Layout
 
-METHODS = ("ring", "halo", "gather")
+METHODS = ("halo", "ring", "gather")
 MOST_BLOCKS = 1 << 26  # block pairs up to which the capacity of a rule is counted
 
 
