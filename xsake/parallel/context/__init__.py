@@ -263,7 +263,8 @@ class _Question(str):
         """Keeps the answer, and returns something that `jax.eval_shape` takes."""
         found = traffic.estimates(problem)
         asked = str(self) or None
-        method = None if asked and found[asked].reason else traffic.chosen(found, asked)
+        is_unable = asked in found and found[asked].reason is not None
+        method = None if is_unable else traffic.chosen(found, asked)
         everything = (problem.keys.devices - 1) * problem.chunk_bytes
         self.answer = ContextExplanation(method, found, backend, everything)
         return 0

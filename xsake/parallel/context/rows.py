@@ -1,11 +1,13 @@
 """Moves query row blocks between devices so that all have equal work under the mask at hand.
 
-    row blocks of a device, most visits first     9 8 7 6 5 4 3 2
-    scheduled to c = 4 devices, back and forth    0 1 2 3 3 2 1 0      → 11 visits for each
+    row blocks of a device, most visits first     9 8 7 6   5 4 3 2    two rounds for c = 4 devices
+    scheduled to devices                          0 1 2 3   3 2 1 0    → 11 visits for each
 
-Every device schedules its own row blocks over all devices, equally many to each: that takes one
-all_to_all of fixed size, and no device has to know the others' masks. A new mask moves other row
-blocks without a compile or a transfer to the host.
+Every device gives equally many of its row blocks to every device, which takes one all_to_all of
+fixed size. A round has one row block for each device; the heaviest goes to the device that has the
+least work so far, over the rounds of all devices. All devices compute the same schedule from the
+number of visits of every row block. A new mask moves other row blocks without a compile or a
+transfer to the host.
 """
 
 from __future__ import annotations
@@ -49,17 +51,28 @@ def schedule(work: Array, axis: str, devices: int, block: int) -> Schedule:
             f"balance=True needs as many row blocks on a device as a multiple of the {devices} "
             f"devices, got {count} of {block} tokens; use smaller blocks or layout='zigzag'"
         )
-    return Schedule(order_of(work, devices, lax.axis_index(axis)), axis, block)
+    every = lax.all_gather(work, axis)  # [c, row blocks]: 4 bytes for each row block
+    order = orders(every, devices)[lax.axis_index(axis)]
+    return Schedule(order, axis, block)
 
 
-def order_of(work: Array, devices: int, sender: Any) -> Array:
-    """A sender's row blocks by the device that they go to, [devices · R]."""
-    heaviest = jnp.argsort(-work, stable=True).astype(jnp.int32)
-    rounds = heaviest.reshape(-1, devices)  # each round has one row block for each device
-    back = (jnp.arange(len(rounds)) % 2 == 1)[:, None]
-    by_device = jnp.where(back, rounds[:, ::-1], rounds).T  # [device, rounds]
-    # another device is first at each sender, so that the heaviest row blocks go to different ones
-    return jnp.roll(by_device, sender, axis=0).reshape(-1)
+def orders(work: Array, devices: int) -> Array:
+    """Every device's row blocks by the device that they go to, [c, c · R], from [c, blocks]."""
+    heaviest = jnp.argsort(-work, axis=1, stable=True).astype(jnp.int32)
+    # [rounds, c, devices]: the first rounds of all devices, then the second ones
+    rounds = jnp.moveaxis(heaviest.reshape(devices, -1, devices), 1, 0)
+    visits = jnp.take_along_axis(work, heaviest, axis=1)
+    visits = jnp.moveaxis(visits.reshape(devices, -1, devices), 1, 0)
+
+    def assign(loads: Array, given: tuple[Array, Array]) -> tuple[Array, Array]:
+        row_blocks, visits = given
+        least = jnp.argsort(loads, stable=True)
+        return loads.at[least].add(visits), jnp.zeros_like(row_blocks).at[least].set(row_blocks)
+
+    flat = (rounds.reshape(-1, devices), visits.reshape(-1, devices))
+    _, by_device = lax.scan(assign, visits[0, 0] * 0, flat)
+    # [rounds, c, device] as [c, device, rounds]
+    return jnp.moveaxis(by_device.reshape(rounds.shape), 0, 2).reshape(devices, -1)
 
 
 def device_loads(visits: Any, devices: int, method: str) -> np.ndarray:
@@ -84,6 +97,7 @@ def device_loads(visits: Any, devices: int, method: str) -> np.ndarray:
         return np.asarray(halves[:devices] + halves[::-1][:devices])
     if method != "balanced":
         raise ValueError(f"method {method!r} is not one of contiguous, zigzag, balanced")
-    orders = [np.asarray(order_of(jnp.asarray(x), devices, d)) for d, x in enumerate(own)]
-    sent = [x[order].reshape(devices, -1).sum(1) for x, order in zip(own, orders, strict=True)]
-    return np.asarray(np.sum(sent, axis=0))
+    by_device = np.asarray(orders(jnp.asarray(own), devices))
+    return np.asarray(
+        np.take_along_axis(own, by_device, 1).reshape(devices, devices, -1).sum((0, 2))
+    )
