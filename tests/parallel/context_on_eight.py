@@ -28,7 +28,7 @@ from xsake import BlockMask
 from xsake.hads import row_blocks
 from xsake.hads.plan import Plan, Terms
 from xsake.masks.rule import partition_spec
-from xsake.parallel import context_attention, context_mask, explain_context, token_order
+from xsake.parallel import context_attention, context_mask, cost, explain_context, token_order
 from xsake.parallel.collectives import collectives
 from xsake.parallel.context import ring
 
@@ -257,14 +257,20 @@ def a_new_mask_compiles_nothing_and_stays_on_the_devices() -> bool:
     return True
 
 
-def compiled(devices: int, mask: Any, **arguments: Any) -> Any:
+def compiled(devices: int, mask: Any, gradient: bool = False, **arguments: Any) -> Any:
     mesh = on_mesh({"context": devices})
     q = jax.ShapeDtypeStruct((1, 2048, N, H), jnp.float32)
     k = jax.ShapeDtypeStruct((1, 2048, K, H), jnp.float32)
     attend = sharded(mesh, jax.tree.map(lambda _: P(), mask), **arguments)
-    return jax.jit(attend).lower(q, k, k, mask).compile(), explain_context(
-        q, k, k, mask, devices=devices, **arguments
-    )
+    run = attend
+    if gradient:
+
+        def run(q, k, v, mask):
+            out, pull_back = jax.vjp(lambda *qkv: attend(*qkv, mask), q, k, v)
+            return pull_back(out)
+
+    said = explain_context(q, k, k, mask, devices=devices, **arguments)
+    return jax.jit(run).lower(q, k, k, mask).compile(), said
 
 
 def a_window_sends_its_neighbours_blocks_only() -> bool:
@@ -297,6 +303,30 @@ def a_window_sends_its_neighbours_blocks_only() -> bool:
         and found["plain ring"].bytes == all_gather
         and 2 * halo.bytes == ring.bytes == all_gather // 7
     )
+
+
+def the_cost_model_counts_what_modules_compute_and_send() -> bool:
+    """Forward and backward: bytes of ring, halo and gather; operations of the dense reference."""
+    shape = cost.Shape(2048, heads=N, kv_heads=K, head_size=H, window=101, itemsize=4)
+    said = {(x.method, x.direction): x.received_bytes for x in cost.costs(shape, 8)}
+    for method, kind in (
+        ("ring", "collective-permute"), ("halo", "collective-permute"), ("gather", "all-to-all")
+    ):  # fmt: skip
+        rule = to_rule(("sliding_window", 100, 0))
+        module, told = compiled(8, rule, gradient=True, method=method)
+        received = collectives(module)[kind].bytes
+        if method == "gather":  # without the requests, and without its own part
+            received = (received - 8 * told.estimates["gather"].capacity * 4) * 7 // 8
+        if received != said[method, "forward"] + said[method, "backward"]:
+            return False
+    # all pairs of every step, by products alone: softmax adds some operations for each pair
+    wide = {"q": (1, 256, 2, 128), "k": (1, 256, 2, 128)}
+    q, k = (jax.ShapeDtypeStruct(x, jnp.float32) for x in wide.values())
+    attend = sharded(on_mesh({"context": 4}), None, implementation="reference")
+    module = jax.jit(attend).lower(q, k, k, None).compile()
+    counted = module.cost_analysis()["flops"]
+    products = 4 * 2 * 128 * 256 * 256 / 4
+    return products <= counted <= 1.15 * products
 
 
 def a_traced_mask_skips_steps_when_it_runs() -> bool:
@@ -342,6 +372,7 @@ CLAIMS = [
     a_plan_selects_as_on_one_device,
     a_new_mask_compiles_nothing_and_stays_on_the_devices,
     a_window_sends_its_neighbours_blocks_only,
+    the_cost_model_counts_what_modules_compute_and_send,
     a_traced_mask_skips_steps_when_it_runs,
     a_capacity_that_is_too_small_gives_nan,
 ]

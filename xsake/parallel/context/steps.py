@@ -12,15 +12,23 @@ from xsake.parallel.context.layout import Layout
 def live_pairs(bound: Rule, queries: Layout, keys: Layout) -> np.ndarray:
     """bool [devices, devices]: whether a query of device d may see a key of device s."""
     grid = Grid((queries.length, keys.length), (queries.run, keys.run))
-    with jax.ensure_compile_time_eval():
-        live = np.asarray(jax.jit(lambda: bound.classify(grid)[0])())
-    live = np.logical_or.reduce(np.broadcast_to(live, (*live.shape[:2], *grid.counts)), (0, 1))
+    live = live_blocks(bound, grid)
     for axis, side in enumerate((queries, keys)):  # by slot: the runs of a device are neighbours
         first = np.arange(grid.counts[axis]) * side.run
         live = np.take(live, side.index(first) // side.run, axis)
     runs = (queries.local // queries.run, keys.local // keys.run)
     count = queries.devices
     return np.logical_or.reduce(live.reshape(count, runs[0], count, runs[1]), (1, 3))
+
+
+def live_blocks(bound: Rule, grid: Grid) -> np.ndarray:
+    """bool [row blocks, kv blocks]: where a rule without data can allow a pair, for any head."""
+    if (spans := bound.spans(grid)) is not None:
+        column = np.arange(grid.counts[1])
+        return np.asarray((column >= spans.live_lo[:, None]) & (column < spans.live_hi[:, None]))
+    with jax.ensure_compile_time_eval():
+        live = np.asarray(jax.jit(lambda: bound.classify(grid)[0])())
+    return np.logical_or.reduce(np.broadcast_to(live, (*live.shape[:2], *grid.counts)), (0, 1))
 
 
 def live_steps(pairs: np.ndarray) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from xsake import masks
@@ -119,9 +118,7 @@ def _needed(problem: Problem) -> int:
     grid = Grid((queries.length, keys.length), (queries.run, problem.block[1]))
     if grid.counts[0] * grid.counts[1] > MOST_BLOCKS:
         return most
-    with jax.ensure_compile_time_eval():
-        live = np.asarray(jax.jit(lambda: problem.bound.classify(grid)[0])())
-    live = np.logical_or.reduce(np.broadcast_to(live, (*live.shape[:2], *grid.counts)), (0, 1))
+    live = steps.live_blocks(problem.bound, grid)
     rows = queries.index(np.arange(grid.counts[0]) * queries.run) // queries.run
     columns = keys.index(np.arange(grid.counts[1]) * problem.block[1]) // problem.block[1]
     live = live[rows][:, columns].reshape(queries.devices, -1, keys.devices, most)
