@@ -3,17 +3,15 @@
 import dataclasses
 import json
 import re
-import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flax import nnx
 
+from tests.commands import caller
 from tests.hads.test_plan import profile_of
-from xsake import cli
 from xsake.bench import method_times
 from xsake.bench.timing import Timing
 from xsake.cli import model_path
@@ -65,18 +63,7 @@ def made(tmp_path_factory):
 def xsake(made, monkeypatch, capsys):
     """Runs a command line among the files; returns its output."""
     monkeypatch.chdir(made)
-
-    def call(line, code=0):
-        monkeypatch.setattr(sys, "argv", ["xsake", *shlex.split(line)])
-        if code:
-            with pytest.raises(SystemExit) as stopped:
-                cli.main()
-            assert stopped.value.code == code
-        else:
-            cli.main()
-        return "".join(capsys.readouterr())
-
-    return call
+    return caller(monkeypatch, capsys)
 
 
 def once(function):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 
 import pytest
 
+from tests.commands import caller
 from tests.observe.test_sinks import STARTED, trained
 from tests.train.corpus import documents
 from xsake import cli
@@ -22,18 +22,7 @@ def xsake(monkeypatch, capsys, tmp_path):
     """Runs a command line in a folder of its own; returns its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.console, "width", 200)
-
-    def call(line, code=0):
-        monkeypatch.setattr(sys, "argv", ["xsake", *line.split()])
-        if code:
-            with pytest.raises(SystemExit) as stopped:
-                cli.main()
-            assert stopped.value.code == code
-        else:
-            cli.main()
-        return "".join(capsys.readouterr())
-
-    return call
+    return caller(monkeypatch, capsys)
 
 
 SMALL = (

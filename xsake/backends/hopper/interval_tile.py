@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from xsake.backends.hopper.layouts import ROW, TILE
-from xsake.backends.hopper.ptx import asm
+from xsake.backends.hopper.ptx import asm, i32
 
 GROUP, OWN = 8, 2  # columns of a group, of which a thread holds this many
 
@@ -44,11 +44,6 @@ def keep_columns(x, lo, hi, fill):
     return emit(x, lo, hi)
 
 
-def _i32(number):
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, number))
-
-
 def _scalar(register):
     """The one element of a register."""
     if isinstance(register.type, ir.VectorType):
@@ -59,20 +54,20 @@ def _scalar(register):
 def _kept_bits(lo, hi, columns):
     """A bit for each of a thread's columns of one row, set if lo <= column < hi."""
     thread = mgpu.utils.thread_idx()
-    first = arith.muli(arith.andi(thread, _i32(GROUP // OWN - 1)), _i32(OWN))
+    first = arith.muli(arith.andi(thread, i32(GROUP // OWN - 1)), i32(OWN))
     begin, end = (_own_columns_before(arith.subi(x, first), columns) for x in (lo, hi))
-    width = arith.maxsi(arith.subi(end, begin), _i32(0))
+    width = arith.maxsi(arith.subi(end, begin), i32(0))
     return asm(["bmsk.clamp.b32 $0, $1, $2;"], "=r,r,r", [begin, width])
 
 
 def _own_columns_before(column, columns):
     """How many of a thread's columns are before this one, counted from the thread's first."""
-    column = arith.minsi(arith.maxsi(column, _i32(0)), _i32(columns))
-    whole = arith.muli(arith.shrui(column, _i32(GROUP.bit_length() - 1)), _i32(OWN))
-    return arith.addi(whole, arith.minsi(arith.andi(column, _i32(GROUP - 1)), _i32(OWN)))
+    column = arith.minsi(arith.maxsi(column, i32(0)), i32(columns))
+    whole = arith.muli(arith.shrui(column, i32(GROUP.bit_length() - 1)), i32(OWN))
+    return arith.addi(whole, arith.minsi(arith.andi(column, i32(GROUP - 1)), i32(OWN)))
 
 
 def _bit(bits, number):
     """Whether a bit is set."""
-    one = arith.andi(bits, _i32(1 << number if number < 31 else -(1 << 31)))
-    return arith.cmpi(arith.CmpIPredicate.ne, one, _i32(0))
+    one = arith.andi(bits, i32(1 << number if number < 31 else -(1 << 31)))
+    return arith.cmpi(arith.CmpIPredicate.ne, one, i32(0))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
 SCALAR = plgpu.Layout.WG_SPLAT
 INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
@@ -25,6 +25,12 @@ def asm(lines, constraints="", operands=()):
         constraints,
         has_side_effects=True,
     )
+
+
+def i32(number):
+    """An int32 constant."""
+    kind = ir.IntegerType.get_signless(32)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, number))
 
 
 def as_scalar(value):

@@ -26,7 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from xsake.backends.hopper.layouts import LOG2E, ROW, ROWS, TILE, div_rem, slot_of, tiles
-from xsake.backends.hopper.ptx import SCALAR
+from xsake.backends.hopper.ptx import SCALAR, i32
 from xsake.backends.hopper.selected.spans import over_columns, product
 
 GROUP = 16  # query heads whose sum is taken; a warp's rows of a tile
@@ -188,20 +188,15 @@ def _indices(shape, group):
     return [at for at in np.ndindex(shape) if at[1] == group]
 
 
-def _i32(number):
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, number))
-
-
 def _lane_and_warp():
     """(lane in its warp, warp in its warpgroup)."""
     thread = mgpu.utils.thread_idx()
-    warp = arith.andi(arith.shrui(thread, _i32(5)), _i32(3))
-    return arith.andi(thread, _i32(31)), warp
+    warp = arith.andi(arith.shrui(thread, i32(5)), i32(3))
+    return arith.andi(thread, i32(31)), warp
 
 
 def _bit_is_set(lane, bit):
-    return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, _i32(bit)), _i32(0))
+    return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, i32(bit)), i32(0))
 
 
 def _add(x, y):
