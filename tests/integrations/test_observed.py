@@ -107,6 +107,15 @@ def test_the_model_runs_under_a_plan():
     dense = run(subject().weights, TOKENS)
     np.testing.assert_allclose(dense, decoder()(TOKENS), atol=CLOSE)
     assert np.abs(sparse - dense).max() > 1e-2
+    weighted = np.random.default_rng(1).standard_normal(sparse.shape)
+    ours = jax.grad(lambda weights: (run(weights, TOKENS, plan) * weighted).sum())(
+        subject().weights
+    )
+    graph, state = nnx.split(rebuilt)
+    theirs = jax.grad(lambda state: (nnx.merge(graph, state)(TOKENS) * weighted).sum())(state)
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(theirs))  # a key's bias has none
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, atol=CLOSE * largest)
     all_blocks = hads.make(profile(), 1.0, "kl", "mean_query")
     np.testing.assert_allclose(run(subject().weights, TOKENS, all_blocks), dense, atol=CLOSE)
 

@@ -233,7 +233,7 @@ class BlockSparseAttn:
             query, key, value = (jnp.asarray(x, given.runtime_dtype) for x in (query, key, value))
         q, k, v, _ = check_qkv(query, key, value)
         N, K = q.shape[2], k.shape[2]
-        arrays = _mask_arrays(mask_info, k.shape[1])
+        arrays = _mask_arrays(mask_info)
         if softmax_aux is not None:
             arrays["softmax_aux"] = sinks_of_heads(softmax_aux, N, K)
         if q.shape[1] == 1 < k.shape[1] and "q_positions" not in arrays:
@@ -329,7 +329,7 @@ def _refuse(**others: Any) -> None:
         )
 
 
-def _mask_arrays(info: Any, S: int) -> dict[str, Array]:
+def _mask_arrays(info: Any) -> dict[str, Array]:
     """The arrays of a MaskInfo by name, 4-D masks and 2-D ids.
 
     ejkernel's MaskInfo derives what it was not given, and loses most masks on the way: what it was

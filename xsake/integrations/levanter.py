@@ -195,8 +195,8 @@ class _Axes:
         own = [axis.name for axis in x.axes]
         if sorted(own) != sorted(wanted):
             raise ValueError(f"{what} must have axes {wanted}, got {own}")
-        turned = jnp.transpose(x.array, [own.index(name) for name in wanted])
-        return turned.reshape([math.prod(self.sizes[name] for name in group) for group in groups])
+        ordered = jnp.transpose(x.array, [own.index(name) for name in wanted])
+        return ordered.reshape([math.prod(self.sizes[name] for name in group) for group in groups])
 
     def of_pairs(self, what: str, x: Any) -> Array:
         """[B|1, N|1, T|1, S|1] of an array with any of the axes."""
@@ -209,8 +209,8 @@ class _Axes:
         if unknown := [name for name in own if name not in wanted]:
             raise ValueError(f"{what} has axis {unknown[0]!r}, but may have {wanted}")
         present = [name for name in wanted if name in own]
-        turned = jnp.transpose(x.array, [own.index(name) for name in present])
-        spread = turned.reshape([self.sizes[name] if name in own else 1 for name in wanted])
+        ordered = jnp.transpose(x.array, [own.index(name) for name in present])
+        spread = ordered.reshape([self.sizes[name] if name in own else 1 for name in wanted])
         full = [
             self.sizes[name] if any(other in own for other in group) else 1
             for group in groups

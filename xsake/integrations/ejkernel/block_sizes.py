@@ -51,10 +51,10 @@ def block_sizes(
     """
     found = []
     for name, given in zip(SIZES, (q_blocksize, kv_blocksize), strict=True):
-        said = {"chunk_size": chunk_size, name: given}
+        named = {"chunk_size": chunk_size, name: given}
         for place, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
-            said[f"{place}.{name}"] = None if params is None else _sizes_of(place, params)[name]
-        sizes = {who: size_of(who, x, 1) for who, x in said.items() if x is not None}
+            named[f"{place}.{name}"] = None if params is None else _sizes_of(place, params)[name]
+        sizes = {who: size_of(who, x, 1) for who, x in named.items() if x is not None}
         if len(set(sizes.values())) > 1:
             words = ", ".join(f"{who}={x}" for who, x in sizes.items())
             raise ValueError(

@@ -132,12 +132,12 @@ def _by_token(
     query: Any, key: Any, value: Any, shards: _Shards
 ) -> tuple[Array, Array, Array, Sizes]:
     """[B, T, N, H] of [B, N, T, H], with the keys and values of all devices."""
-    turned = []
+    by_token = []
     for name, x in (("query", query), ("key", key), ("value", value)):
         if jnp.ndim(x) != 4:
             raise ValueError(f"{name} must be [B, heads, tokens, H], got shape {list(x.shape)}")
-        turned.append(jnp.swapaxes(x, 1, 2))
-    q, k, v = turned
+        by_token.append(jnp.swapaxes(x, 1, 2))
+    q, k, v = by_token
     q, k, v, _ = check_qkv(q, shards.gather(k, 1), shards.gather(v, 1))
     return q, k, v, Sizes.of(q, k, v)
 

@@ -181,9 +181,9 @@ def block_mask(layouts: Any, rule: Rule, grid: Grid) -> BlockMask:
         raise TypeError(f"qkv_layouts must be one to three SparseMasks, got ({kinds})")
     blocks = _visited("qkv_layouts[0]", layouts[0], grid)
     mask = BlockMask.from_dense(blocks, rule, shape=grid.shape, block=grid.block)
-    turned = dataclasses.replace(grid, shape=grid.shape[::-1], block=grid.block[::-1])
+    transposed = dataclasses.replace(grid, shape=grid.shape[::-1], block=grid.block[::-1])
     for i, layout in enumerate(layouts[1:], 1):
-        other = _visited(f"qkv_layouts[{i}]", layout, turned if i == 2 else grid)
+        other = _visited(f"qkv_layouts[{i}]", layout, transposed if i == 2 else grid)
         other = jnp.swapaxes(other, 2, 3) if i == 2 else other
         missed = ((mask.blocks() > 0) & ~other).any()
         if not isinstance(missed, jax.core.Tracer) and bool(missed):
