@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools import task_tables
+from tools import certificate_tables, task_tables
 
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -450,7 +450,7 @@ def nsa(records: list[Record]) -> str:
 
 
 def tasks(cells: Callable[[Record], task_tables.Cells], report: Record) -> str:
-    """A table of long-context tasks."""
+    """A table of long-context tasks or of certified attention."""
     return _markdown(*cells(report))
 
 
@@ -475,8 +475,12 @@ TABLES: dict[str, Callable[[Any], str]] = {
         f"tasks-{cells.__name__}": functools.partial(tasks, cells)
         for cells in (
             *(task_tables.loss, task_tables.depth, task_tables.perplexity),
-            *(task_tables.tuning, task_tables.ranking, task_tables.heads),
+            *(task_tables.tuning, task_tables.ranking, task_tables.heads, task_tables.floors),
         )
+    },
+    **{
+        f"certificate-{cells.__name__.replace('_', '-')}": functools.partial(tasks, cells)
+        for cells in certificate_tables.ALL
     },
     **{
         f"hads-{column.replace('_', '-')}": functools.partial(hads, column)
