@@ -134,6 +134,9 @@ fuzz: setup  ## compare N random cases with the oracle; SEED is their base seed
 docs: setup  ## write the API reference from the docstrings into build/api
 	$(BIN)/python -m tools.api build/api
 
+figures: setup  ## draw the figures of docs/ from result files and the shipped model
+	$(BIN)/python -m tools.figures
+
 wheel: setup  ## build the wheel into dist/; URLS="Homepage=https://…" puts project URLs into it
 	XSAKE_PROJECT_URLS="$(URLS)" $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls -1 dist/*.whl

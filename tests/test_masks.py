@@ -14,6 +14,7 @@ from tests import oracle
 from tests.specs import has_data, shifted_by_table, to_rule, zoo
 from xsake import BlockMask, masks
 from xsake.masks import intervals
+from xsake.masks.carrying import at_queries
 
 SIZES = [(2, 3, 48, 48), (1, 2, 33, 57)]  # B, N, T, S
 NAMES = list(zoo(*SIZES[0]))
@@ -357,3 +358,21 @@ def test_numbered_changes_b_and_n_of_functions_but_not_the_indices_of_arrays():
     prefix = masks.numbered(masks.prefix(lengths), batch=batch, heads=heads)(*moved)
     plain = masks.prefix(lengths)(*moved)
     assert (np.asarray(prefix) == np.asarray(plain)).all()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        masks.causal(),
+        masks.everything(),
+        masks.causal() & masks.documents(np.array([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])),
+        masks.array(np.random.default_rng(0).random((2, 1, 12, 12)) < 0.5) | masks.first(2),
+    ],
+    ids=str,
+)
+def test_a_rule_at_chosen_queries_is_the_rule_of_those_queries(rule):
+    index = np.array([[1, 4, 6, 11], [0, 3, 9, 10]])
+    b, i, k = np.ogrid[:2, :4, :12]
+    got = at_queries(rule, jnp.asarray(index))(b, 0, i, k)
+    want = rule(b, 0, index[:, :, None], k)
+    np.testing.assert_array_equal(*np.broadcast_arrays(got, want))

@@ -3,6 +3,7 @@
 masks.png   blocks of three rules
 plan.png    the shipped model's plan: how much of the causal blocks each head keeps
 blocks.png  the blocks that two heads of one layer select on the same text
+proof-*.png quality and tasks against density and time, from result files
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 
+from tools import proof_figures
 from xsake import BlockMask, hads, masks, shipped
 from xsake.bench.method_times import activations
 from xsake.block_mask import draw
@@ -108,6 +110,9 @@ def plan_figures() -> None:
 def main() -> None:
     """Draws all figures."""
     mpl.use("Agg")
+    proof_figures.quality_figure(_save)
+    proof_figures.tasks_figure(_save)
+    proof_figures.time_figure(_save)
     mask_figure()
     plan_figures()
 

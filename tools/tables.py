@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools import nsa_tables, task_tables
+from tools import certificate_tables, nsa_tables, task_tables
 
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -458,8 +458,12 @@ TABLES: dict[str, Callable[[Any], str]] = {
         f"tasks-{cells.__name__}": functools.partial(of_cells, cells)
         for cells in (
             *(task_tables.loss, task_tables.depth, task_tables.perplexity),
-            *(task_tables.tuning, task_tables.ranking, task_tables.heads),
+            *(task_tables.tuning, task_tables.ranking, task_tables.heads, task_tables.floors),
         )
+    },
+    **{
+        f"certificate-{cells.__name__.replace('_', '-')}": functools.partial(of_cells, cells)
+        for cells in certificate_tables.ALL
     },
     **{
         f"hads-{column.replace('_', '-')}": functools.partial(hads, column)

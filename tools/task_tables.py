@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -66,6 +67,77 @@ def _by_family(report: Record, name: str, scale: float, digits: int) -> Cells:
     return ["tokens", "density", "method", *families, last], lines()
 
 
+def sign_test(lost: int, won: int) -> float:
+    """The two-sided p of `lost` and `won` prompts if both were as likely.
+
+    >>> sign_test(8, 0)
+    0.0078125
+    """
+    n = lost + won
+    tail = sum(math.comb(n, i) for i in range(min(lost, won) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def floors(report: Record) -> Cells:
+    """Mean over families: right answers of dense attention and of part_queries, and both floors.
+
+    Means of fewer than three families are left out.
+    """
+    dense = {
+        (x["length"], x["family"]): x["right_by_prompt"]
+        for x in report["rows"]
+        if x["method"] == "dense"
+    }
+
+    def furthest(mean: Record) -> str:
+        """The family with the smallest p of losing answers, times the number of families."""
+        point = [mean[x] for x in ("length", "density", "method")]
+        found = []
+        for row in report["rows"]:
+            here = [row[x] for x in ("length", "density", "method")]
+            if here == point and row["family"] in mean["families"]:
+                pairs = list(
+                    zip(dense[row["length"], row["family"]], row["right_by_prompt"], strict=True)
+                )
+                lost, won = pairs.count(("1", "0")), pairs.count(("0", "1"))
+                p = sign_test(lost, won) if lost > won else 1.0
+                found.append((p, won - lost, row["family"]))
+        p, change, family = min(found)
+        return f"{family} {change:+d} of {report['prompts']}, p = {min(1.0, p * len(found)):.3f}"
+
+    def lines() -> Iterator[list[str]]:
+        for mean in summarise(report["rows"]):
+            if len(mean["families"]) < 3:
+                continue
+            density = mean["density"]
+            if not mean["method"].startswith("part_queries") or density not in (0.2, 0.43):
+                continue
+            points = -100 * mean["accuracy_difference"]
+            share = mean["share_of_dense"]
+            holds = points <= 2 if density == 0.43 else share >= 0.9
+            floor = "at most 2 points below" if density == 0.43 else "at least 0.90 of dense"
+            yield [
+                f"{mean['length']:,}",
+                f"{density:g}",
+                mean["method"],
+                str(len(mean["families"])),
+                f"{100 * mean['dense_accuracy']:.1f}",
+                _spread(
+                    mean["accuracy_difference"],
+                    mean["accuracy_difference_standard_error"],
+                    100,
+                    1,
+                    "+",
+                ),
+                f"{share:.3f}",
+                furthest(mean),
+                f"{floor}: {'met' if holds else 'missed'}",
+            ]
+
+    head = "tokens | density | method | families | dense, right % | difference, points"
+    return [*head.split(" | "), "share of dense", "family with the smallest p", "floor"], lines()
+
+
 def depth(report: Record) -> Cells:
     """Answers right in % by depth at the longest length, mean over the families dense can do."""
     rows = report["rows"]
@@ -94,27 +166,31 @@ def _point(row: Record) -> tuple[float, str]:
 
 
 def perplexity(report: Record) -> Cells:
-    """Perplexity gap in % of the same methods, a column per density."""
+    """Perplexity gap in % of the same methods, a column per density; by length if there are more.
+
+    A cell is empty where the density is below that of the blocks that are always kept.
+    """
     found = report["perplexity"]
     densities = sorted({x["density"] for x in found})
-    cells = {(x["method"], x["density"]): x for x in found}
-    methods = list(dict.fromkeys(x["method"] for x in found))
-    lines = [
+    cells = {(x["length"], x["method"], x["density"]): x for x in found}
+    lengths = len({x["length"] for x in found}) > 1
+
+    def shown(length: int, method: str, density: float) -> str:
+        row = cells.get((length, method, density))
+        if row is None:
+            return ""
+        return _spread(row["perplexity_gap"], row["perplexity_gap_standard_error"], 100, 2)
+
+    head = ["tokens"] if lengths else []
+    head += ["method", *(f"perplexity gap, % at density {d:g}" for d in densities)]
+    return head, (
         [
+            *([f"{length:,}"] if lengths else []),
             method,
-            *(
-                _spread(
-                    cells[method, d]["perplexity_gap"],
-                    cells[method, d]["perplexity_gap_standard_error"],
-                    100,
-                    2,
-                )
-                for d in densities
-            ),
+            *(shown(length, method, density) for density in densities),
         ]
-        for method in methods
-    ]
-    return ["method", *(f"perplexity gap, % at density {d:g}" for d in densities)], lines
+        for length, method in dict.fromkeys((x["length"], x["method"]) for x in found)
+    )
 
 
 def tuning(report: Record) -> Cells:

@@ -88,7 +88,12 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
 
 def test_tables_of_several_blocks_are_merged_under_names_that_say_the_block(tmp_path):
     same = dict(schema=1, kind="tasks", model_hash="a", filler_hash="b", prompts=1, seed=1, rule="")
-    same |= {"provenance": {}, "calibration_data_hash": "c", "kinds": "", "infeasible": []}
+    same |= {
+        "provenance": {"command": "a"},
+        "calibration_data_hash": "c",
+        "kinds": "",
+        "infeasible": [],
+    }
     parts = []
     for length, block in ((128, 16), (128, 8), (64, 8)):
         rows = [{"length": length, "family": "f", "method": x} for x in ("dense", "m")]

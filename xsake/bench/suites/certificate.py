@@ -13,7 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def coverage(
     rows = []
     for density in densities:
         plan = make(known, density, "output", selector)
-        found = [_of_document(subject, plan, x, samples) for x in tokens]
+        found = list(map(_measured(subject, plan, samples), tokens))
         means = jax.tree.map(lambda *xs: float(np.mean(xs)), *found)
         times = _on_activations(subject, plan, tokens[:1])
         rows.append({"kind": "coverage", "length": length, "density": density, **means, **times})
@@ -94,19 +94,21 @@ def coverage(
         _write(out, rows, model=model.name, selector=selector, documents=count, samples=samples)
 
 
-def _of_document(subject: Observer, plan: Plan, tokens: np.ndarray, samples: int) -> Record:
-    """Figures of one document, means over layers."""
+def _measured(subject: Observer, plan: Plan, samples: int) -> Callable[[np.ndarray], Record]:
+    """A function of tokens [T] that returns the figures of one document, means over layers."""
+
+    def of_layer(layer: Any, q: Array, k: Array, v: Array) -> dict[str, Array]:
+        return _of_layer(plan.mask(layer, q, k), q, k, v, samples)
 
     def fold(layer: Any, seen: Any, carry: Any) -> Any:
-        found = _of_layer(plan.mask(layer, seen.q, seen.k), seen.q, seen.k, seen.v, samples)
+        found = of_layer(layer, seen.q, seen.k, seen.v)
         return jax.tree.map(lambda total, x: total + x / subject.layers, carry, found)
 
-    shapes = jax.eval_shape(
-        functools.partial(_of_layer, samples=samples), *_example(subject, plan, tokens)
-    )
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    run = _compiled(subject, fold)
-    return jax.device_get(run(subject.weights, jnp.asarray(tokens)[None], start))
+    q = jax.ShapeDtypeStruct((1, plan.terms.length, subject.heads, 8), jnp.float32)
+    names = jax.eval_shape(functools.partial(of_layer, 0), q, q, q)
+    zeros = {name: jnp.zeros(()) for name in names}
+    run = jax.jit(lambda weights, tokens: subject.observe(weights, tokens[None], fold, zeros))
+    return lambda tokens: jax.device_get(run(subject.weights, jnp.asarray(tokens)))
 
 
 def _on_activations(subject: Observer, plan: Plan, tokens: np.ndarray) -> Record:
@@ -138,18 +140,6 @@ def _on_activations(subject: Observer, plan: Plan, tokens: np.ndarray) -> Record
     ready = _compiled_together(calls)
     times = {name: time_queued(run, q, k, v, rounds=3) for name, run in ready.items()}
     return {f"{name}_seconds": x.median_seconds / subject.layers for name, x in times.items()}
-
-
-def _compiled(subject: Observer, fold: Any) -> Any:
-    return jax.jit(lambda weights, tokens, start: subject.observe(weights, tokens, fold, start))
-
-
-def _example(subject: Observer, plan: Plan, tokens: np.ndarray) -> tuple[Any, ...]:
-    """A mask and q, k, v of a size that gives `_of_layer`'s figures their shapes."""
-    T = plan.terms.block * plan.counts.shape[-1]
-    q = jnp.zeros((1, T, subject.heads, 8))
-    kept = jnp.ones((1, subject.heads, *plan.counts.shape[-1:] * 2), bool)
-    return selection.to_mask(kept, T, plan.terms.block), q, q, q
 
 
 def _of_layer(mask: BlockMask, q: Array, k: Array, v: Array, samples: int) -> dict[str, Array]:

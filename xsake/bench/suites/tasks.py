@@ -263,7 +263,9 @@ def merge(out: Path, parts: list[Path]) -> None:
         if len({json.dumps(x[name]) for x in tables}) > 1:
             raise ValueError(f"the tables differ in {name}; measure them again, from one folder")
     result: dict[str, Any] = {name: tables[0][name] for name in same}
-    result["provenance"] = tables[0]["provenance"]
+    origins = [table["provenance"] for table in tables]
+    commands = dict.fromkeys(x["command"] for x in origins)
+    result["provenance"] = origins[0] | {"command": "; ".join(commands)}
     result["parts"] = [
         {
             "length": x["rows"][0]["length"],

@@ -1,0 +1,106 @@
+"""The rows of the tables of certified attention; `tables` writes them as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tools.task_tables import Cells
+
+Record = dict[str, Any]
+
+
+def speed(report: Record) -> Cells:
+    """suites.certificate speed: times ÷ that of dense attention in the same run."""
+    names = ("selection", "selection_and_sparse", "certificate", "certificate_with_bound")
+    head = "B·N·T·H | selector | density | dense ms | selection ÷ dense | selection + sparse"
+    return [*head.split(" | "), "+ certificate", "+ certificate with bound"], (
+        [
+            row["shape"],
+            row["selector"],
+            f"{row['density']:g}",
+            f"{1e3 * row['dense_seconds']:.3f}",
+            *(f"{row[f'{name}_over_dense']:.2f}" for name in names),
+        ]
+        for row in report["rows"]
+        if row["kind"] == "speed"
+    )
+
+
+def coverage(report: Record) -> Cells:
+    """suites.certificate coverage: how often intervals hold the true means."""
+
+    def lines() -> Iterator[list[str]]:
+        for row in report["rows"]:
+            for name, what in (("mass", "dropped mass"), ("error", "squared output error")):
+                for where in ("window", "head"):
+                    key = f"{name}_by_{where}"
+                    yield [
+                        f"{row['density']:g}",
+                        what,
+                        "head × 1,024 queries" if where == "window" else "head",
+                        f"{100 * row[f'{key}_covered']:.1f}",
+                        f"{row[f'{key}_bias']:+.4f}",
+                        f"{row[f'{key}_standard_error']:.4f}",
+                    ]
+
+    head = "density | mean of | over | covered, % | mean error of the estimate | standard error"
+    return head.split(" | "), lines()
+
+
+def limits(report: Record) -> Cells:
+    """suites.certificate coverage: the bound, the Delta correction, and what thresholds do."""
+
+    def lines() -> Iterator[list[str]]:
+        for row in report["rows"]:
+            density = f"{row['density']:g}"
+            yield [density, "none", "0.0", f"{row['relative_squared_error']:.4f}"]
+            corrected = row["relative_squared_error_corrected"]
+            yield [density, "Delta correction", "0.0", f"{corrected:.4f}"]
+            for key in row:
+                if key.startswith("dense_rows_at_"):
+                    name = key.removeprefix("dense_rows_at_")
+                    error = row[f"relative_squared_error_at_{name}"]
+                    criterion, threshold = name.split("_")
+                    yield [
+                        density,
+                        f"{criterion} ≥ {threshold} done densely",
+                        f"{100 * row[key]:.1f}",
+                        f"{error:.4f}",
+                    ]
+
+    return ["density", "mended", "row blocks done densely, %", "squared error left"], lines()
+
+
+def bound(report: Record) -> Cells:
+    """suites.certificate coverage: how tight the bound is."""
+    head = "density | mean dropped mass | mean bound | queries with a bound < 0.1, % | violated, %"
+    return head.split(" | "), (
+        [
+            f"{row['density']:g}",
+            f"{row['dropped_mass']:.3f}",
+            f"{row['bound']:.3f}",
+            f"{100 * row['bound_below_0.1']:.1f}",
+            f"{100 * row['bound_violated']:.1f}",
+        ]
+        for row in report["rows"]
+    )
+
+
+def one_key(report: Record) -> Cells:
+    """suites.certificate one_key: one query that wants one dropped key."""
+    head = "logit | dropped mass of the query | caught by the sample, % | largest bound"
+    return [*head.split(" | "), "done densely by guarantee 0.1", "row blocks it does densely, %"], (
+        [
+            f"{row['logit']:g}",
+            f"{row['dropped_mass']:.3f}",
+            f"{100 * row['caught_by_sample']:.1f} ({row['samples']} samples)",
+            f"{row['largest_bound']:.3f}",
+            "yes" if row["done_densely_by_guarantee"] else "no",
+            f"{100 * row['dense_rows_by_guarantee']:.1f}",
+        ]
+        for row in report["rows"]
+    )
+
+
+ALL = (speed, coverage, limits, bound, one_key)

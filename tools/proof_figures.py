@@ -1,0 +1,119 @@
+"""Charts of docs/proof.md from result files; `tools.figures` draws them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from xsake.evaluate.needle import summarise
+
+RESULTS = Path("benchmarks/results")
+METHODS = "hads-64-2026-11-15.json"  # all methods, perplexity
+LENGTHS = "tasks-lengths-2026-11-17.json"  # tasks at three lengths
+TASKS = "tasks-2026-11-17.json"  # tasks at 8,192 tokens, more families
+SPEED = "certificate-speed-2026-11-17.json"
+SHOWN = {
+    "oracle/output": "oracle",
+    "mean_query/output": "HADS, mean_query",
+    "static/output": "HADS, static",
+    "vertical_slash": "vertical-slash",
+    "sink_window": "sink + window",
+    "bigbird": "BigBird",
+    "seed_entropy": "earlier XSAKE",
+}
+
+Save = Callable[[Any, str], None]
+
+
+def _load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def _axes(size: tuple[float, float], x: str, y: str) -> tuple[Any, Any]:
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def quality_figure(save: Save) -> None:
+    """Perplexity gap and attention KL against density, every kind of method."""
+    densities = _load(METHODS)["densities"]
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    for axes, column, label, scale in (
+        (both[0], "perplexity_gap", "perplexity gap, %", 100),
+        (both[1], "kl", "attention KL, nats", 1),
+    ):
+        for method, name in SHOWN.items():
+            points = sorted(
+                (row["realised_density_ratio"], scale * row[column])
+                for part in densities.values()
+                for row in part["rows"]
+                if row["method"] == method
+            )
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        axes.set(xlabel="density", ylabel=label)
+        axes.grid(alpha=0.3)
+    both[0].set_yscale("symlog", linthresh=0.1)
+    both[1].set_yscale("log")
+    both[0].legend(fontsize=7)
+    save(figure, "proof-quality.png")
+
+
+def tasks_figure(save: Save) -> None:
+    """Share of dense attention's right answers against density, at each length."""
+    figure, axes = _axes((5.6, 3.9), "density", "right answers ÷ dense attention's")
+    for file, wanted, note in (
+        (LENGTHS, ("part_queries", "sink_window"), ""),
+        (TASKS, ("part_queries",), ", calibrated at 8,192"),
+    ):
+        means = summarise(_load(file)["rows"])
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for mean in means:
+            point = (mean["length"], mean["method"])
+            most = max(len(x["families"]) for x in means if (x["length"], x["method"]) == point)
+            # points of all families that were measured, so that they can be compared
+            if not mean["method"].startswith(wanted) or len(mean["families"]) < max(most, 2):
+                continue
+            name = f"{mean['method'].replace('/output', '')}, {mean['length']:,} tokens{note}"
+            lines.setdefault(name, []).append((mean["density"], mean["share_of_dense"]))
+        for name, points in lines.items():
+            style = ":" if name.startswith("sink") else "-"
+            axes.plot(*zip(*sorted(points), strict=True), style, marker="o", ms=4, label=name)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.legend(fontsize=7)
+    save(figure, "proof-tasks.png")
+
+
+def time_figure(save: Save) -> None:
+    """Perplexity gap against measured time at 8,192 tokens, selection included."""
+    figure, axes = _axes(
+        (5.6, 3.9), "selection + sparse attention ÷ cuDNN's dense attention", "perplexity gap, %"
+    )
+    gaps = {
+        (name, row["density"]): 100 * row["perplexity_gap"]
+        for file, name, method in (
+            (LENGTHS, "part_queries", "part_queries/output"),
+            (TASKS, "mean_query", "mean_query/output from text"),
+        )
+        for row in _load(file)["perplexity"]
+        if row["length"] == 8192 and row["method"] == method
+    }
+    rows = [row for row in _load(SPEED)["rows"] if "·8192·" in row["shape"]]
+    for selector in ("mean_query", "part_queries"):
+        points = sorted(
+            (row["selection_and_sparse_over_dense"], gaps[selector, row["density"]], row["density"])
+            for row in rows
+            if row["selector"] == selector
+        )
+        x, y, densities = zip(*points, strict=True)
+        axes.plot(x, y, marker="o", label=selector)
+        for point in zip(x, y, densities, strict=True):
+            axes.annotate(f" {point[2]:g}", point[:2], fontsize=8)
+    axes.plot([1], [0], "k*", label="dense")
+    axes.legend(fontsize=8)
+    save(figure, "proof-time.png")
