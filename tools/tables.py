@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools import certificate_tables, nsa_tables, task_tables
+from tools import certificate_tables, nsa_tables, parallel_tables, task_tables
 
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -453,6 +453,10 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "train-profile": train_profile,
     "hads-speed": hads_speed,
     "hads-profile": hads_profile,
+    "cost": functools.partial(of_cells, parallel_tables.cost),
+    "parallel-rows": functools.partial(of_cells, parallel_tables.rows),
+    "parallel-heads": functools.partial(of_cells, parallel_tables.heads),
+    "parallel-traffic": functools.partial(of_cells, parallel_tables.traffic),
     "tasks": functools.partial(of_cells, task_tables.accuracy),
     **{
         f"tasks-{cells.__name__}": functools.partial(of_cells, cells)
