@@ -13,6 +13,7 @@ all normed and rotated; out is [B, T, N, H]. `state` is any pytree, handed from 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from xsake import masks
@@ -30,6 +32,7 @@ from xsake.decode import CacheReader, Chosen
 from xsake.masks.rule import Rule
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
+from xsake.model.on_mesh import split_attention
 
 # (layer, q, k, v, state), and the layer's SparseInputs in a model with sparse attention
 Attend = Callable[..., tuple[Array, Any]]
@@ -47,6 +50,7 @@ def by_mask(
     length: int,
     segment_ids: Any = None,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Attend:
     """Self-attention of whole texts, restricted by causality, the layer's window and `mask`.
 
@@ -58,13 +62,28 @@ def by_mask(
       length: T.
       segment_ids: int [B, T]; only tokens with equal ids attend to each other.
       implementation: of `dot_product_attention`.
+      mesh: batch rows and heads are split over it.
     """
-    block_mask = _block_masks(config, mask, batch, length, segment_ids)
+    ready = None
+    if mask is None or isinstance(mask, Rule | BlockMask):
+        ready = _block_masks(config, mask, batch, length, segment_ids)
+    else:
+        mask = as_input_mask(mask)
+        mask.check(config.layers, config.heads)
+
+    def attention(windowed: bool, q: Array, k: Array, v: Array, rest: Any) -> Array:
+        if ready is not None:
+            return dot_product_attention(q, k, v, mask=rest, implementation=implementation)
+        # from the heads and batch rows of one device
+        layer, by_input, ids = rest
+        found = narrowed(by_input.mask(layer, q, k, segment_ids=ids), config, windowed)
+        return dot_product_attention(q, k, v, mask=found, implementation=implementation)
 
     def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
         def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
-            found = block_mask(layer, windowed, q, k)
-            return dot_product_attention(q, k, v, mask=found, implementation=implementation)
+            rest = (layer, mask, segment_ids) if ready is None else ready(layer, windowed)
+            run = functools.partial(attention, windowed)
+            return run(q, k, v, rest) if mesh is None else split_attention(run, mesh, q, k, v, rest)
 
         return by_window(config, layer, of_window, q, k, v), state
 
@@ -72,9 +91,9 @@ def by_mask(
 
 
 def _block_masks(
-    config: Config, mask: ModelMask, batch: int, length: int, segment_ids: Any
-) -> Callable[[Any, bool, Array, Array], BlockMask]:
-    """(layer, windowed, q, k) -> BlockMask, for every type of mask that `by_mask` takes."""
+    config: Config, mask: Rule | BlockMask | None, batch: int, length: int, segment_ids: Any
+) -> Callable[[Any, bool], BlockMask]:
+    """(layer, windowed) -> BlockMask, where it does not depend on q and k."""
     documents = masks.everything() if segment_ids is None else masks.documents(segment_ids)
     if mask is None or isinstance(mask, Rule):
         rule = documents if mask is None else mask & documents
@@ -85,23 +104,14 @@ def _block_masks(
             )
             for windowed in {config.windowed(layer) for layer in range(config.layers)}
         }
-        return lambda layer, windowed, q, k: ready[windowed]
-    if isinstance(mask, BlockMask):
-        is_stacked = _is_stacked(config, mask)
+        return lambda layer, windowed: ready[windowed]
+    is_stacked = _is_stacked(config, mask)
 
-        def given(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
-            own = jax.tree.map(lambda x: x[layer], mask) if is_stacked else mask
-            return narrowed(own, config, windowed, documents)
+    def given(layer: Any, windowed: bool) -> BlockMask:
+        own = jax.tree.map(lambda x: x[layer], mask) if is_stacked else mask
+        return narrowed(own, config, windowed, documents)
 
-        return given
-    by_input = as_input_mask(mask)
-    by_input.check(config.layers, config.heads)
-
-    def computed(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
-        found = by_input.mask(layer, q, k, segment_ids=segment_ids)
-        return narrowed(found, config, windowed)
-
-    return computed
+    return given
 
 
 def by_chunk(
