@@ -178,12 +178,11 @@ def dot_product_attention(
         soft_cap=_soft_cap(logits_soft_cap),
         options=Options.of(options),
     )  # fmt: skip
-    checked_sinks = _check_sinks(sizes, sinks)
+    sinks = check_sinks(sizes, sinks)
     if isinstance(implementation, _Question):
         return implementation.ask(call)
     out, logsumexp = _run(implementation, call)
-    if checked_sinks is not None:
-        out = with_sinks(out, logsumexp, checked_sinks)
+    out = out if sinks is None else with_sinks(out, logsumexp, sinks)
     if is_unbatched:
         out, logsumexp = out[0], logsumexp[0]
     return (out, logsumexp) if return_residual else out
@@ -254,11 +253,12 @@ class _Question(str):
 
     def ask(self, call: Call) -> int:
         """Keeps the answer, and returns something that `jax.eval_shape` takes."""
-        self.answer = _choose(str(self) or None, call)
+        self.answer = choose(str(self) or None, call)
         return 0
 
 
-def _choose(asked: str | None, call: Call) -> Explanation:
+def choose(asked: str | None, call: Call) -> Explanation:
+    """The backend for a call: the one asked for by name, or the first that can run it."""
     if asked is not None and asked not in BACKENDS:
         raise ValueError(
             f"implementation {asked!r} is not one of {list(BACKENDS)}; "
@@ -279,7 +279,7 @@ def _is_empty(call: Call) -> bool:
 
 def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
     """(out, logsumexp) by the chosen backend."""
-    explanation = _choose(asked, call)
+    explanation = choose(asked, call)
     if _is_empty(call):
         B, T, _, N, _, _, Hv = call.sizes
         out = jnp.zeros((B, T, N, Hv), call.q.dtype)
@@ -296,8 +296,7 @@ def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
 
 def check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bool]:
     """q, k and v as 4-D arrays that fit together, and whether they came without a batch axis."""
-    named = {"query": query, "key": key, "value": value}
-    q, k, v = (_array(name, x) for name, x in named.items())
+    q, k, v = map(_array, ("query", "key", "value"), (query, key, value))
     if q.ndim not in (3, 4):
         raise ValueError(f"query must be [B, T, N, H] or [T, N, H], got shape {list(q.shape)}")
     for name, x in (("key", k), ("value", v)):
@@ -379,7 +378,8 @@ def _window(size: Any) -> Rule:
     return masks.everything() if size is None else masks.sliding_window(size)
 
 
-def _check_sinks(sizes: Sizes, sinks: Any) -> Array | None:
+def check_sinks(sizes: Sizes, sinks: Any) -> Array | None:
+    """Sinks as float [N, M]."""
     if sinks is None:
         return None
     sinks = _array("sinks", sinks)
@@ -464,11 +464,11 @@ def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any])
         shape,
         batch=sizes.B,
         heads=sizes.N,
-        block=(_block_for(shape[0]), _block_for(shape[1])),
+        block=(block_for(shape[0]), block_for(shape[1])),
     )
 
 
-def _block_for(length: int) -> int:
+def block_for(length: int) -> int:
     """128 tokens, or the smallest power of two from 16 up that holds a shorter sequence."""
     return min(BLOCK, max(16, 1 << (length - 1).bit_length()))
 

@@ -4,7 +4,12 @@
     forward(call) -> (out, logsumexp)              out [B, T, N, Hv], logsumexp float32 [B, T, N]
 
 Both results are differentiable. `Call` has all inputs of a backend;
-`attention.py` has checked them.
+`attention.py` has checked them. A backend whose forward has a derivative of its own also has
+
+    backward(call, out, logsumexp, d_out, d_logsumexp) -> (dq, dk, dv)
+
+in which `call` may hold a part of the keys: out and logsumexp are those of all keys, and dq is the
+part of it that comes from these. `parallel/context` adds up such parts.
 
 Attention to selected blocks, where every query has its own list of kv blocks, is a module
 `selected` of a backend. Its caller, `nsa/selected.py`, defines the derivative:
@@ -176,12 +181,12 @@ mlir.register_lowering(
 
 
 @jax.custom_jvp
-def _scale_gradient(x: Array, factor: Array) -> Array:
+def scale_gradient(x: Array, factor: Array) -> Array:
     """x, whose gradient is multiplied by `factor`."""
     return x
 
 
-@_scale_gradient.defjvp
+@scale_gradient.defjvp
 def _scale_tangent(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[0] * primals[1].astype(tangents[0].dtype)
 
@@ -199,7 +204,7 @@ def run_forward(forward: Callable[[Call], tuple[Array, Array]], call: Call) -> t
         return forward(dataclasses.replace(call, **given))
     factor = jnp.where(overflow, jnp.nan, 1.0)
     given |= {
-        name: _scale_gradient(x, factor)
+        name: scale_gradient(x, factor)
         for name, x in given.items()
         if name != "mask" and x is not None
     }

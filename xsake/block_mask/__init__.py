@@ -236,6 +236,21 @@ class BlockMask:
         rule = None if rule is None else numbered(rule, grid)
         return _made(lists, rule, grid, holds_all=True)
 
+    @staticmethod
+    def from_classes(
+        classes: Int[Array, "B H Tb Sb"],
+        rule: Rule | None,
+        shape: tuple[int, int],
+        block: tuple[int, int],
+    ) -> BlockMask:
+        """The inverse of `blocks()`: classes 0 empty, 1 partial, 2 full, which may be traced.
+
+        `rule` decides inside partial blocks and has arrays of this shape; it is not checked.
+        """
+        grid = Grid(shape, block, classes.shape[0], classes.shape[1])
+        lists = lists_from_map(classes > 0, classes == 2, grid, grid.counts[0] * grid.counts[1])
+        return _made(lists, rule, grid, holds_all=True)
+
     # ----------------------------------------------------------------------------------- contents
 
     @property

@@ -148,22 +148,26 @@ def density_against(kv_count: Array, rule: Rule, grid: Grid) -> Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def repacked(lists: Lists, grid: Grid, capacity: int) -> Lists:
     """Lists in any order, shared by rows or not, as lists of their own, row after row."""
-    nq, nk = grid.counts
+    classes = classes_in_any_order(lists, grid.counts[1])
+    packed = lists_from_map(classes > 0, classes == 2, grid, capacity)
+    return packed._replace(overflow=lists.overflow)
+
+
+def classes_in_any_order(lists: Lists, nk: int) -> Array:
+    """`block_map` of lists in any order, shared by rows or not."""
     rank = jnp.arange(nk, dtype=jnp.int32)
 
     def one(start: Array, count: Array, full: Array, index: Array) -> Array:
         offset = start[:, None] + rank[None]
         column = index.at[offset].get(mode="fill", fill_value=nk)
         listed = (rank[None] < count[:, None]) & (offset >= 0) & (column >= 0)
-        row = jnp.arange(nq, dtype=jnp.int32)[:, None]
+        row = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]
         kind = jnp.where(rank[None] < full[:, None], 2, 1).astype(jnp.int8)
         # a block that a row lists twice is visited once
-        empty = jnp.zeros((nq, nk), jnp.int8)
+        empty = jnp.zeros((start.shape[0], nk), jnp.int8)
         return empty.at[row, jnp.where(listed, column, nk)].max(kind, mode="drop")
 
-    classes = jax.vmap(jax.vmap(one))(*lists[:4])
-    packed = lists_from_map(classes > 0, classes == 2, grid, capacity)
-    return packed._replace(overflow=lists.overflow)
+    return jax.vmap(jax.vmap(one))(*lists[:4])
 
 
 def both(one: Lists, two: Lists, grid: Grid) -> Lists:

@@ -11,7 +11,7 @@ import tyro
 import xsake
 from xsake import _extras
 from xsake.bench.checks import WrongResultError
-from xsake.cli import checkpoints, demo, hads, machine, serve, training
+from xsake.cli import checkpoints, cost, demo, hads, machine, serve, training
 from xsake.cli.terminal import console
 
 DESCRIPTION = """Block-sparse attention for JAX. `xsake COMMAND --help` describes a command.
@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(machine.doctor),
     "demo": Command(demo.demo, "train"),
     "bench": Command(machine.bench),
+    "cost": Command(cost.cost),
     "inspect": Command(checkpoints.inspect, "model"),
     "generate": Command(checkpoints.generate, "model"),
     "calibrate": Command(hads.calibrate, "model"),

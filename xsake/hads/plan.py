@@ -36,6 +36,7 @@ from xsake.hads.documents import shared_blocks
 from xsake.hads.profile import Profile
 from xsake.hads.statistics import SELECTORS
 from xsake.masks.rule import Leaf
+from xsake.parallel.balance import query_order
 
 SCHEMA = 1
 SHADES = "·░▒▓█"
@@ -356,6 +357,14 @@ class Plan(InputMask):
                 f"the plan is for model {self.terms.model_hash}, this is {model_hash}; "
                 "calibrate this one with `xsake calibrate`, or use plan.for_any_model()"
             )
+
+    def with_head_order(self, order: Any) -> Plan:
+        """This plan for a model whose kv heads are in another order, int [layers, K]."""
+        heads = query_order(order, self.counts.shape[1])
+        layer = np.arange(len(heads))[:, None]
+        scores = None if self.scores is None else self.scores[layer, heads]
+        plan = dataclasses.replace(self, counts=self.counts[layer, heads], scores=scores)
+        return plan.for_any_model()  # its weights have another hash
 
     def for_any_model(self) -> Plan:
         """This plan without its model's hash, for other weights of the same shape."""

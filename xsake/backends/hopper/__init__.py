@@ -78,6 +78,19 @@ def forward(call: Call) -> tuple[Array, Array]:
     return out[..., : call.sizes.Hv], logsumexp
 
 
+def backward(
+    call: Call, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of the call's keys; out and logsumexp may cover more keys than the call has."""
+    settings, sizes = Settings(float(call.scale), call.soft_cap, call.options), call.sizes
+    run = first_order_only("hopper", functools.partial(run_backward, settings))
+    rows = (out.astype(call.q.dtype), d_out.astype(call.q.dtype))
+    q, k, v, out, d_out = map(_pad_head, (call.q, call.k, call.v, *rows))
+    saved = (q, k, v, call.mask, out, jnp.moveaxis(logsumexp, 2, 1))
+    dq, dk, dv = run(saved, (d_out, d_logsumexp))
+    return dq[..., : sizes.H], dk[..., : sizes.H], dv[..., : sizes.Hv]
+
+
 def _pad_head(x: Array) -> Array:
     """x with zeros up to a head size that the kernels have: they add nothing to a product."""
     size = limits.padded_head_size(x.shape[-1])

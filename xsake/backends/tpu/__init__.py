@@ -76,6 +76,18 @@ def forward(call: Call) -> tuple[Array, Array]:
     return _attention(settings, q, k, v, call.mask)
 
 
+def backward(
+    call: Call, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of the call's keys; out and logsumexp may cover more keys than the call has."""
+    from xsake.backends.tpu.kernel import Settings
+
+    settings = Settings(float(call.scale), call.soft_cap, interpret)
+    run = first_order_only("tpu", functools.partial(_run_backward, settings))
+    rows = (out.astype(call.q.dtype), logsumexp)
+    return run((call.q, call.k, call.v, call.mask, *rows), (d_out, d_logsumexp))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
     settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask

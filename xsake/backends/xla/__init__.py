@@ -59,12 +59,25 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
+    q, k, v, bias = reverse_only("xla", call.q, call.k, call.v, call.bias)
+    return _attention(_settings(call), q, k, v, bias, call.mask)
+
+
+def backward(
+    call: Call, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of the call's keys; out and logsumexp may cover more keys than the call has."""
+    run = first_order_only("xla", functools.partial(gradients, _settings(call)))
+    saved = (call.q, call.k, call.v, None, call.mask, out, logsumexp)
+    dq, dk, dv, _ = run(saved, (d_out, d_logsumexp))
+    return dq, dk, dv
+
+
+def _settings(call: Call) -> Settings:
     options, mask, sizes = call.options, call.mask, call.sizes
     pairs = sizes.B * sizes.N * mask.kv_index.shape[-1] * math.prod(mask.block)
     steps = options.xla or device_steps(_jax.platform(), options.deterministic, mask.block, pairs)
-    settings = Settings(float(call.scale), call.soft_cap, steps)
-    q, k, v, bias = reverse_only("xla", call.q, call.k, call.v, call.bias)
-    return _attention(settings, q, k, v, bias, call.mask)
+    return Settings(float(call.scale), call.soft_cap, steps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
