@@ -107,6 +107,7 @@ def main(arguments: list[str]) -> None:
     whole = config(
         folder,
         text,
+        seed=number * int(os.environ.get("XSAKE_TEST_SEED", "0")),
         data__rows=8,
         schedule__steps=steps,
         hads__density=None,

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # pytest imports this file too, to look for doctests
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {eight}"
 
 import dataclasses
+import tempfile
 
 import jax
 import numpy as np
@@ -26,10 +27,19 @@ from xsake.model import Config as Model
 from xsake.parallel import sharding
 from xsake.parallel.mesh import make_mesh, parse, resolved
 from xsake.train import planning, step
-from xsake.train.config import Compute, Config, Data, Optimizer, Schedule
+from xsake.train.checkpoint import Checkpoints
+from xsake.train.config import Compute, Config, Data, Optimizer, Run, Schedule
 
 STEPS, ROWS, LENGTH, BLOCK = 20, 16, 64, 16
-SHAPES = ("data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2", "tensor=4")
+SHAPES = (
+    "data=8",
+    "fsdp=8",
+    "fsdp=4,tensor=2",
+    "data=2,fsdp=2,tensor=2",
+    "tensor=4",
+    "context=4,tensor=2",
+    "fsdp=2,context=2,tensor=2",
+)
 MODEL = Model(
     vocab_size=64,
     context=LENGTH,
@@ -95,35 +105,60 @@ def claims_of(shape: str, whole: Config, plan: Plan | None, one: list[float]) ->
     mesh = make_mesh(sizes)
     assert mesh is not None
     losses, state = run(whole, mesh, plan)
-    sharding.assert_placed(state, step.state_shardings(whole, mesh))
+    where = step.state_shardings(whole, mesh)
+    sharding.assert_placed(state, where)
     arrays = (state.parameters, state.optimizer, state.average)
     most = max(sharding.bytes_per_device(arrays).values())
     total = sum(x.nbytes for x in jax.tree.leaves(arrays))
-    share = 1 / (sizes.fsdp * sizes.tensor)
     # norms are not split over `tensor`, nor are counts over anything
-    bound = share + 0.05
-    kind = f"{shape}, {whole.model.attention}{', plan' if plan else ''}"
+    bound = 1 / (sizes.fsdp * sizes.tensor) + 0.05
+    kind = f"{shape}{', plan' if plan else ''}"
     return {
-        f"{kind}: the losses of {STEPS} steps are those of one device: {far(losses, one):.1e}": far(
-            losses, one
-        )
+        f"{kind}: {STEPS} losses are those of one device: {far(losses, one):.1e}": far(losses, one)
         < 1e-5,
         f"{kind}: a device holds {most / total:.3f} of the state, at most {bound:.3f}": most / total
         <= bound,
+        f"{kind}: a checkpoint restored on other meshes has the same bits": restores(whole, state),
     }
+
+
+def restores(whole: Config, state: step.State) -> bool:
+    """Whether a checkpoint of the state has its bits on one device and on another mesh."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = dataclasses.replace(whole, run=Run(folder=folder))
+        checkpoints = Checkpoints(whole, "data")
+        checkpoints.save(state, None)
+        checkpoints.close()
+        like = jax.eval_shape(lambda: step.initial(whole))
+        for shape in ("", "data=2,fsdp=2,tensor=2", "fsdp=8"):
+            mesh = make_mesh(resolved(parse(shape), 8, environment={})) if shape else None
+            where = jax.tree.map(lambda _: sharding.replicated(None), like)
+            if mesh is not None:
+                where = step.state_shardings(whole, mesh)
+            shapes = jax.tree.map(
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, where
+            )
+            found = Checkpoints(whole, "data").restore(shapes)
+            assert found is not None
+            sharding.assert_placed(found.state, where)
+            same = jax.tree.map(
+                lambda a, b: a.tobytes() == b.tobytes(), *jax.device_get((found.state, state))
+            )
+            if not all(jax.tree.leaves(same)):
+                return False
+    return True
 
 
 def main(shapes: list[str]) -> int:
     assert len(jax.devices()) == 8
-    variants = [(config(), plan_of())]
-    claims: dict[str, bool] = {}
-    for whole, plan in variants:
-        one, _ = run(whole, None, plan)
-        for shape in shapes or SHAPES:
-            found = claims_of(shape, whole, plan, one)
-            for claim, holds in found.items():
-                print(f"{claim}: {'ok' if holds else 'WRONG'}", flush=True)
-            claims |= found
+    dense, planned = (run(config(), None, plan)[0] for plan in (None, plan_of()))
+    claims = {f"the plan changes the losses: {far(planned, dense):.1e}": far(planned, dense) > 1e-4}
+    for shape in shapes or SHAPES:
+        claims |= claims_of(shape, config(), plan_of(), planned)
+        if not shapes:
+            claims |= claims_of(shape, config(), None, dense)
+    for claim, holds in claims.items():
+        print(f"{claim}: {'ok' if holds else 'WRONG'}", flush=True)
     return 0 if all(claims.values()) else 1
 
 

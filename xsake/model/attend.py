@@ -29,10 +29,12 @@ from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
 from xsake.decode import CacheReader, Chosen
+from xsake.hads import Plan
 from xsake.masks.rule import Rule
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
 from xsake.model.on_mesh import split_attention
+from xsake.parallel import context_attention, context_mask
 
 # (layer, q, k, v, state), and the layer's SparseInputs in a model with sparse attention
 Attend = Callable[..., tuple[Array, Any]]
@@ -64,6 +66,8 @@ def by_mask(
       implementation: of `dot_product_attention`.
       mesh: batch rows and heads are split over it.
     """
+    if mesh is not None and mesh.shape["context"] > 1:
+        return by_context(config, mask, segment_ids, implementation, mesh)
     ready = None
     if mask is None or isinstance(mask, Rule | BlockMask):
         ready = _block_masks(config, mask, batch, length, segment_ids)
@@ -88,6 +92,61 @@ def by_mask(
         return by_window(config, layer, of_window, q, k, v), state
 
     return attend
+
+
+def by_context(
+    config: Config, mask: ModelMask, segment_ids: Any, implementation: str | None, mesh: Mesh
+) -> Attend:
+    """As `by_mask`, for sequences that are split over the mesh's context axis.
+
+    Rules and documents are applied by `context_attention`, which sends no more keys than they need.
+    """
+    if not (mask is None or isinstance(mask, Rule | BlockMask)):
+        mask = as_input_mask(mask)
+        mask.check(config.layers, config.heads)
+    is_stacked = isinstance(mask, BlockMask) and _is_stacked(config, mask)
+
+    def attention(windowed: bool, q: Array, k: Array, v: Array, rest: Any) -> Array:
+        layer, own, ids = rest
+        limits = visible(config, windowed)
+        how: dict[str, Any] = {"implementation": implementation}
+        if isinstance(own, InputMask):
+            found = _selected(own, config, windowed, layer, q, k, ids)
+            return context_attention(q, k, v, found, **how)
+        given = limits if own is None else own & limits
+        return context_attention(q, k, v, given, q_segment_ids=ids, **how)
+
+    def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
+        own = jax.tree.map(lambda x: x[layer], mask) if is_stacked else mask
+
+        def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
+            run = functools.partial(attention, windowed)
+            return split_attention(run, mesh, q, k, v, (layer, own, segment_ids))
+
+        return by_window(config, layer, of_window, q, k, v), state
+
+    return attend
+
+
+def _selected(
+    mask: InputMask, config: Config, windowed: bool, layer: Any, q: Array, k: Array, ids: Any
+) -> BlockMask:
+    """What an InputMask selects for the queries of one device, of which others have the rest.
+
+    `past_query` scores a row block with the queries of the one before, which another device may
+    have: then all devices select for the whole sequence.
+    """
+    if isinstance(mask, Plan) and mask.terms.selector == "past_query":
+        fixed = lax.stop_gradient((q, k) if ids is None else (q, k, ids))
+        q, k, *rest = (lax.all_gather(x, "context", axis=1, tiled=True) for x in fixed)
+        found = mask.mask(layer, q, k, segment_ids=rest[0] if rest else None)
+        return narrowed(found, config, windowed)
+    found = context_mask(mask, layer, q, k, segment_ids=ids)
+    if windowed:
+        T = q.shape[1]
+        rows = lax.axis_index("context") * T + jnp.arange(T)
+        found = found & masks.at_positions(visible(config, windowed), rows[None])
+    return found
 
 
 def _block_masks(

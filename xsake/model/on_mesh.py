@@ -1,10 +1,11 @@
-"""Attention on a mesh: shard_map over batch rows and heads, because XLA cannot partition kernels.
+"""Attention on a mesh: shard_map, because XLA cannot partition kernels.
 
-    q [B, T, N, H] ─ batch: data × fsdp, heads: tensor ─┐
-    k, v [B, T, K, H] ─ the same ───────────────────────┼─ attention of one device ─ out
-    masks, plans, ids ─ as their own axes say ──────────┘
+    q [B, T, N, H] ─ batch: data × fsdp, T: context, heads: tensor ─┐
+    k, v [B, T, K, H] ─ the same ───────────────────────────────────┼─ attention of one device ─ out
+    masks, plans, ids ─ as their own axes say ──────────────────────┘
 
-A device has whole kv groups: mesh.tensor divides the number of kv heads.
+A device has whole kv groups: mesh.tensor divides the number of kv heads. Where sequences are split,
+the attention of one device is `parallel.context_attention`.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ def split_attention(
       q: [B, T, N, H].
       k: [B, T, K, H].
       v: [B, T, K, H].
-      rest: what else it takes: a BlockMask, or (layer, InputMask, segment_ids).
+      rest: what else it takes: a BlockMask, or (layer, any mask, segment_ids).
       specs: the PartitionSpecs of `rest`; default by its type.
       out_specs: those of the result; default q's.
     """
     tokens = sharding.spec(TOKENS, q.shape)
     if specs is None:
-        specs = sharding.specs_of(rest) if isinstance(rest, BlockMask) else _input_specs(*rest)
+        is_mask = isinstance(rest, BlockMask)
+        specs = sharding.specs_of(rest) if is_mask else _input_specs(rest, mesh)
     # check_vma: interpreted kernels do not say over which axes their results vary
     run = jax.shard_map(
         attention,
@@ -59,8 +61,12 @@ def split_attention(
     return run(q, k, v, rest)
 
 
-def _input_specs(layer: Any, mask: Any, segment_ids: Any) -> Any:
-    return P(), sharding.specs_of(mask), ids_spec(segment_ids)
+def _input_specs(rest: Any, mesh: Mesh) -> Any:
+    _, mask, segment_ids = rest
+    ids = ids_spec(segment_ids)
+    if mesh.shape["context"] > 1 and segment_ids is not None:
+        ids = sharding.spec(("batch", "sequence"), segment_ids.shape)
+    return P(), sharding.specs_of(mask), ids
 
 
 def ids_spec(segment_ids: Any) -> P | None:

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 from xsake.block_mask import BlockMask
+from xsake.masks.rule import Rule, partition_spec
 from xsake.parallel.mesh import BATCH_AXES
 
 Tree = TypeVar("Tree")
@@ -120,7 +121,7 @@ def of_state(tree: Any, mesh: AnyMesh, axes: Mapping[str, Axes]) -> Any:
 
 
 def specs_of(x: Any) -> Any:
-    """x with a PartitionSpec in place of every array: a BlockMask, or what names its axes.
+    """x with a PartitionSpec in place of every array: a mask, a rule, or what names its axes.
 
     The class of x is a dataclass with `axes`, the names of those of each field: KVCache, Plan.
     """
@@ -128,6 +129,8 @@ def specs_of(x: Any) -> Any:
         return None
     if isinstance(x, BlockMask):
         return x.partition_spec(batch=BATCH_AXES, heads="tensor")
+    if isinstance(x, Rule):
+        return partition_spec(x, BATCH_AXES, "tensor")
     axes: Mapping[str, Axes] | None = getattr(type(x), "axes", None)
     if axes is None:
         raise TypeError(

@@ -56,6 +56,11 @@ def mesh_sizes(config: Config, devices: int, processes: int = 1) -> meshes.MeshS
         config.optimizer.accumulate,
         all_devices=processes > 1,
     )
+    if sizes.context > 1 and model.is_sparse:
+        raise ValueError(
+            f"mesh.context = {sizes.context} splits sequences, which model.attention = "
+            f"{model.attention!r} cannot do yet; use mesh.fsdp or mesh.tensor"
+        )
     meshes.check_divides(
         sizes,
         {
