@@ -74,6 +74,7 @@ def test_outside_of_shard_map_it_says_where_to_call_it():
     [
         ({"is_causal": True}, "ring"),
         ({"is_causal": True, "layout": "zigzag"}, "ring"),
+        ({"is_causal": True, "devices": 2}, "ring"),  # not a halo of all other keys
         ({"local_window_size": (100, 0)}, "halo"),
         ({"mask": masks.sliding_window(60, 0) | masks.first(4), "block": 32}, "gather"),
         ({"mask": masks.sliding_window(60, 0) | masks.first(4)}, "ring"),
@@ -84,7 +85,7 @@ def test_the_method_of_least_traffic_is_taken(arguments, method):
     if (block := arguments.pop("block", None)) is not None:
         arguments["mask"] = BlockMask.from_rule(arguments["mask"], (1024, 1024), block=block)
         arguments["capacity"] = 2
-    assert explain_context(Q, K, K, devices=8, **arguments).method == method
+    assert explain_context(Q, K, K, **{"devices": 8, **arguments}).method == method
 
 
 def test_a_method_that_cannot_run_says_why():

@@ -26,7 +26,7 @@ def cost(
     head_size: int = 128,
     batch: int = 1,
     window: int | None = None,
-    density: float = 1.0,
+    density: tuple[float, ...] = (1.0,),
     out: Path | None = None,
 ) -> None:
     """Prints operations, bytes and expected time of one attention layer on every device.
@@ -42,30 +42,34 @@ def cost(
       head_size: numbers of a head.
       batch: sequences.
       window: keys that a query sees, itself included; default all before it.
-      density: blocks visited ÷ those that causality and the window allow.
+      density: blocks visited ÷ those that causality and the window allow, one or several.
       out: also write a JSON file.
     """
     if not devices or min(devices) < 1:
         raise ValueError(f"--devices must be numbers of at least 1, got {list(devices)}")
-    shape = model.Shape(
-        length=tokens(length),
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        window=window,
-        density_ratio=density,
-    )
+    if not density:
+        raise ValueError("--density names no number; leave it out for 1.0")
     path = None if out is None else writable_file(out)
-    records = [one for count in devices for one in model.costs(shape, count, card)]
-    console.print(_table(shape, records, card))
+    rows = []
+    for one in density:
+        shape = model.Shape(
+            length=tokens(length),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            window=window,
+            density_ratio=one,
+        )
+        records = [x for count in devices for x in model.costs(shape, count, card)]
+        console.print(_table(shape, records, card))
+        rows += [_record(shape, x) for x in records]
     console.print(
         f"speeds: {model.measurements(card)[0]}; links and their sources: {model.DATA.name}"
     )
     if path is not None:
         facts = timing.provenance() | {"quick": False, "card": card}
         facts["measurements"] = model.measurements(card)[0]
-        rows = [_record(shape, x) for x in records]
         facts["results"] = rows + [{"suite": "published", **x} for x in model.published()]
         path.write_text(json.dumps(facts, indent=1) + "\n")
         console.print(f"written: {path}", soft_wrap=True)

@@ -305,7 +305,7 @@ def explain_context(
         return query
 
     tokens = P(None, axis)
-    mesh = AbstractMesh((devices,), (axis,), axis_types=(AxisType.Manual,))
+    mesh = AbstractMesh((devices,), (axis,), axis_types=(AxisType.Auto,))
     asked = jax.shard_map(
         ask, mesh=mesh, in_specs=(tokens, tokens, tokens, P(), tokens), out_specs=tokens
     )

@@ -39,7 +39,11 @@ def live_steps(pairs: np.ndarray) -> tuple[int, ...]:
 
 
 def reach(bound: Rule, length: int) -> tuple[int, int] | None:
-    """How many keys before and after a query's own place the rule can allow; None: all of them."""
+    """How many keys before and after a query's own place the rule can allow.
+
+    None if the last query sees the first key or the reverse: that is no window, and tokens beyond
+    the ends of the text could be allowed too.
+    """
     spans = bound.spans(Grid((length, length), (1, 1)))
     if spans is None:
         return None
@@ -48,4 +52,4 @@ def reach(bound: Rule, length: int) -> tuple[int, int] | None:
     left, right = (
         int(np.max(np.where(some, x, 0), initial=0)) for x in (token - lo, hi - 1 - token)
     )
-    return (max(left, 0), max(right, 0))
+    return None if max(left, right) >= length - 1 else (max(left, 0), max(right, 0))
