@@ -51,8 +51,8 @@ def far(found, wanted):
 @pytest.mark.second_python
 @pytest.mark.timeout(300)
 def test_a_killed_process_ends_the_other_and_one_goes_on(start):
-    """fsdp over two processes, kill -9, then one process alone from the checkpoint."""
-    two = start("run", 2, 60, "fsdp=2")
+    """Two processes share sequences, kill -9, then one process alone from the checkpoint."""
+    two = start("run", 2, 40, "context=2")
     two.wait_for_step(7)
     began = time.monotonic()
     two.signal(1, signal.SIGKILL)
@@ -66,7 +66,7 @@ def test_a_killed_process_ends_the_other_and_one_goes_on(start):
     (lost,) = events_of(two, Stopped)
     assert lost.reason == "process lost"
     before = losses(two)
-    one = start("run", 1, 60, "")
+    one = start("run", 1, 40, "")
     assert one.codes(200) == [0], one.text(0)
     (resumed,) = events_of(one, Resumed)
     assert (resumed.processes, events_of(one, RunStarted)[0].processes) == (1, 2)

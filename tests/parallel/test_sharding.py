@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.train.corpus import config
 from xsake.block_mask import BlockMask
+from xsake.cli.checkpoints import inspect
 from xsake.data.stream import Batch
 from xsake.hads import Plan
 from xsake.hads.plan import Terms
@@ -126,3 +130,14 @@ def test_a_process_reads_the_rows_of_its_devices_once():
     assert asked == [[0, 1, 2, 3]]
     np.testing.assert_array_equal(found.tokens[:, 0], [0, 1, 2, 3])
     assert isinstance(sharding.batch_from_rows(read, (4, 6), None).tokens, np.ndarray)
+
+
+def test_inspect_prints_bytes_per_device(capsys):
+    inspect(Path("shipped"), mesh="data=2,fsdp=4,tensor=2")
+    said = capsys.readouterr().out
+    # float32 [8, 192, 512] over four and two devices
+    assert re.search(r"layers.up.kernel\s+8×192×512\s+·, fsdp, tensor\s+393,216", said)
+    with pytest.raises(
+        ValueError, match=r"kv_heads = 8 is not divisible by mesh.tensor = 3; choos"
+    ):
+        inspect(Path("shipped"), mesh="tensor=3")
