@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools import task_tables
+from tools import parallel_tables, task_tables
 
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -470,6 +470,10 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "train-profile": train_profile,
     "hads-speed": hads_speed,
     "hads-profile": hads_profile,
+    "cost": lambda records: _markdown(*parallel_tables.cost(records)),
+    "parallel-rows": lambda records: _markdown(*parallel_tables.rows(records)),
+    "parallel-heads": lambda records: _markdown(*parallel_tables.heads(records)),
+    "parallel-traffic": lambda records: _markdown(*parallel_tables.traffic(records)),
     "tasks": functools.partial(tasks, task_tables.accuracy),
     **{
         f"tasks-{cells.__name__}": functools.partial(tasks, cells)

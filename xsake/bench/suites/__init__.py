@@ -19,6 +19,7 @@ The other modules are programs, python -m xsake.bench.suites.NAME:
     counters               hardware counters of the Hopper kernels, by Nsight Compute
     hads_table             HADS on one model: calibration, table of methods, speed
     tasks                  long-context tasks, perplexity, and which heads carry the answers
+    parallel               what split sequences send, how evenly devices work
     head_roles             previous-token, induction and sink heads of the shipped model
     sparse_training        a model trained with dense attention, NSA and MSA, compared
     train_step             seconds, tokens/s and memory of whole training steps

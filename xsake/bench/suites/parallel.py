@@ -1,0 +1,199 @@
+"""What parallel attention sends, and how evenly devices work; on a GPU also what balance buys.
+
+    python -m xsake.bench.suites.parallel --out benchmarks/results/parallel.json
+
+traffic   collectives of modules compiled for 8 devices, and their bytes on one device
+heads     the largest device's work ÷ the mean before and after `balance_heads`, layer by layer
+rows      the same for row blocks: contiguous, zigzag, balanced by the mask's visits
+share     on a GPU: seconds of the largest device's heads, before and after
+
+Work is the number of visited blocks. `synthetic` has 24 layers of 32 kv heads with budgets from 5%
+to 95% in random order; `three heads` has SmolLM2's three kv heads with such budgets; `shipped` is
+the plan of the shipped model's profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from xsake import BlockMask, _jax, masks, shipped
+from xsake.attention import dot_product_attention
+from xsake.bench.suites import Record
+from xsake.bench.timing import compile_directions, provenance, time_interleaved
+from xsake.hads import Profile, make
+from xsake.parallel import context_attention, explain_context
+from xsake.parallel.balance import balance_heads
+from xsake.parallel.collectives import collectives
+from xsake.parallel.context.rows import device_loads
+
+DEVICES = 8
+TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 16384, 16, 4, 128
+WINDOW = masks.sliding_window(1023, 0)
+
+
+def traffic() -> Iterator[Record]:
+    """Compiled for 8 virtual devices; nothing is run. XLA's CPU backend sends bfloat16 as float32."""
+    mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
+    q = jax.ShapeDtypeStruct((1, TOKENS, HEADS, HEAD_SIZE), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, TOKENS, KV_HEADS, HEAD_SIZE), jnp.float32)
+    sinks = masks.causal() & (masks.first(128) | WINDOW)
+    for name, rule, method in (
+        ("causal", masks.causal(), "ring"),
+        ("window of 1,024", WINDOW, "ring"),
+        ("window of 1,024", WINDOW, "halo"),
+        ("window of 1,024 and the first 128 keys", sinks, "ring"),
+        ("window of 1,024 and the first 128 keys", sinks, "gather"),
+    ):
+        told = explain_context(q, k, k, rule, devices=DEVICES, method=method)
+        tokens = P(None, "context")
+
+        def attend(q: Any, k: Any, v: Any, rule: Any = rule, method: str = method) -> Any:
+            return context_attention(q, k, v, rule, method=method)
+
+        split = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+        module = collectives(jax.jit(split).lower(q, k, k).compile())
+        sent = module["all-to-all" if method == "gather" else "collective-permute"]
+        received = sent.bytes
+        if method == "gather":  # without the requests, int32, and without a device's own part
+            requests = DEVICES * told.estimates[method].capacity * 4
+            received = (received - requests) * (DEVICES - 1) // DEVICES
+        yield {
+            "suite": "traffic",
+            "case": f"{name}, {method}",
+            "devices": DEVICES,
+            "T": TOKENS,
+            "N": HEADS,
+            "K": KV_HEADS,
+            "H": HEAD_SIZE,
+            "collectives": sent.count,
+            "received_bytes": received,
+            "estimated_bytes": told.estimates[method].received_bytes,
+            "all_gather_bytes": told.all_gather_bytes,
+            "chosen_method": explain_context(q, k, k, rule, devices=DEVICES).method,
+        }
+
+
+def budgets(layers: int, kv_heads: int, seed: int = 0) -> np.ndarray:
+    """Densities from 5% to 95%, in random order in every layer, [layers, K]."""
+    every = np.tile(np.linspace(0.05, 0.95, kv_heads), (layers, 1))
+    return np.random.default_rng(seed).permuted(every, axis=1)
+
+
+def shipped_counts(density: float) -> np.ndarray:
+    """Visited blocks of the shipped model's plan, [layers, N, row blocks]."""
+    return np.asarray(make(Profile.load(shipped.PROFILES[1]), density).counts)
+
+
+def heads() -> Iterator[Record]:
+    """Orders of kv heads."""
+    works = {
+        ("synthetic, 32 kv heads", 8): budgets(24, 32),
+        ("three heads", 3): budgets(30, 3),
+        **{
+            (f"shipped, density {density}", devices): shipped_counts(density).sum(-1)
+            for density in (0.2, 0.43)
+            for devices in (2, 4)
+        },
+    }
+    for (name, devices), work in works.items():
+        found = balance_heads(work, devices)
+        yield {
+            "suite": "heads",
+            "case": f"{name}, {devices} devices",
+            "devices": devices,
+            "layers": len(work),
+            "kv_heads": work.shape[1],
+            "before_mean_ratio": float(found.before_ratio.mean()),
+            "before_largest_ratio": float(found.before_ratio.max()),
+            "after_mean_ratio": float(found.after_ratio.mean()),
+            "after_largest_ratio": float(found.after_ratio.max()),
+            "speedup": found.speedup,
+        }
+
+
+def rows() -> Iterator[Record]:
+    """Row blocks of a context axis; the worst layer of each."""
+    n = 1 << 10
+    three = np.minimum(1 + budgets(30, 3)[..., None] * np.arange(n), np.arange(n) + 1)
+    cases = {
+        ("causal", 8): np.arange(1, n + 1)[None, None],
+        ("three heads", 4): three,
+        **{(f"shipped, density {d}", 2): shipped_counts(d) for d in (0.2, 0.43)},
+    }
+    for (name, devices), visits in cases.items():
+        by_row = visits.sum(1)
+        by_row = by_row[:, : by_row.shape[1] // (2 * devices**2) * 2 * devices**2]
+        record: Record = {"suite": "rows", "case": f"{name}, {devices} devices", "devices": devices}
+        for method in ("contiguous", "zigzag", "balanced"):
+            loads = np.stack([device_loads(layer, devices, method) for layer in by_row])
+            record[f"{method}_ratio"] = float((loads.max(1) / loads.mean(1)).max())
+        yield record
+
+
+def share() -> Iterator[Record]:
+    """The heads of the largest device of one layer, before and after, run on this GPU."""
+    T, n = 16384, 128
+    work = budgets(1, 32)
+    found = balance_heads(work, DEVICES)
+    calls = {}
+    orders = {"before": np.arange(32), "after": found.order[0]}
+    for when, order in orders.items():
+        groups = work[0][order].reshape(DEVICES, -1)
+        largest = groups[groups.sum(1).argmax()]
+        rng = np.random.default_rng(0)
+        kept = rng.random((len(largest), n, n)) < largest[:, None, None]
+        blocks = kept | np.eye(n, dtype=bool)
+        mask = BlockMask.from_dense(blocks, masks.causal(), block=T // n)
+        q, k, v = (
+            jax.random.normal(jax.random.key(i), (1, T, len(largest), 128), jnp.bfloat16)
+            for i in range(3)
+        )
+
+        def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            return dot_product_attention(q, k, v, mask=mask)
+
+        for direction, call in compile_directions(attend, (q, k, v), mask).items():
+            calls[f"{when} {direction}"] = call
+    for name, timing in time_interleaved(calls).items():
+        when, direction = name.split()
+        yield {
+            "suite": "share",
+            "case": f"synthetic, largest of {DEVICES} devices, {when}",
+            "direction": direction,
+            "T": T,
+            "largest_ratio": float(
+                (found.before_ratio if when == "before" else found.after_ratio)[0]
+            ),
+            "median_seconds": timing.median_seconds,
+        }
+
+
+def main() -> None:
+    """Writes all records that this machine can make."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    flag = f"--xla_force_host_platform_device_count={DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"  # before the first device
+    parts = [heads, rows, share] if _jax.platform() == "gpu" else [heads, rows, traffic]
+    records = []
+    for part in parts:
+        for record in part():
+            print(json.dumps(record), flush=True)
+            records.append(record)
+    out.write_text(json.dumps({**provenance(), "results": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
