@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import types
 
 import jax
@@ -30,6 +31,7 @@ from xsake.observe.events import (
     RunStarted,
     Sampled,
     Stopped,
+    Straggler,
     TrainStep,
 )
 from xsake.parallel.mesh import MeshSizes
@@ -399,6 +401,22 @@ def test_a_warm_start_that_does_not_fit_is_refused(initial, text, tmp_path):
     other = tokens.tokenize(["some text"], words, tmp_path / "other")
     with pytest.raises(ValueError, match="was tokenized with another tokenizer than that of"):
         warm_start.load(initial, other)
+
+
+def test_a_slow_step_is_reported(whole, monkeypatch):
+    """The first step, which compiles, is not timed."""
+    times = []
+
+    def median_if_slow(self, seconds):
+        times.append(seconds)
+        return 0.25 if seconds > 2 else None
+
+    monkeypatch.setattr(loop.Stragglers, "median_if_slow", median_if_slow)
+    loop.train(changed(whole, run__stop_at=3), At(2, lambda: time.sleep(2)))
+    events = sinks.read(whole.run_folder / "events.jsonl")
+    (slow,) = (x for x in events if isinstance(x, Straggler) and x.step == 3)
+    assert (slow.median_seconds, len(times)) == (0.25, 2)
+    assert slow.step_seconds > 2
 
 
 def test_a_folder_in_use_raises(whole):
