@@ -82,3 +82,31 @@ def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
             f"{jax.__version__} and Python {python_platform.python_version()}"
         )
     return None
+
+
+# -------------------------------------------------------------------------------- several processes
+
+
+def coordination_client() -> Any:
+    """The client of JAX's coordination service: keys and barriers; None with one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def in_cluster() -> bool:
+    """Whether JAX detects a cluster of more than one process: Slurm, Kubernetes, Open MPI, TPUs."""
+    from jax._src import clusters
+
+    kinds = clusters.ClusterEnv._cluster_types
+    found = next((x for x in kinds if not x.opt_in_only_method and x.is_env_present()), None)
+    return found is not None and found.get_process_count() > 1
+
+
+# How errors of the runtime begin that another process may be the cause of.
+LOST = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNKNOWN")
+
+
+def is_collective_failure(error: Exception) -> bool:
+    """Whether an operation failed that all processes take part in, or the coordination service."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or str(error).startswith(LOST)

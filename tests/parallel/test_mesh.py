@@ -1,4 +1,4 @@
-"""Data-parallel training equals training on one device; runs resume on any number of devices."""
+"""Sizes of a mesh; training on it equals training on one device; runs resume on any mesh."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from xsake.parallel.mesh import make_mesh
+from xsake.parallel.mesh import MeshSizes, check_divides, make_mesh, parse, resolved
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.second_python
-def test_training_on_eight_devices_equals_training_on_one(tmp_path):
+def run_module(name, *arguments):
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.train.sharded", str(tmp_path)],
+        [sys.executable, "-m", name, *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -25,9 +24,79 @@ def test_training_on_eight_devices_equals_training_on_one(tmp_path):
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
-    assert ended.stdout.count(": ok\n") == 7
+    return ended.stdout.count(": ok\n")
 
 
-def test_more_devices_than_exist_raise():
-    with pytest.raises(ValueError, match=r"run.devices = 99, but there are \d+; ask for fewer"):
-        make_mesh(99, 99, 1)
+@pytest.mark.second_python
+def test_training_on_eight_devices_equals_training_on_one(tmp_path):
+    """Data × fsdp, with plans, evaluation and a checkpoint that one device goes on from."""
+    assert run_module("tests.train.sharded", tmp_path) == 7
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param(["fsdp=2,context=2,tensor=2"], marks=pytest.mark.second_python),
+        pytest.param([], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_twenty_steps_on_a_mesh_equal_those_on_one_device(shapes):
+    """And devices hold their shares of the state, by bytes; a checkpoint is read on any mesh."""
+    assert run_module("tests.parallel.shapes", *shapes) == (4 if shapes else 1 + 2 * 3 * 7)
+
+
+def test_what_is_not_given_is_chosen():
+    nothing: dict[str, str] = {}
+    assert resolved(MeshSizes(), 8, environment=nothing) == MeshSizes(8, 1, 1, 1)
+    assert resolved(MeshSizes(fsdp=4), 8, environment=nothing) == MeshSizes(2, 4, 1, 1)
+    # as many devices as share the rows evenly
+    assert resolved(MeshSizes(), 8, 20, 2, environment=nothing).data == 5
+    assert resolved(MeshSizes(tensor=2), 8, 6, environment=nothing) == MeshSizes(3, 1, 2, 1)
+
+
+def test_settings_win_over_the_environment():
+    environment = {"XSAKE_MESH": "fsdp=2, context=2"}
+    assert resolved(MeshSizes(), 8, environment=environment) == MeshSizes(2, 2, 1, 2)
+    assert resolved(MeshSizes(fsdp=4), 8, environment=environment) == MeshSizes(1, 4, 1, 2)
+
+
+@pytest.mark.parametrize("text", ["fsdp", "fsdp=two", "model=2", "fsdp=2,fsdp=4", "fsdp=-1"])
+def test_a_mesh_that_cannot_be_read_raises(text):
+    with pytest.raises(ValueError, match=r"the mesh '.*' has '.*'; give each of data, fsdp, "):
+        parse(text)
+
+
+def test_a_negative_size_raises():
+    with pytest.raises(ValueError, match=r"mesh.tensor must not be negative, got -2; 0 has it"):
+        MeshSizes(tensor=-2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "how", "message"),
+    [
+        (MeshSizes(data=99), {}, r"data 99 × fsdp 1 .* has 99 devices, but there are 8; ask for"),
+        (MeshSizes(fsdp=16), {}, r"has 16 devices, but there are 8; ask for fewer"),
+        (MeshSizes(data=2), {"all_devices": True}, r"but there are 8; all of them must take part"),
+        (MeshSizes(fsdp=3), {"all_devices": True}, r"has 6 devices, but there are 8; all of them"),
+        (MeshSizes(data=3), {"rows": 8}, r"data.rows = 8 is not divisible by mesh.data × mesh.fs"),
+        (MeshSizes(fsdp=8), {"rows": 4}, r"= 1 × 8 × 1; make it a multiple of 8, or change the"),
+        (MeshSizes(), {"rows": 4, "all_devices": True}, r"= 8 × 1 × 1; make it a multiple of 8"),
+    ],
+)
+def test_sizes_that_do_not_fit_raise(asked, how, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(asked, 8, environment={}, **how)
+
+
+def test_a_model_that_an_axis_does_not_divide_raises():
+    divided = {"fsdp": ("model.width", 64), "tensor": ("model.kv_heads", 3)}
+    check_divides(MeshSizes(1, 4, 3, 1), divided)
+    with pytest.raises(
+        ValueError, match=r"model.kv_heads = 3 is not divisible by mesh.tensor = 4; choose mesh.te"
+    ):
+        check_divides(MeshSizes(1, 4, 4, 1), divided)
+
+
+def test_one_device_has_no_mesh():
+    assert make_mesh(MeshSizes(1, 1, 1, 1)) is None

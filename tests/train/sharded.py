@@ -20,6 +20,7 @@ import numpy as np
 from tests.train.corpus import changed, config, token_file
 from xsake.observe import sinks
 from xsake.observe.events import Evaluated, PlanSwapped, RunStarted, TrainStep
+from xsake.parallel.mesh import MeshSizes
 from xsake.train import loop
 
 
@@ -45,25 +46,26 @@ def main(folder: Path) -> int:
         evaluation__every=6,
         checkpoint__every=3,
     )
-    one = changed(whole, run__devices=1, run__name="one")
-    eight = changed(whole, run__name="eight")
-    moved = changed(whole, run__devices=1, run__name="moved")
+    one = changed(whole, mesh=MeshSizes(data=1), run__name="one")
+    eight = changed(whole, mesh=MeshSizes(fsdp=2), run__name="eight")
+    moved = changed(whole, mesh=MeshSizes(data=1), run__name="moved")
     loop.train(one)
     loop.train(eight)
-    loop.train(changed(moved, run__devices=8, run__stop_at=4))
+    loop.train(changed(moved, mesh=MeshSizes(fsdp=2), run__stop_at=4))
     loop.train(moved)
     said = sinks.read(eight.run_folder / "events.jsonl")
     places = one.run_folder, eight.run_folder, moved.run_folder
     steps = [losses(place, TrainStep) for place in places]
     tests = [losses(place, Evaluated) for place in places]
     try:
-        loop.train(changed(whole, run__devices=3, run__name="uneven"))
+        loop.train(changed(whole, mesh=MeshSizes(data=3), run__name="uneven"))
         refused = ""
     except ValueError as error:
         refused = str(error)
     # float32 sums in another order, through six updates of Adam
     claims = {
-        "eight devices take part": said[0].devices == 8 and isinstance(said[0], RunStarted),
+        "eight devices take part": isinstance(said[0], RunStarted)
+        and (said[0].devices, said[0].mesh) == (8, "data 4 × fsdp 2 × context 1 × tensor 1"),
         "plans are swapped": sum(isinstance(event, PlanSwapped) for event in said) == 2,
         "six steps are logged": [len(x) for x in steps] == [6, 6, 6],
         f"the losses are those of one device: {far(steps[1], steps[0]):.1e}": far(*steps[1::-1])

@@ -99,3 +99,8 @@ def test_flops_per_token_equal_a_count_by_hand():
     attention = 12 * layers * width * (2048 / 2)
     assert per_token(model, 2048) == 6 * matrices + attention
     assert per_token(model, 2048, 0.25) == 6 * matrices + attention / 4
+
+
+def test_devices_of_an_old_config_are_the_data_axis():
+    found = Config.from_dict({"run": {"devices": 4, "name": "old"}, "mesh": {"fsdp": 2}})
+    assert (found.mesh.data, found.mesh.fsdp, found.run.name) == (4, 2, "old")

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import types
 
 import jax
@@ -30,8 +31,10 @@ from xsake.observe.events import (
     RunStarted,
     Sampled,
     Stopped,
+    Straggler,
     TrainStep,
 )
+from xsake.parallel.mesh import MeshSizes
 from xsake.train import inputs, loop, optimizer, planning, samples, step, warm_start
 from xsake.train.checkpoint import Checkpoints
 from xsake.train.config import Config, Hads
@@ -199,9 +202,9 @@ def test_sequences_begin_with_bos_if_data_bos_is_set(whole, monkeypatch):
     seen = []
 
     def recorded(compiled):
-        def call(weights, batch, plan, **static):
+        def call(weights, batch, *rest, **static):
             seen.append(batch.tokens)
-            return compiled(weights, batch, plan, **static)
+            return compiled(weights, batch, *rest, **static)
 
         return call
 
@@ -275,7 +278,7 @@ def test_a_run_without_its_checkpoints_begins_anew_only_when_told(stopped, harm,
 
 def test_a_refused_setting_does_not_keep_the_name(whole):
     with pytest.raises(ValueError, match="devices"):
-        loop.train(changed(whole, run__devices=77, run__seconds=1e-9))
+        loop.train(changed(whole, mesh=MeshSizes(data=77), run__seconds=1e-9))
     assert not whole.run_folder.exists()
     whole.run_folder.mkdir(parents=True)  # as a process leaves it that is killed at the start
     changed(whole, seed=9).write(whole.run_folder / "config.json")
@@ -286,7 +289,7 @@ def test_a_refused_restart_leaves_the_run_as_it_was(stopped):
     events = (stopped.run_folder / "events.jsonl").read_text()
     before = sorted(x.name for x in stopped.run_folder.iterdir())
     with pytest.raises(ValueError, match="devices"):
-        loop.train(changed(stopped, run__restart=True, run__devices=77, seed=3))
+        loop.train(changed(stopped, run__restart=True, mesh=MeshSizes(data=77), seed=3))
     assert (stopped.run_folder / "events.jsonl").read_text() == events
     assert Config.read(stopped.run_folder / "config.json") == stopped
     found = sorted(x.name for x in stopped.run_folder.iterdir() if x.name != "replaced")
@@ -329,6 +332,8 @@ def test_a_longer_run_replaces_the_exported_model(undisturbed, text, tmp_path):
         stream=Stream([text], 48),
         step=16,
         first_step=16,
+        mesh=None,
+        is_writer=True,
     )
     loop._Session._export(session)
     assert huggingface.load(whole.run_folder / "model").model.hash() == old
@@ -396,6 +401,22 @@ def test_a_warm_start_that_does_not_fit_is_refused(initial, text, tmp_path):
     other = tokens.tokenize(["some text"], words, tmp_path / "other")
     with pytest.raises(ValueError, match="was tokenized with another tokenizer than that of"):
         warm_start.load(initial, other)
+
+
+def test_a_slow_step_is_reported(whole, monkeypatch):
+    """The first step, which compiles, is not timed."""
+    times = []
+
+    def median_if_slow(self, seconds):
+        times.append(seconds)
+        return 0.25 if seconds > 2 else None
+
+    monkeypatch.setattr(loop.Stragglers, "median_if_slow", median_if_slow)
+    loop.train(changed(whole, run__stop_at=3), At(2, lambda: time.sleep(2)))
+    events = sinks.read(whole.run_folder / "events.jsonl")
+    (slow,) = (x for x in events if isinstance(x, Straggler) and x.step == 3)
+    assert (slow.median_seconds, len(times)) == (0.25, 2)
+    assert slow.step_seconds > 2
 
 
 def test_a_folder_in_use_raises(whole):

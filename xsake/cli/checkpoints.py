@@ -18,6 +18,7 @@ from rich.table import Table
 import xsake
 from xsake import _jax
 from xsake.cli.model_path import checkpoint
+from xsake.cli.placements import print_placements
 from xsake.cli.progress import status
 from xsake.cli.terminal import console, fast_dtype, reasons
 
@@ -26,18 +27,23 @@ if TYPE_CHECKING:
     from xsake.model.huggingface import Loaded
 
 
-def inspect(path: tyro.conf.Positional[Path]) -> None:
+def inspect(path: tyro.conf.Positional[Path], *, mesh: str | None = None) -> None:
     """Prints a checkpoint's configuration and sizes, and the backend its attention would use here.
 
     Args:
       path: a folder with config.json and safetensors, a .gguf file, a run's folder, or "shipped";
         its weights are not read.
+      mesh: instead: what would lie where on a mesh, such as data=2,fsdp=4,tensor=2, in bytes per
+        device; what is not given is 1. No device is needed.
     """
     from xsake.model import huggingface, parameter_shapes
 
     path = checkpoint(path)
     opened = huggingface.examine(path)
     config = opened.config
+    if mesh is not None:
+        print_placements(config, mesh)
+        return
     table = Table("property", "value", title=str(path))
     for name, value in dataclasses.asdict(config).items():
         table.add_row(name, str(value))

@@ -80,8 +80,11 @@ class Stream:
         if rows % processes:
             raise ValueError(f"{rows} batch rows are not divisible by {processes} processes")
         each = rows // processes
-        first = step * rows + process * each
-        return self.at([self._begin(number) for number in range(first, first + each)])
+        return self.batch_rows(step, rows, range(process * each, (process + 1) * each))
+
+    def batch_rows(self, step: int, rows: int, chosen: Sequence[int]) -> Batch:
+        """The chosen rows of the batch of `step`, which has `rows` of them."""
+        return self.at([self._begin(step * rows + number) for number in chosen])
 
     def in_order(self, rows: int, most: int | None = None) -> Iterator[Batch]:
         """All windows, or the first `most` of them, in the order of the text, for evaluation.
@@ -90,11 +93,15 @@ class Stream:
         """
         count = self.windows if most is None else min(most, self.windows)
         for first in range(0, count, rows):
-            numbers = range(first, min(first + rows, count))
-            filled = [*numbers, *[0] * (rows - len(numbers))]
-            batch = self.at([number * self.length for number in filled])
-            is_real = np.arange(rows)[:, None] < len(numbers)
-            yield batch._replace(weights=batch.weights * is_real)
+            yield self.windows_in_order(range(first, first + rows), count)
+
+    def windows_in_order(self, numbers: Sequence[int], count: int) -> Batch:
+        """Windows by their number in the text; from number `count` on, rows of weight 0."""
+        wanted = np.asarray(numbers)
+        batch = self.at(
+            [int(number) * self.length for number in np.where(wanted < count, wanted, 0)]
+        )
+        return batch._replace(weights=batch.weights * (wanted < count)[:, None])
 
     def long_windows(self, count: int, step: int) -> np.ndarray:
         """Windows to calibrate on at `step`, int32 [count, T].

@@ -20,7 +20,7 @@ import functools
 import json
 import numbers
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,10 @@ class Plan(InputMask):
     counts: Leaf  # int32 [layers, N, n]
     scores: Leaf  # float32 [layers, N, n, n] of the selector `static`; None for the others
     terms: Terms = dataclasses.field(metadata={"static": True})
+    axes: ClassVar[dict[str, tuple[str, ...]]] = {  # logical names, for parallel.sharding
+        "counts": ("layers", "heads", "row_blocks"),
+        "scores": ("layers", "heads", "row_blocks", "kv_blocks"),
+    }
 
     # --------------------------------------------------------------------------------------- masks
 

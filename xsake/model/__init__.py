@@ -6,7 +6,7 @@ from xsake.model.kv_cache import KVCache
 from xsake.model.rope import Rope
 from xsake.model.sparse.cache import SparseCache
 from xsake.model.sparse.options import Sparse
-from xsake.model.transformer import Observation, Transformer, parameter_shapes
+from xsake.model.transformer import Observation, Transformer, parameter_axes, parameter_shapes
 
 __all__ = [
     "PRESETS",
@@ -21,6 +21,7 @@ __all__ = [
     "SparseCache",
     "Transformer",
     "generate",
+    "parameter_axes",
     "parameter_shapes",
     "stream",
 ]

@@ -14,6 +14,7 @@ is any pytree, handed from layer to layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from xsake import masks
@@ -28,9 +30,12 @@ from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
 from xsake.decode import CacheReader, Chosen
+from xsake.hads import Plan
 from xsake.masks.rule import Rule
 from xsake.model.config import Config
 from xsake.model.kv_cache import KVCache
+from xsake.model.on_mesh import split_attention
+from xsake.parallel import context_attention, context_mask
 
 # (layer, q, k, v, state), and the layer's SparseInputs or sinks in a model that has them
 Attend = Callable[..., tuple[Array, Any]]
@@ -48,6 +53,7 @@ def by_mask(
     length: int,
     segment_ids: Any = None,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Attend:
     """Self-attention of whole texts, restricted by causality, the layer's window and `mask`.
 
@@ -59,32 +65,118 @@ def by_mask(
       length: T.
       segment_ids: int [B, T]; only tokens with equal ids attend to each other.
       implementation: of `dot_product_attention`.
+      mesh: batch rows and heads are split over it.
     """
-    block_mask = _block_masks(config, mask, batch, length, segment_ids)
+    if mesh is not None and mesh.shape["context"] > 1:
+        return by_context(config, mask, segment_ids, implementation, mesh)
+    ready = None
+    if mask is None or isinstance(mask, Rule | BlockMask):
+        ready = _block_masks(config, mask, batch, length, segment_ids)
+    else:
+        mask = as_input_mask(mask)
+        mask.check(config.layers, config.heads)
+
+    def attention(
+        windowed: bool, q: Array, k: Array, v: Array, rest: Any, sinks: Array | None = None
+    ) -> Array:
+        if ready is not None:
+            found = rest
+        else:  # from the heads and batch rows of one device
+            layer, by_input, ids = rest
+            found = narrowed(by_input.mask(layer, q, k, segment_ids=ids), config, windowed)
+        return dot_product_attention(
+            q,
+            k,
+            v,
+            mask=found,
+            logits_soft_cap=config.soft_cap,
+            sinks=sinks,
+            implementation=implementation,
+        )
 
     def attend(
         layer: Any, q: Array, k: Array, v: Array, state: Any, sinks: Array | None = None
     ) -> tuple[Array, Any]:
         def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
-            return dot_product_attention(
-                q,
-                k,
-                v,
-                mask=block_mask(layer, windowed, q, k),
-                logits_soft_cap=config.soft_cap,
-                sinks=sinks,
-                implementation=implementation,
-            )
+            rest = (layer, mask, segment_ids) if ready is None else ready(layer, windowed)
+            run = functools.partial(attention, windowed)
+            if mesh is None:
+                return run(q, k, v, rest, sinks)
+            return split_attention(run, mesh, q, k, v, rest, sinks=sinks)
 
         return by_window(config, layer, of_window, q, k, v), state
 
     return attend
 
 
+def by_context(
+    config: Config, mask: ModelMask, segment_ids: Any, implementation: str | None, mesh: Mesh
+) -> Attend:
+    """As `by_mask`, for sequences that are split over the mesh's context axis.
+
+    Rules and documents are applied by `context_attention`, which sends no more keys than they need.
+    """
+    if not (mask is None or isinstance(mask, Rule | BlockMask)):
+        mask = as_input_mask(mask)
+        mask.check(config.layers, config.heads)
+    is_stacked = isinstance(mask, BlockMask) and _is_stacked(config, mask)
+
+    def attention(
+        windowed: bool, q: Array, k: Array, v: Array, rest: Any, sinks: Array | None = None
+    ) -> Array:
+        layer, own, ids = rest
+        limits = visible(config, windowed)
+        how: dict[str, Any] = {
+            "implementation": implementation,
+            "logits_soft_cap": config.soft_cap,
+            "sinks": sinks,
+        }
+        if isinstance(own, InputMask):
+            found = _selected(own, config, windowed, layer, q, k, ids)
+            return context_attention(q, k, v, found, **how)
+        given = limits if own is None else own & limits
+        return context_attention(q, k, v, given, q_segment_ids=ids, **how)
+
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, state: Any, sinks: Array | None = None
+    ) -> tuple[Array, Any]:
+        own = jax.tree.map(lambda x: x[layer], mask) if is_stacked else mask
+
+        def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
+            run = functools.partial(attention, windowed)
+            rest = (layer, own, segment_ids)
+            return split_attention(run, mesh, q, k, v, rest, sinks=sinks)
+
+        return by_window(config, layer, of_window, q, k, v), state
+
+    return attend
+
+
+def _selected(
+    mask: InputMask, config: Config, windowed: bool, layer: Any, q: Array, k: Array, ids: Any
+) -> BlockMask:
+    """What an InputMask selects for the queries of one device, of which others have the rest.
+
+    `past_query` scores a row block with the queries of the one before, which another device may
+    have: then all devices select for the whole sequence.
+    """
+    if isinstance(mask, Plan) and mask.terms.selector == "past_query":
+        fixed = lax.stop_gradient((q, k) if ids is None else (q, k, ids))
+        q, k, *rest = (lax.all_gather(x, "context", axis=1, tiled=True) for x in fixed)
+        found = mask.mask(layer, q, k, segment_ids=rest[0] if rest else None)
+        return narrowed(found, config, windowed)
+    found = context_mask(mask, layer, q, k, segment_ids=ids)
+    if windowed:
+        T = q.shape[1]
+        rows = lax.axis_index("context") * T + jnp.arange(T)
+        found = found & masks.at_positions(visible(config, windowed), rows[None])
+    return found
+
+
 def _block_masks(
-    config: Config, mask: ModelMask, batch: int, length: int, segment_ids: Any
-) -> Callable[[Any, bool, Array, Array], BlockMask]:
-    """(layer, windowed, q, k) -> BlockMask, for every type of mask that `by_mask` takes."""
+    config: Config, mask: Rule | BlockMask | None, batch: int, length: int, segment_ids: Any
+) -> Callable[[Any, bool], BlockMask]:
+    """(layer, windowed) -> BlockMask, where it does not depend on q and k."""
     documents = masks.everything() if segment_ids is None else masks.documents(segment_ids)
     if mask is None or isinstance(mask, Rule):
         rule = documents if mask is None else mask & documents
@@ -95,23 +187,14 @@ def _block_masks(
             )
             for windowed in {config.windowed(layer) for layer in range(config.layers)}
         }
-        return lambda layer, windowed, q, k: ready[windowed]
-    if isinstance(mask, BlockMask):
-        is_stacked = _is_stacked(config, mask)
+        return lambda layer, windowed: ready[windowed]
+    is_stacked = _is_stacked(config, mask)
 
-        def given(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
-            own = jax.tree.map(lambda x: x[layer], mask) if is_stacked else mask
-            return narrowed(own, config, windowed, documents)
+    def given(layer: Any, windowed: bool) -> BlockMask:
+        own = jax.tree.map(lambda x: x[layer], mask) if is_stacked else mask
+        return narrowed(own, config, windowed, documents)
 
-        return given
-    by_input = as_input_mask(mask)
-    by_input.check(config.layers, config.heads)
-
-    def computed(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
-        found = by_input.mask(layer, q, k, segment_ids=segment_ids)
-        return narrowed(found, config, windowed)
-
-    return computed
+    return given
 
 
 def by_chunk(

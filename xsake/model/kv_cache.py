@@ -10,7 +10,7 @@ Appending under jit updates the arrays in place when the cache is donated or car
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,11 @@ class KVCache:
     v: Leaf  # [layers, B, K, capacity, H]
     length: Leaf  # int32 [B]
     block: int = dataclasses.field(metadata={"static": True})
+    axes: ClassVar[dict[str, tuple[str, ...]]] = {  # logical names, for parallel.sharding
+        "k": ("layers", "batch", "kv_heads", "capacity", "head_size"),
+        "v": ("layers", "batch", "kv_heads", "capacity", "head_size"),
+        "length": ("batch",),
+    }
 
     @classmethod
     def empty(

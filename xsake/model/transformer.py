@@ -50,6 +50,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from xsake.model import rope
@@ -58,6 +59,9 @@ from xsake.model.config import Config
 from xsake.model.modules import Axes, Linear, Norm, constant, normal
 from xsake.model.sparse.attend import by_blocks, with_index_loss
 from xsake.model.sparse.module import SparseAttention, SparseInputs
+from xsake.parallel import sharding
+
+HIDDEN = ("batch", "sequence", "width")  # the axes of hidden states
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -98,6 +102,8 @@ class Transformer(nnx.Module):
       scan: use lax.scan over layers, which compiles faster, or unroll them.
       remat: keep only each layer's input for the backward pass and recompute the rest.
       implementation: of `xsake.dot_product_attention`; default the fastest that can run.
+      mesh: the devices that a pass is split over, for parameters that lie as
+        `parallel.sharding.of_parameters` says; its axes divide the batch and the config's sizes.
 
     >>> from flax import nnx
     >>> from xsake.model import PRESETS, Transformer
@@ -115,8 +121,9 @@ class Transformer(nnx.Module):
         scan: bool = True,
         remat: bool = False,
         implementation: str | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.mesh = config, mesh
         self.dtype = jnp.dtype(dtype).name
         self.scan, self.remat, self.implementation = scan, remat, implementation
         vocab, embed = {"vocab": config.vocab_size}, {"embed": config.width}
@@ -158,7 +165,7 @@ class Transformer(nnx.Module):
                 f"{self.config.attention!r}; use hidden"
             )
         _, positions = self._prepare(tokens, None, positions, segment_ids)
-        attend = with_index_loss(self.config, segment_ids, self.implementation)
+        attend = with_index_loss(self.config, segment_ids, self.implementation, self.mesh)
         hidden, total = self.run(tokens, positions, attend, jnp.zeros((), jnp.float32))
         return hidden, total / self.config.layers
 
@@ -217,11 +224,13 @@ class Transformer(nnx.Module):
         replaces the model's own: False gives `attend` the layers' numbers as ints.
         """
         config, scan = self.config, self.scan if scan is None else scan
-        x = self.embed(tokens, positions).astype(self.dtype)
+        x = self.embed(tokens, positions, self.mesh).astype(self.dtype)
+        x = sharding.constrained(x, HIDDEN, self.mesh)
         angles = _angles(config, positions)
 
         def through(number: Any, layer: Any, x: Array, state: Any) -> tuple[Array, Any]:
-            return layer(number, x, angles(number), attend, state)
+            x, state = layer(number, x, angles(number), attend, state)
+            return sharding.constrained(x, HIDDEN, self.mesh), state
 
         if scan and self.is_stacked:
             step = jax.checkpoint(through) if self.remat else through
@@ -288,9 +297,9 @@ class Transformer(nnx.Module):
                     "mask restricts dense attention, but this model has attention = "
                     f"{self.config.attention!r}, which selects its own blocks; leave mask out"
                 )
-            attend = by_blocks(self.config, segment_ids, self.implementation)
+            attend = by_blocks(self.config, segment_ids, self.implementation, self.mesh)
         else:
-            attend = by_mask(self.config, mask, B, T, segment_ids, self.implementation)
+            attend = by_mask(self.config, mask, B, T, segment_ids, self.implementation, self.mesh)
         return attend, jnp.asarray(positions)
 
     # ---------------------------------------------------------------------------------- parameters
@@ -336,6 +345,17 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """
     blank = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     return {name: tuple(leaf.shape) for name, leaf in _leaves(nnx.state(blank)).items()}
+
+
+def parameter_axes(config: Config) -> dict[str, tuple[str, ...]]:
+    """The logical axes of every parameter by its name, for `parallel.sharding`.
+
+    >>> from xsake.model import PRESETS
+    >>> parameter_axes(PRESETS["smollm2-135m"])["layers.query.kernel"]
+    ('layers', 'embed', 'heads', 'head_size')
+    """
+    blank = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return {name: tuple(leaf.out_sharding) for name, leaf in _leaves(nnx.state(blank)).items()}
 
 
 def _leaves(state: Any) -> dict[str, Any]:
@@ -456,8 +476,11 @@ class Embedding(nnx.Module):
         )
         self.factor = math.sqrt(config.width) if config.scaled_embedding else 1.0
 
-    def __call__(self, tokens: Any, positions: Any) -> Array:
+    def __call__(self, tokens: Any, positions: Any, mesh: Mesh | None = None) -> Array:
         """[B, T] and [B, T] -> [B, T, width]."""
-        x = self.tokens[...][tokens]
+        # whole vectors first: XLA would replicate what is read by another axis than it lies on
+        x = sharding.constrained(self.tokens[...], ("vocab", "width"), mesh)[tokens]
         x = x if self.factor == 1 else x * jnp.asarray(self.factor, x.dtype)
-        return x if self.positions is None else x + self.positions[...][positions]
+        if self.positions is None:
+            return x
+        return x + sharding.constrained(self.positions[...], ("context", "width"), mesh)[positions]

@@ -46,7 +46,9 @@ class RunStarted(Event):
     parameters: int
     steps: int
     tokens_per_step: int
-    devices: int = 1  # number of devices that share a batch
+    devices: int = 1  # number of devices, over all processes
+    processes: int = 1
+    mesh: str = ""  # "data 2 × fsdp 2 × context 1 × tensor 2"; empty with one device
     init: str = ""  # the checkpoint that the weights are from, and its hash
     init_hash: str = ""
     note: str = ""
@@ -63,6 +65,9 @@ class Resumed(Event):
     device: str
     note: str = ""
     steps: int | None = None  # of the schedule, if it is longer than before
+    devices: int = 1
+    processes: int = 1
+    mesh: str = ""  # as that of RunStarted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,10 +134,22 @@ class CheckpointSaved(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Straggler(Event):
+    """A step took ten times the median of the steps before it."""
+
+    step_seconds: float
+    median_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stopped(Event):
-    """The run stops: "finished", "signal", "seconds", "stop_at" or "not finite"."""
+    """The run stops: "finished", "signal", "seconds", "stop_at", "not finite", "process lost".
+
+    `note` names the process that was lost.
+    """
 
     reason: str
+    note: str = ""
 
 
 def parse(line: str) -> Event:

@@ -28,6 +28,7 @@ from xsake.observe.events import (
     RunStarted,
     Sampled,
     Stopped,
+    Straggler,
     TrainStep,
     parse,
 )
@@ -254,6 +255,9 @@ class Terminal:
             self._print(f"step {event.step}: new plan of density {event.density_ratio:.3f}")
         elif isinstance(event, Resumed):
             self._print(". ".join(filter(None, [f"resumed at step {event.step}", event.note])))
+        elif isinstance(event, Straggler):
+            times = f"{event.step_seconds:.2f} s, the median {event.median_seconds:.2f} s"
+            self._print(f"step {event.step} took {times}")
         elif isinstance(event, Stopped):
             self._print(f"step {event.step}: {event.reason}")
 

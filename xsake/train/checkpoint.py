@@ -8,17 +8,22 @@ No data-loader or RNG state is saved: both are functions of (seed, step). Orbax 
 background to a temporary folder and renames it when it is complete. Checksums detect damage to a
 complete checkpoint; it is moved to damaged/, and the previous one is used. Any other error, such as
 missing permissions or memory, is raised and moves nothing.
+
+Of several processes, each writes and reads the parts of the arrays that its devices hold. Any mesh
+and any number of processes can read a checkpoint. A checkpoint that one process cannot read is
+damaged for all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +34,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as preserve
 
 from xsake import _files, _jax
 from xsake.hads import Plan
+from xsake.parallel import processes
 from xsake.train import planning
 from xsake.train.config import Config
 from xsake.train.step import State
@@ -86,7 +92,8 @@ class Checkpoints:
             "data_hash": self._data_hash,
             "steps": self._config.schedule.steps,
             "terms": None if plan is None else dataclasses.asdict(plan.terms),
-            "checksums": _checksums({**arrays, **{f"plan {x}": y for x, y in found.items()}}),
+            "checksums": _checksums(arrays)
+            | _checksums({f"plan {x}": y for x, y in found.items()}),
         }
         items = {"state": ocp.args.StandardSave(arrays), "facts": ocp.args.JsonSave(facts)}
         if plan is not None:
@@ -102,27 +109,37 @@ class Checkpoints:
         """
         notes: list[str] = []
         for step in reversed(self.steps()):
-            try:
-                restored = self._read(step, shapes)
-                return dataclasses.replace(restored, note="; ".join(notes))
-            except Exception as error:
-                why = self._damage(step, error)
-                if why is None and type(error) is Exception:  # Orbax's wrapper
-                    cause = str(list(_causes(error))[-1]).split("\n")[0]
-                    raise OSError(
-                        f"checkpoint {step} of {self.folder.parent} cannot be read, and nothing "
-                        f"was moved: {cause}"
-                    ) from error
-                if why is None:
-                    raise
-                aside = self._set_aside(step)
-                notes.append(f"checkpoint {step} is damaged and set aside in {aside}: {why}")
+            read, why = self._attempt(step, functools.partial(self._read, step, shapes))
+            # a process that could not read its part must not leave the others alone in a sum
+            why = next(filter(None, processes.everyone(why)), "")
+            if not why:
+                restored, why = self._attempt(step, functools.partial(_verified, read, shapes))
+                if not why:
+                    return dataclasses.replace(restored, note="; ".join(notes))
+            aside = self._set_aside(step)
+            notes.append(f"checkpoint {step} is damaged and set aside in {aside}: {why}")
         if notes:
             raise ValueError(
                 f"no checkpoint of {self.folder.parent} can be read ({'; '.join(notes)}); "
                 "run.restart begins at step 0 and keeps the old files in replaced/"
             )
         return None
+
+    def _attempt(self, step: int, work: Callable[[], Any]) -> tuple[Any, str]:
+        """(its result, "") or (None, what is wrong with the checkpoint); raises other errors."""
+        try:
+            return work(), ""
+        except Exception as error:
+            why = self._damage(step, error)
+            if why is None and type(error) is Exception:  # Orbax's wrapper
+                cause = str(list(_causes(error))[-1]).split("\n")[0]
+                raise OSError(
+                    f"checkpoint {step} of {self.folder.parent} cannot be read, and nothing "
+                    f"was moved: {cause}"
+                ) from error
+            if why is None:
+                raise
+            return None, why
 
     def _damage(self, step: int, error: Exception) -> str | None:
         """What is wrong with a checkpoint that failed to load; None if it is not its contents."""
@@ -135,26 +152,13 @@ class Checkpoints:
                 return None
         return None
 
-    def _read(self, step: int, like: State) -> Restored:
+    def _read(self, step: int, like: State) -> _Read:
         facts = self._facts(step)
-        shapes = _named(like)
-        arrays = self._item(step, "state", ocp.args.StandardRestore(shapes))
+        arrays = self._item(step, "state", ocp.args.StandardRestore(_named(like)))
         found: dict[str, Any] = {}
         if facts["terms"] is not None:
             found = jax.tree.map(np.asarray, self._item(step, "plan", ocp.args.StandardRestore()))
-        sums = _checksums({**arrays, **{f"plan {x}": y for x, y in found.items()}})
-        if sums != facts["checksums"]:
-            wrong = [x for x in sums if sums[x] != facts["checksums"].get(x)]
-            raise _DamagedError(f"the checksum of {wrong[0] if wrong else 'an array'} is wrong")
-        plan = None
-        if facts["terms"] is not None:
-            try:
-                plan = planning.rebuilt(found, facts["terms"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise _DamagedError(f"its plan cannot be read: {error}") from None
-        structure = jax.tree.structure(like)
-        state = jax.tree.unflatten(structure, [arrays[name] for name in shapes])
-        return Restored(state, plan, steps=facts["steps"])
+        return _Read(facts, arrays, found)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """The facts of a checkpoint of this run, with `steps`."""
@@ -186,14 +190,18 @@ class Checkpoints:
     def _item(self, step: int, name: str, how: Any) -> Any:
         if not (self.folder / str(step) / name).is_dir():
             raise _DamagedError(f"it has no folder {name}")
-        args = ocp.args.Composite(**{name: how})
-        return self._manager.restore(step, args=args)[name]
+        # not by the manager, which waits for all processes: this one may fail to read its part
+        is_json = isinstance(how, ocp.args.JsonRestore)
+        handler = ocp.JsonCheckpointHandler() if is_json else ocp.StandardCheckpointHandler()
+        return handler.restore(self.folder / str(step) / name, args=how)
 
     def _set_aside(self, step: int) -> Path:
         aside = self.folder.parent / "damaged" / str(step)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.parent.mkdir(exist_ok=True)
-        shutil.move(self.folder / str(step), aside)
+        if processes.is_writer():
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.parent.mkdir(exist_ok=True)
+            shutil.move(self.folder / str(step), aside)
+        processes.barrier("set aside")
         self._manager.reload()
         return Path("damaged") / str(step)
 
@@ -204,6 +212,33 @@ class Checkpoints:
     def close(self) -> None:
         """Waits, then stops the background threads."""
         self._manager.close()
+
+
+class _Read(NamedTuple):
+    """What is in a checkpoint's files, not yet verified."""
+
+    facts: dict[str, Any]
+    arrays: dict[str, Any]  # of the state, by name
+    plan: dict[str, Any]  # the plan's arrays
+
+
+def _verified(read: _Read, like: State) -> Restored:
+    """The state and plan, if the checksums are right; all processes compute them together."""
+    facts, arrays, found = read
+    sums = _checksums(arrays) | _checksums({f"plan {x}": y for x, y in found.items()})
+    if sums != facts["checksums"]:
+        wrong = [x for x in sums if sums[x] != facts["checksums"].get(x)]
+        raise _DamagedError(f"the checksum of {wrong[0] if wrong else 'an array'} is wrong")
+    plan = None
+    if facts["terms"] is not None:
+        try:
+            plan = planning.rebuilt(found, facts["terms"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _DamagedError(f"its plan cannot be read: {error}") from None
+    leaves = [arrays[name] for name in _named(like)]
+    return Restored(
+        jax.tree.unflatten(jax.tree.structure(like), leaves), plan, steps=facts["steps"]
+    )
 
 
 class _DamagedError(ValueError):
@@ -255,11 +290,18 @@ def _checksums(arrays: dict[str, Any]) -> dict[str, int]:
 
 @jax.jit
 def _sums(arrays: dict[str, Array]) -> dict[str, Array]:
-    """Σ bits[i] · odd[i] mod 2³² for each array: detects any single changed element."""
+    """Σ bits[i] · odd[i] mod 2³² for each array: detects any single changed element.
+
+    i counts the elements in row-major order, axis by axis: sharded arrays are not gathered.
+    """
 
     def one(x: Array) -> Array:
-        bits = lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
-        odd = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435762) + jnp.uint32(1)
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        index, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+        for axis in reversed(range(bits.ndim)):
+            count = lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            index, stride = index + count * jnp.uint32(stride % 2**32), stride * bits.shape[axis]
+        odd = index * jnp.uint32(2654435762) + jnp.uint32(1)
         return (bits * odd).sum(dtype=jnp.uint32)
 
     return {name: one(x) for name, x in arrays.items()}

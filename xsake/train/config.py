@@ -2,7 +2,7 @@
 
     Config ─┬─ model, seed, data, optimizer, schedule, hads, compute    affect the results: hashed
             │  (and index_loss, with model.attention = "msa")
-            └─ evaluation, checkpoint, observe, run                     may change on resume
+            └─ evaluation, checkpoint, observe, run, mesh, processes    may change on resume
 
 `xsake train --preset tiny --optimizer.learning-rate 1e-3` sets one field. runs/NAME/config.json
 holds all of them, and `Config.read` reads it.
@@ -25,6 +25,8 @@ from xsake.hads.statistics import SELECTORS
 from xsake.model import PRESETS as MODELS
 from xsake.model import Config as Model
 from xsake.model import Sparse
+from xsake.parallel.mesh import MeshSizes
+from xsake.parallel.processes import Processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +142,12 @@ class Observe:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Output folder, devices and early-stop conditions."""
+    """Output folder and early-stop conditions."""
 
     name: str = "first"  # name of the run
     folder: str = "runs"  # folder that contains the runs
     seconds: float = 0.0  # save and stop after this time; 0: no limit
     stop_at: int = 0  # save and stop at this step; 0: no limit
-    devices: int = 0  # devices that share a batch; 0: the most that divide it evenly
     bad_steps: int = 5  # raise after this many non-finite losses or gradients in a row
     restart: bool = False  # begin at step 0; what the folder holds is moved to replaced/
 
@@ -169,6 +170,10 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     run: Run = Run()
+    # devices that share batches, parameters, heads and sequences
+    mesh: MeshSizes = dataclasses.field(default_factory=MeshSizes)
+    # how the processes of a run find and watch each other
+    processes: Processes = dataclasses.field(default_factory=Processes)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -233,6 +238,11 @@ class Config:
         Traceback (most recent call last):
         ValueError: data has no 'lenght'; did you mean 'length'?
         """
+        run = values.get("run")
+        if isinstance(run, Mapping) and "devices" in run:  # what mesh.data was before
+            run = dict(run)
+            mesh = {"data": run.pop("devices")} | dict(values.get("mesh", {}))
+            values = {**values, "run": run, "mesh": mesh}
         return _from_dict(cls, values, "Config")
 
     def write(self, path: Path) -> None:
@@ -344,7 +354,6 @@ def _check_ranges(config: Config) -> None:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
     not_negative = {
-        "run.devices": config.run.devices,
         "observe.sample_every": config.observe.sample_every,
         "hads.warmup_steps": hads.warmup_steps,
         "hads.ramp_steps": hads.ramp_steps,

@@ -94,11 +94,12 @@ def _damaged(folder: Path) -> list[str]:
     return sorted(x.name for x in (folder / "damaged").glob("*"))
 
 
-def check_history(folder: Path) -> None:
+def checked_history(folder: Path) -> str:
     """Refuses to begin at step 0 in a folder whose run had a complete checkpoint.
 
     Only a run that was killed before its first checkpoint was complete begins again: a second
     CheckpointSaved is logged after the first checkpoint is complete, and a stop after the last.
+    Returns "", for `processes.agreed`.
     """
     path = folder / "events.jsonl"
     events = sinks.read(path) if path.exists() else []
@@ -109,12 +110,20 @@ def check_history(folder: Path) -> None:
     elif saved > 1 or went_on:
         why = "its checkpoints are gone" if saved else "it saved no checkpoint"
     else:
-        return
+        return ""
     raise ValueError(
         f"{folder} has events of a run up to step {max((x.step for x in events), default=0)}, but "
         f"{why}; bring one back to checkpoints/, or begin at step 0 with run.restart, "
         "which keeps the old files in replaced/"
     )
+
+
+def position(folder: Path) -> str:
+    """Where a run resumes, in words, for a process that ends because another one is lost."""
+    saved = (x.name for x in (folder / "checkpoints").glob("*"))
+    newest = max((int(name) for name in saved if name.isdigit()), default=None)
+    at = "none, it begins at step 0" if newest is None else f"step {newest}"
+    return f"Newest checkpoint of {folder}: {at}"
 
 
 def _set_aside(folder: Path) -> Path | None:

@@ -1,11 +1,20 @@
-"""The text that a run reads: datasets opened, checked against the model, and made into streams."""
+"""The text that a run reads: datasets opened, checked against the model, and made into streams.
+
+Every process opens all datasets, which are memory-mapped, and reads the batch rows of its devices.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from xsake.data.stream import Stream
+from jax.sharding import Mesh
+
+from xsake.data.stream import Batch, Stream
 from xsake.data.tokens import TokenDataset
+from xsake.parallel import mesh as meshes
+from xsake.parallel import sharding
 from xsake.train.config import Config
 
 
@@ -35,6 +44,59 @@ def held_out(config: Config) -> dict[str, Stream]:
             )
         found[name] = _stream(config, [_checked(config, path)])
     return found
+
+
+def mesh_sizes(config: Config, devices: int, processes: int = 1) -> meshes.MeshSizes:
+    """The sizes of the config's mesh; raises if they do not divide the batch or the model."""
+    model = config.model
+    sizes = meshes.resolved(
+        config.mesh,
+        devices,
+        config.data.rows,
+        config.optimizer.accumulate,
+        all_devices=processes > 1,
+    )
+    if sizes.context > 1 and model.is_sparse:
+        raise ValueError(
+            f"mesh.context = {sizes.context} splits sequences, which model.attention = "
+            f"{model.attention!r} cannot do yet; use mesh.fsdp or mesh.tensor"
+        )
+    meshes.check_divides(
+        sizes,
+        {
+            "fsdp": ("model.width", model.width),
+            "tensor": ("model.kv_heads", model.kv_heads),
+            "tensor 2": ("model.mlp_width", model.mlp_width),
+            "context": ("data.length", config.data.length),
+        },
+    )
+    return sizes
+
+
+def training_batch(config: Config, stream: Stream, step: int, mesh: Mesh | None) -> Batch:
+    """The batch of `step` on the mesh."""
+    rows = config.data.rows
+    return sharding.batch_from_rows(
+        lambda chosen: stream.batch_rows(step, rows, chosen), (rows, stream.length), mesh
+    )
+
+
+def evaluation_batches(config: Config, stream: Stream, mesh: Mesh | None) -> Iterator[Batch]:
+    """The evaluation windows of a file, on the mesh.
+
+    Batches are padded with sequences of weight 0 to a multiple of the devices that share them.
+    """
+    settings, sizes = config.evaluation, meshes.sizes_of(mesh)
+    shares = sizes.data * sizes.fsdp
+    rows = -(-settings.rows // shares) * shares
+    count = min(settings.windows or stream.windows, stream.windows)
+
+    def read(first: int, chosen: Sequence[int]) -> Batch:
+        return stream.windows_in_order([first + number for number in chosen], count)
+
+    for first in range(0, count, rows):
+        part = functools.partial(read, first)
+        yield sharding.batch_from_rows(part, (rows, stream.length), mesh)
 
 
 def vocabulary_note(config: Config, stream: Stream) -> str:

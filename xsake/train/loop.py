@@ -8,37 +8,51 @@
 
 The actions after a step run in this order. The checkpoint is last: it contains the plan of its
 step, and all earlier events are on disk before it. After a kill at any point, the run resumes from
-the checkpoint and logs the later events again, bit-identical on the same machine.
+the checkpoint and logs the later events again, bit-identical on the same machine. Of several
+processes, all run this loop and write their parts of checkpoints; process 0 writes everything else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from xsake import _extras, _jax
+from xsake import _jax
 from xsake.data.stream import Stream
 from xsake.data.tokenizer import read_tokenizer
 from xsake.hads import Plan
 from xsake.model import huggingface
 from xsake.observe import events, provenance, sinks
-from xsake.parallel.mesh import make_mesh, replicated, shard_batch
-from xsake.train import flops, folder, inputs, optimizer, planning, samples, warm_start
+from xsake.parallel import processes, sharding
+from xsake.parallel.mesh import make_mesh, sizes_of
+from xsake.parallel.watch import Watch
+from xsake.train import (
+    flops,
+    folder,
+    inputs,
+    optimizer,
+    planning,
+    run_sinks,
+    samples,
+    stopping,
+    warm_start,
+)
 from xsake.train import step as stepping
 from xsake.train.checkpoint import Checkpoints, Restored
 from xsake.train.config import Config
+from xsake.train.stragglers import Stragglers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +73,26 @@ def train(config: Config, *extra_sinks: sinks.Sink) -> Outcome:
 
     Args:
       config: the settings.
-      extra_sinks: receive every event, in addition to the sinks that the config names.
+      extra_sinks: receive every event, in addition to the sinks that the config names; of several
+        processes, those of process 0.
     """
-    _check_sinks(config)
+    run_sinks.check(config)
+    processes.start(config.processes)
     stream = inputs.training_stream(config)
     held_out = inputs.held_out(config)
-    with folder.locked(config) as steps_before, _stop_signals() as signals:
-        return _Session(config, stream, held_out, extra_sinks, steps_before).run(signals)
+    processes.check_same("the settings and data", f"{config.hash}, {stream.hash}")
+    position = functools.partial(folder.position, config.run_folder)
+    with (
+        contextlib.closing(Watch(config.processes.lost_seconds, position)) as watch,
+        processes.held_by_writer(functools.partial(folder.locked, config)) as steps_before,
+        stopping.stop_signals() as signals,
+    ):
+        try:
+            session = _Session(config, stream, held_out, extra_sinks, int(steps_before), watch)
+        except Exception as error:
+            watch.fail(error)
+            raise
+        return session.run(signals)
 
 
 class _Pending(NamedTuple):
@@ -73,7 +100,6 @@ class _Pending(NamedTuple):
 
     step: int
     metrics: stepping.Metrics
-    segment_ids: np.ndarray
 
 
 class _Session:
@@ -86,10 +112,11 @@ class _Session:
         held_out: dict[str, Stream],
         extra_sinks: tuple[sinks.Sink, ...],
         steps_before: int,
+        watch: Watch,
     ) -> None:
         self.config, self.stream, self.held_out = config, stream, held_out
-        pieces = config.optimizer.accumulate
-        self.mesh = make_mesh(config.run.devices, config.data.rows, pieces)
+        self.mesh = make_mesh(inputs.mesh_sizes(config, jax.device_count(), processes.count()))
+        self.is_writer, self.process_count = processes.is_writer(), processes.count()
         self.sampler = None
         if config.observe.sample_every:
             self.sampler = samples.Sampler(config, next(iter(held_out.values()), stream))
@@ -98,21 +125,28 @@ class _Session:
         is_new = restored is None
         self.init_hash = ""
         if restored is None:
-            folder.check_history(config.run_folder)
+            processes.agreed(functools.partial(folder.checked_history, config.run_folder))
             restored = Restored(self._initial(), None)
         self.state = restored.state
         self._use_plan(restored.plan)
         self.step = self.first_step = int(self.state.step)
         path = config.run_folder / "events.jsonl"
-        self.event_file = sinks.EventFile(path, -1 if is_new else self.step)
-        self.sinks: list[sinks.Sink] = [
-            self.event_file,
-            *_configured_sinks(config, self.step),
-            *extra_sinks,
-        ]
+        self.event_file: sinks.EventFile | None = None
+        self.sinks: list[sinks.Sink] = []
+        self.sinks_lock = threading.RLock()  # `watch` writes from its own thread
+        if self.is_writer:
+            self.event_file = sinks.EventFile(path, -1 if is_new else self.step)
+            self.sinks = [self.event_file, *run_sinks.configured(config, self.step), *extra_sinks]
+        self.watch = watch
+        watch.on_lost = self._log_loss
         self.pending: list[_Pending] = []
         self.timer = time.perf_counter()  # when the first pending step began
         self.started = time.monotonic()
+        self.stragglers = Stragglers()
+        self.compiled: set[bool] = set()  # whether dense and sparse steps are
+        self.is_timed = False  # whether the time since `timer` is that of steps alone
+        self.wishes: list[Array] = []  # of the newest two steps, on the devices
+        self.wish_time: float | None = None  # when the last of them was read
         if is_new:
             self._start()
         else:
@@ -122,35 +156,42 @@ class _Session:
         parameters = None
         if self.config.init:
             parameters, self.init_hash = warm_start.load(self.config, self.stream.files[0])
-        return jax.device_put(stepping.initial(self.config, parameters), replicated(self.mesh))
+        return stepping.initial_on(self.config, self.mesh, parameters)
 
     def _restore(self) -> Restored | None:
-        sharding = replicated(self.mesh)
+        like = jax.eval_shape(lambda: stepping.initial(self.config))
+        where = jax.tree.map(lambda _: sharding.replicated(None), like)
+        if self.mesh is not None:
+            where = stepping.state_shardings(self.config, self.mesh)
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(lambda: stepping.initial(self.config)),
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like, where
         )
         return self.checkpoints.restore(shapes)
 
     def _use_plan(self, plan: Plan | None) -> None:
         self.plan = plan
-        self.device_plan = planning.argument(plan, replicated(self.mesh))
+        self.device_plan = planning.argument(plan, self.mesh)
 
     def run(self, signals: list[int]) -> Outcome:
         """Runs training steps until a stop condition holds."""
         config = self.config
         try:
             while (reason := self._stop_reason(signals)) is None:
-                batch = self.stream.batch(self.step, config.data.rows)
+                batch = inputs.training_batch(config, self.stream, self.step, self.mesh)
+                wishes = None
+                if self.process_count > 1 and self.mesh is not None:
+                    wishes = stopping.wishes(self._local_reason(signals), self.mesh)
                 self.state, metrics = stepping.compiled_update(
                     self.state,
-                    shard_batch(batch, self.mesh),
+                    batch,
                     self.device_plan,
+                    wishes,
                     config=config.static,
                     mesh=self.mesh,
                 )
                 self.step += 1
-                self.pending.append(_Pending(self.step, metrics, np.asarray(batch.segment_ids)))
+                self.pending.append(_Pending(self.step, metrics))
+                self.wishes = [*self.wishes[-1:], metrics.wish]
                 self._after_step()
             self._save()
             self.checkpoints.wait()
@@ -158,21 +199,31 @@ class _Session:
                 self._export()
             self.emit(events.Stopped(step=self.step, reason=reason))
             return Outcome(self.step, reason, config.run_folder)
+        except Exception as error:
+            self.watch.fail(error)
+            raise
         finally:
             self.checkpoints.close()
             for sink in self.sinks:
                 sink.close()
 
     def emit(self, event: events.Event) -> None:
-        """Writes an event to every sink."""
-        for sink in self.sinks:
-            sink.write(event)
+        """Writes an event to every sink; only process 0 has any."""
+        with self.sinks_lock:
+            for sink in self.sinks:
+                sink.write(event)
+
+    def _log_loss(self, note: str) -> None:
+        self.emit(events.Stopped(step=self.step, reason="process lost", note=note))
 
     # ------------------------------------------------------------------------------ after a step
 
     def _after_step(self) -> None:
         config, step = self.config, self.step
         is_last = step == config.schedule.steps
+        if (self.plan is None) not in self.compiled:  # which took most of the time of this step
+            self.compiled.add(self.plan is None)
+            self.is_timed, self.wish_time = False, None
         if self._is_logged(step):
             self._log_pending()
         if config.hads.is_due(step) and not is_last:
@@ -197,8 +248,11 @@ class _Session:
         now = time.perf_counter()
         seconds, self.timer = (now - self.timer) / len(fetched), now
         self.pending.clear()
+        if self.process_count == 1 and self.is_timed:
+            self._check_time(fetched[-1].step, seconds)
+        self.is_timed = True
         for pending in fetched:
-            if self._is_logged(pending.step):
+            if self.is_writer and self._is_logged(pending.step):
                 self.emit(self._step_event(pending, seconds))
         worst = max(int(x.metrics.bad_steps) for x in fetched)
         if worst >= self.config.run.bad_steps:
@@ -206,9 +260,10 @@ class _Session:
 
     def _step_event(self, pending: _Pending, seconds: float) -> events.TrainStep:
         config, metrics = self.config, pending.metrics
-        device_count = 1 if self.mesh is None else self.mesh.size
+        device_count = sizes_of(self.mesh).size
         tokens = config.data.rows * config.data.length
         density = planning.used_density(config, self.plan)
+        ids = self.stream.batch(pending.step - 1, config.data.rows).segment_ids  # of all processes
         cost = flops.per_token(config.model, config.data.length, density)
         return events.TrainStep(
             step=pending.step,
@@ -217,7 +272,7 @@ class _Session:
             gradient_norm=float(metrics.gradient_norm),
             skipped_steps=int(metrics.skipped_steps),
             density_ratio=density,
-            visited_density_ratio=planning.visited_density(config, self.plan, pending.segment_ids),
+            visited_density_ratio=planning.visited_density(config, self.plan, np.asarray(ids)),
             tokens_seen=pending.step * tokens,
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
@@ -232,12 +287,15 @@ class _Session:
         """Calibrates a new plan, saves it and uses it from the next step on."""
         with self._untimed():
             began = time.perf_counter()
-            plan = planning.new_plan(self.config, self.state.parameters, self.stream, self.step)
+            plan = planning.new_plan(
+                self.config, self.state.parameters, self.stream, self.step, self.mesh
+            )
             seconds = time.perf_counter() - began
             self._use_plan(plan)
             path = Path("plans") / f"step-{self.step:06}.safetensors"
-            (self.config.run_folder / "plans").mkdir(exist_ok=True)
-            plan.save(self.config.run_folder / path)
+            if self.is_writer:
+                (self.config.run_folder / "plans").mkdir(exist_ok=True)
+                plan.save(self.config.run_folder / path)
             self.emit(
                 events.PlanSwapped(
                     step=self.step,
@@ -273,8 +331,10 @@ class _Session:
 
     def _sample(self, sampler: samples.Sampler) -> None:
         with self._untimed():
-            prompt, text = sampler.text(self.state.average or self.state.parameters)
-            self.emit(events.Sampled(step=self.step, prompt=prompt, text=text))
+            weights = sharding.whole(self.state.average or self.state.parameters, self.mesh)
+            if self.is_writer:
+                prompt, text = sampler.text(weights)
+                self.emit(events.Sampled(step=self.step, prompt=prompt, text=text))
 
     def _save(self, loss: float | None = None) -> None:
         """Saves a checkpoint of this step unless there is one, after all events are on disk."""
@@ -284,7 +344,8 @@ class _Session:
             if self.step in self.checkpoints.steps():
                 return
             self.emit(events.CheckpointSaved(step=self.step, path=f"checkpoints/{self.step}"))
-            self.event_file.sync()
+            if self.event_file is not None:
+                self.event_file.sync()
             self.checkpoints.save(self.state, self.plan, loss)
 
     @contextlib.contextmanager
@@ -292,7 +353,7 @@ class _Session:
         """Excludes what runs inside from the time of the steps."""
         self._log_pending()
         yield
-        self.timer = time.perf_counter()
+        self.timer, self.wish_time = time.perf_counter(), None
 
     # ------------------------------------------------------------------------- start and stop
 
@@ -306,7 +367,7 @@ class _Session:
                 data_hash=self.stream.hash,
                 commit=provenance.commit(),
                 device=_jax.device_kind(),
-                devices=1 if self.mesh is None else self.mesh.size,
+                **self._devices(),
                 versions=provenance.versions("flax", "optax", "orbax-checkpoint"),
                 parameters=sum(x.size for x in self.state.parameters.values()),
                 steps=config.schedule.steps,
@@ -331,19 +392,57 @@ class _Session:
                 device=_jax.device_kind(),
                 note=". ".join(filter(None, notes)),
                 steps=config.schedule.steps if is_longer else None,
+                **self._devices(),
             )
         )
         # after what was the last step there was no new plan
         if is_longer and self.step == restored.steps and config.hads.is_due(self.step):
             self._swap_plan()
 
+    def _devices(self) -> dict[str, Any]:
+        """What events say of the devices."""
+        found = {"devices": sizes_of(self.mesh).size, "processes": self.process_count}
+        return found | ({} if self.mesh is None else {"mesh": str(sizes_of(self.mesh))})
+
     def _stop_reason(self, signals: list[int]) -> str | None:
-        config = self.config
-        if self.step >= config.schedule.steps:
+        """Why no further step is made; the same in all processes."""
+        if self.step >= self.config.schedule.steps:
             return "finished"
+        if self.process_count == 1:
+            return self._local_reason(signals)
+        return self._common_reason()
+
+    def _common_reason(self) -> str | None:
+        """Why all processes stop: what one of them wished in the step before the newest.
+
+        That step has ended or is about to, while the devices work on the newest.
+        """
+        if self._is_at_stop():
+            return "stop_at"
+        if len(self.wishes) < 2:
+            return None
+        reason = stopping.REASONS[int(self.wishes[0])] or None
+        now = time.perf_counter()
+        if self.wish_time is not None:
+            self._check_time(self.step - 1, now - self.wish_time)
+        self.wish_time = now
+        return reason
+
+    def _is_at_stop(self) -> bool:
+        return bool(self.config.run.stop_at) and self.step >= self.config.run.stop_at
+
+    def _check_time(self, step: int, seconds: float) -> None:
+        """Logs a step that took ten times the median."""
+        median = self.stragglers.median_if_slow(seconds)
+        if median is not None:
+            self.emit(events.Straggler(step=step, step_seconds=seconds, median_seconds=median))
+
+    def _local_reason(self, signals: list[int]) -> str | None:
+        """Why this process wants to stop."""
+        config = self.config
         if signals:
             return "signal"
-        if config.run.stop_at and self.step >= config.run.stop_at:
+        if self._is_at_stop():
             return "stop_at"
         if config.run.seconds and time.monotonic() - self.started >= config.run.seconds:
             return "seconds"
@@ -365,6 +464,9 @@ class _Session:
             return
         weights = self.state.average or self.state.parameters
         dtype = self.config.checkpoint.export_dtype
+        weights = sharding.whole(weights, self.mesh)
+        if not self.is_writer:
+            return
         model = stepping.transformer(self.config, {x: y.astype(dtype) for x, y in weights.items()})
         file = self.stream.files[0]
         ends = () if file.header.end is None else (file.header.end,)
@@ -381,70 +483,15 @@ def evaluate(
     mesh: Mesh | None = None,
 ) -> tuple[float, int]:
     """Mean loss in nats over the evaluation windows of a file, and their number of targets."""
-    settings, device_count = config.evaluation, 1 if mesh is None else mesh.size
-    # batches are padded with sequences of weight 0 to a multiple of the device count
-    rows = -(-settings.rows // device_count) * device_count
     total = count = 0.0
-    for batch in stream.in_order(rows, settings.windows or None):
+    for batch in inputs.evaluation_batches(config, stream, mesh):
         loss, targets = stepping.compiled_loss(
-            weights, shard_batch(batch, mesh), plan, config=config.static, mesh=mesh
+            weights, batch, plan, config=config.static, mesh=mesh
         )
         total, count = total + float(loss), count + float(targets)
     return total / max(count, 1), int(count)
 
 
-# ------------------------------------------------------------------------------- sinks and signals
-
-
-def _check_sinks(config: Config) -> None:
-    """Raises if a sink's package is not installed, before a folder is made."""
-    settings = config.observe
-    for name, is_on, extra, module in (
-        ("prometheus_port", settings.prometheus_port, "serve", "prometheus_client"),
-        ("wandb", settings.wandb, "wandb", "wandb"),
-        ("trackio", settings.trackio, "trackio", "trackio"),
-        ("tensorboard", settings.tensorboard, "tensorboard", "tensorboardX"),
-    ):
-        if is_on:
-            _extras.require(f"observe.{name}", extra, module)
-
-
-def _configured_sinks(config: Config, step: int) -> Iterator[sinks.Sink]:
-    settings, folder = config.observe, config.run_folder
-    if settings.prometheus_port:
-        yield sinks.Prometheus(settings.prometheus_port, config.run.name)
-    if settings.wandb:
-        yield sinks.Wandb(folder, config.run.name, config.to_dict(), step)
-    if settings.trackio:
-        yield sinks.Trackio(config.run.name, config.to_dict(), step)
-    if settings.tensorboard:
-        yield sinks.TensorBoard(folder / "tensorboard", step)
-
-
 def _peak_bytes() -> int | None:
     found = jax.devices()[0].memory_stats() or {}
     return found.get("peak_bytes_in_use")
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """A list that collects SIGTERM and SIGINT; the second SIGINT interrupts at once."""
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    try:
-        previous = {number: signal.signal(number, handle) for number in numbers}
-    except ValueError:
-        # Only the main thread may set handlers. In another thread the caller must stop training.
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

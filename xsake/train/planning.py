@@ -14,9 +14,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
 
 from xsake import _files
 from xsake.block_mask import BLOCK
@@ -25,18 +26,24 @@ from xsake.hads import Plan, calibrate, make, row_blocks
 from xsake.hads.documents import shared_blocks
 from xsake.hads.plan import Terms
 from xsake.hads.profile import hash_of
+from xsake.parallel import sharding
 from xsake.train.config import Config
 from xsake.train.step import transformer
 
 
-def new_plan(config: Config, parameters: Any, stream: Stream, step: int) -> Plan:
-    """Calibrates and makes the plan that is due after `step` updates."""
+def new_plan(
+    config: Config, parameters: Any, stream: Stream, step: int, mesh: Mesh | None = None
+) -> Plan:
+    """Calibrates and makes the plan that is due after `step` updates.
+
+    On a mesh the parameters stay sharded, and every device has the statistics of all documents.
+    """
     hads = config.hads
     density = hads.density_at(step)
     if density is None:
         raise ValueError(f"no plan is due at step {step}: attention is dense")
     profile = calibrate(
-        _observer(config.static),
+        _observer(config.static, mesh),
         parameters,
         list(stream.long_windows(hads.documents, step)),
         layers=config.model.layers,
@@ -51,23 +58,34 @@ def new_plan(config: Config, parameters: Any, stream: Stream, step: int) -> Plan
 
 
 @functools.lru_cache(maxsize=1)
-def _observer(config: Config) -> Callable[..., Any]:
+def _observer(config: Config, mesh: Mesh | None = None) -> Callable[..., Any]:
     """The `observe` function for `calibrate`; cached, because jit compares it by identity."""
+    if mesh is None:
+        return lambda weights, tokens, fold, carry: transformer(config, weights).observe(
+            tokens, fold, carry
+        )
+    everywhere = sharding.replicated(mesh)
 
     def observe(weights: Any, tokens: Any, fold: Any, carry: Any) -> Any:
-        return transformer(config, weights).observe(tokens, fold, carry)
+        def fold_whole(layer: Any, seen: Any, carry: Any) -> Any:
+            return fold(layer, lax.with_sharding_constraint(seen, everywhere), carry)
+
+        found = transformer(config, weights, mesh).observe(tokens, fold_whole, carry)
+        return lax.with_sharding_constraint(found, everywhere)
 
     return observe
 
 
-def argument(plan: Plan | None, sharding: Any = None) -> Plan | None:
+def argument(plan: Plan | None, mesh: Mesh | None = None) -> Plan | None:
     """The plan on the devices, with metadata reset so that all plans share one compiled step."""
     if plan is None:
         return None
     terms = dataclasses.replace(
         plan.terms, density=1.0, model_hash="", data_hash="", notes=(), validation="{}"
     )
-    return jax.device_put(dataclasses.replace(plan, terms=terms), sharding)
+    plan = dataclasses.replace(plan, terms=terms)
+    where = sharding.replicated(None) if mesh is None else sharding.shardings_of(plan, mesh)
+    return sharding.put(plan, where)
 
 
 def density(plan: Plan | None) -> float:

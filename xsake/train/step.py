@@ -4,8 +4,8 @@
                                                                                      └─ old state
 
 An update whose loss or gradient is not finite is skipped. The plan is an argument: another one of
-the same shape does not recompile. On a mesh every device sums over its own batch rows, the sums are
-added up, and all devices make the same update.
+the same shape does not recompile. On a mesh the state lies as `state_shardings` says, XLA
+partitions the update, and attention runs under shard_map.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from xsake.data.stream import Batch
-from xsake.model import Transformer
-from xsake.parallel.mesh import sum_over_batch
+from xsake.model import Transformer, parameter_axes
+from xsake.parallel import sharding
+from xsake.parallel.mesh import sizes_of
 from xsake.train import cross_entropy, optimizer
 from xsake.train.config import Config
 
@@ -48,6 +49,7 @@ class Metrics(NamedTuple):
     skipped_steps: Any  # so far, because loss or gradient was not finite
     bad_steps: Any  # consecutive ones, up to this update
     index_loss: Any  # nats: KL of the indexer of model.attention = "msa"; else 0
+    wish: Any  # the largest `wish` of any process: 0 goes on, larger stops
 
 
 class Sums(NamedTuple):
@@ -74,7 +76,24 @@ def initial(config: Config, parameters: Any = None) -> State:
     )
 
 
-def transformer(config: Config, parameters: Any) -> Transformer:
+def state_shardings(config: Config, mesh: Mesh) -> State:
+    """Where every array of the state lies: moments and average where their parameters lie."""
+    like = jax.eval_shape(lambda: initial(config))
+    return sharding.of_state(like, mesh, parameter_axes(config.model))
+
+
+def initial_on(config: Config, mesh: Mesh | None, parameters: Any = None) -> State:
+    """`initial` on the devices of a mesh; without given parameters, made there part by part."""
+    if mesh is None:
+        return jax.device_put(initial(config, parameters), sharding.replicated(None))
+    where = state_shardings(config, mesh)
+    if parameters is None:
+        return jax.jit(lambda: initial(config), out_shardings=where)()
+    parameters = sharding.put(dict(parameters), where.parameters)
+    return jax.jit(lambda x: initial(config, x), out_shardings=where)(parameters)
+
+
+def transformer(config: Config, parameters: Any, mesh: Mesh | None = None) -> Transformer:
     """A model of these parameters with the config's compute options."""
     how = config.compute
     return Transformer.of(
@@ -84,14 +103,17 @@ def transformer(config: Config, parameters: Any) -> Transformer:
         scan=how.scan,
         remat=how.remat,
         implementation=how.implementation,
+        mesh=mesh,
     )
 
 
-def summed_loss(parameters: Any, batch: Batch, plan: Any, config: Config) -> tuple[Array, Sums]:
+def summed_loss(
+    parameters: Any, batch: Batch, plan: Any, config: Config, mesh: Mesh | None = None
+) -> tuple[Array, Sums]:
     """(what is minimised, Sums): Σ loss, plus config.index_loss · Σ index loss for "msa"."""
     if config.model.attention != "msa":
-        return evaluation_loss(parameters, batch, plan, config)
-    model = transformer(config, parameters)
+        return evaluation_loss(parameters, batch, plan, config, mesh)
+    model = transformer(config, parameters, mesh)
     segments = batch.segment_ids if config.data.separate else None
     hidden, index = model.hidden_and_index_loss(batch.tokens, segment_ids=segments)
     total, sums = loss_of_hidden(model, hidden, batch, config)
@@ -99,9 +121,11 @@ def summed_loss(parameters: Any, batch: Batch, plan: Any, config: Config) -> tup
     return total + config.index_loss * sums.index_loss, sums
 
 
-def evaluation_loss(parameters: Any, batch: Batch, plan: Any, config: Config) -> tuple[Array, Sums]:
+def evaluation_loss(
+    parameters: Any, batch: Batch, plan: Any, config: Config, mesh: Mesh | None = None
+) -> tuple[Array, Sums]:
     """(Σ loss, Sums) in float32, with loss = weight · -log p(target)."""
-    model = transformer(config, parameters)
+    model = transformer(config, parameters, mesh)
     segments = batch.segment_ids if config.data.separate else None
     hidden = model.hidden(batch.tokens, mask=plan, segment_ids=segments)
     return loss_of_hidden(model, hidden, batch, config)
@@ -116,33 +140,69 @@ def loss_of_hidden(
             f"final_soft_cap = {model.config.final_soft_cap} is not supported in training, whose "
             "loss never holds the logits; train a model without it"
         )
-    total = cross_entropy.summed(
-        config.compute.loss_tokens,
-        hidden.reshape(-1, hidden.shape[-1]),
-        model.head_kernel(),
-        batch.targets.reshape(-1),
-        batch.weights.reshape(-1),
-    )
+    at_once, tokens = config.compute.loss_tokens, (hidden, batch.targets, batch.weights)
+    if model.mesh is None or not at_once:
+        flat: Any = tuple(x.reshape(-1, *x.shape[2:]) for x in tokens)
+    else:
+        at_once, flat = _interleaved(at_once, tokens, model.mesh)
+    kernel = sharding.constrained(model.head_kernel(), ("width", "vocab"), model.mesh)
+    total = cross_entropy.summed(at_once, flat[0], kernel, *flat[1:])
     return total, Sums(total, batch.weights.sum(), jnp.zeros((), jnp.float32))
 
 
-Loss = Callable[[Any, Batch, Any, Config], tuple[Array, Sums]]
+def _interleaved(at_once: int, tokens: Any, mesh: Mesh) -> tuple[int, Any]:
+    """(tokens of a part, arrays [M, …]), in an order in which every part has tokens of all devices.
+
+    [B, T, …] ─ of each device ─ [devices, parts, each, …] ─ [parts · devices · each, …]
+    """
+    sizes = sizes_of(mesh)
+    rows, columns = sizes.data * sizes.fsdp, sizes.context
+    B, T = tokens[1].shape
+    local = (B // rows) * (T // columns)
+    each = min(max(1, at_once // (rows * columns)), local)
+    parts = -(-local // each)
+
+    def one(x: Array) -> Array:
+        rest = x.shape[2:]
+        x = x.reshape(rows, B // rows, columns, T // columns, *rest)
+        x = jnp.moveaxis(x, 2, 1).reshape(rows, columns, local, *rest)
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, parts * each - local), *[(0, 0)] * len(rest)])
+        x = jnp.moveaxis(x.reshape(rows, columns, parts, each, *rest), 2, 0)
+        return x.reshape(-1, *rest)
+
+    return rows * columns * each, tuple(map(one, tokens))
+
+
+Loss = Callable[..., tuple[Array, Sums]]  # of (parameters, batch, plan, config, mesh)
 
 
 def summed_gradient(
-    parameters: Any, batch: Batch, plan: Any, config: Config, loss_fn: Loss = summed_loss
+    parameters: Any,
+    batch: Batch,
+    plan: Any,
+    config: Config,
+    mesh: Mesh | None = None,
+    loss_fn: Loss = summed_loss,
 ) -> Any:
     """(Sums, gradient of what `loss_fn` minimises) over rows, a micro-batch at a time."""
     pieces = config.optimizer.accumulate
     slope = jax.value_and_grad(loss_fn, has_aux=True)
 
     def one(part: Batch) -> Any:
-        (_, sums), gradient = slope(parameters, part, plan, config)
+        (_, sums), gradient = slope(parameters, part, plan, config, mesh)
         return sums, gradient
 
     if pieces == 1:
         return one(batch)
-    parts = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
+    # every device splits its own batch rows
+    sizes = sizes_of(mesh)
+    devices = sizes.data * sizes.fsdp
+
+    def split(x: Array) -> Array:
+        parts = jnp.swapaxes(x.reshape(devices, pieces, -1, *x.shape[1:]), 0, 1)
+        return parts.reshape(pieces, -1, *x.shape[1:])
+
+    parts = jax.tree.map(split, batch)
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -159,10 +219,14 @@ def update(
     config: Config,
     mesh: Mesh | None = None,
     loss_fn: Loss = summed_loss,
+    wishes: Any = None,
 ) -> tuple[State, Metrics]:
-    """One step; batch has all rows of the update, sharded over the devices of `mesh`."""
-    sums = functools.partial(summed_gradient, config=config, loss_fn=loss_fn)
-    found, gradient = sum_over_batch(sums, mesh)(state.parameters, batch, plan)
+    """One step; batch has all rows of the update, sharded over the devices of `mesh`.
+
+    `wishes` are int32 [devices], one of each: the metrics have the largest, so that all processes
+    learn in the same step that one of them wants to stop.
+    """
+    found, gradient = summed_gradient(state.parameters, batch, plan, config, mesh, loss_fn)
     loss, targets, index_loss = found
     count = jnp.maximum(targets, 1)
     gradient = jax.tree.map(lambda x: x / count, gradient)
@@ -176,11 +240,16 @@ def update(
         skipped_steps=state.skipped_steps + ~good,
         bad_steps=jnp.where(good, 0, state.bad_steps + 1),
     )
+    wish = jnp.zeros((), jnp.int32) if wishes is None else wishes.max()
     metrics = Metrics(
-        loss, targets, norm, speed, after.skipped_steps, after.bad_steps, index_loss / count
+        loss, targets, norm, speed, after.skipped_steps, after.bad_steps, index_loss / count, wish
     )
     # copies: the state's buffers are donated to the next step
-    return after, jax.tree.map(lambda x: x + 0, metrics)
+    metrics = jax.tree.map(lambda x: x + 0, metrics)
+    if mesh is not None:
+        after = lax.with_sharding_constraint(after, state_shardings(config, mesh))
+        metrics = lax.with_sharding_constraint(metrics, sharding.replicated(mesh))
+    return after, metrics
 
 
 def _updated(state: State, gradient: Any, speed: Array, config: Config) -> State:
@@ -197,10 +266,16 @@ def _updated(state: State, gradient: Any, speed: Array, config: Config) -> State
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnums=0)
 def compiled_update(
-    state: State, batch: Batch, plan: Any, *, config: Config, mesh: Mesh | None = None
+    state: State,
+    batch: Batch,
+    plan: Any,
+    wishes: Any = None,
+    *,
+    config: Config,
+    mesh: Mesh | None = None,
 ) -> Any:
     """`update`, compiled once for a dense plan (None) and once for sparse ones."""
-    return update(state, batch, plan, config, mesh)
+    return update(state, batch, plan, config, mesh, wishes=wishes)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
@@ -208,8 +283,5 @@ def compiled_loss(
     parameters: Any, batch: Batch, plan: Any, *, config: Config, mesh: Mesh | None = None
 ) -> Any:
     """(Σ loss, Σ weights) of a batch, for evaluation."""
-
-    def sums(parameters: Any, batch: Batch, plan: Any) -> Any:
-        return evaluation_loss(parameters, batch, plan, config)[1][:2]
-
-    return sum_over_batch(sums, mesh)(parameters, batch, plan)
+    found = evaluation_loss(parameters, batch, plan, config, mesh)[1][:2]
+    return found if mesh is None else lax.with_sharding_constraint(found, sharding.replicated(mesh))

@@ -82,7 +82,7 @@ def problem(variant: str, length: int, tokens: int, block: int) -> Problem:
     )
 
 
-def cudnn_loss(parameters: Any, batch: Any, plan: None, config: Config) -> Any:
+def cudnn_loss(parameters: Any, batch: Any, plan: None, config: Config, mesh: None) -> Any:
     """`step.summed_loss` with cuDNN's causal attention in every layer."""
     import jax
     import jax.numpy as jnp

@@ -14,58 +14,139 @@ runs with scan=False.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from jax import Array
+import jax
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from xsake import nsa
 from xsake.model.config import Config
+from xsake.model.on_mesh import TOKENS, ids_spec, split_attention
 from xsake.model.sparse.cache import SparseCache
 from xsake.model.sparse.module import SparseInputs
+from xsake.parallel import sharding
 
 
-def by_blocks(config: Config, segment_ids: Any = None, implementation: str | None = None) -> Any:
+def by_blocks(
+    config: Config,
+    segment_ids: Any = None,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+) -> Any:
     """Attention of whole texts by the config's settings; documents do not see each other."""
     how = dataclasses.asdict(config.settings)
 
-    def attend(
-        layer: Any, q: Array, k: Array, v: Array, state: Any, inputs: SparseInputs
-    ) -> tuple[Array, Any]:
-        out = nsa.native_sparse_attention(
+    def attention(q: Array, k: Array, v: Array, inputs: SparseInputs, ids: Any) -> Array:
+        return nsa.native_sparse_attention(
             q,
             k,
             v,
             **how,
             **_branches(config, inputs),
             **_index(inputs),
-            segment_ids=segment_ids,
+            segment_ids=ids,
             implementation=implementation,
         )
-        return out, state
+
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, state: Any, inputs: SparseInputs
+    ) -> tuple[Array, Any]:
+        if mesh is None:
+            return attention(q, k, v, inputs, segment_ids), state
+        return _split(attention, mesh, q, k, v, inputs, segment_ids), state
 
     return attend
 
 
 def with_index_loss(
-    config: Config, segment_ids: Any = None, implementation: str | None = None
+    config: Config,
+    segment_ids: Any = None,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Any:
     """As `by_blocks`, for msa: the state is a sum, to which each layer adds its indexer's loss."""
     how = dataclasses.asdict(config.settings)
     block = config.settings.block_size
-    shared: dict[str, Any] = {"segment_ids": segment_ids, "implementation": implementation}
 
-    def attend(
-        layer: Any, q: Array, k: Array, v: Array, state: Any, inputs: SparseInputs
-    ) -> tuple[Array, Any]:
+    def attention(
+        q: Array, k: Array, v: Array, inputs: SparseInputs, ids: Any
+    ) -> tuple[Array, Array]:
         assert inputs.indexer is not None
+        shared: dict[str, Any] = {"segment_ids": ids, "implementation": implementation}
         blocks = chosen_blocks(config, q, k, inputs, **shared)
         out = nsa.native_sparse_attention(
             q, k, v, block_indices=blocks, **how, **_branches(config, inputs), **shared
         )
-        loss = nsa.indexer_loss(q, k, *inputs.indexer, blocks, block_size=block, **shared)
+        return out, nsa.indexer_loss(q, k, *inputs.indexer, blocks, block_size=block, **shared)
+
+    def on_device(*given: Any) -> tuple[Array, Array]:
+        assert mesh is not None
+        out, loss = attention(*given)
+        # devices have equal shares of the queries, over whose losses this is the mean
+        return out, lax.pmean(loss, mesh.axis_names)
+
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, state: Any, inputs: SparseInputs
+    ) -> tuple[Array, Any]:
+        if mesh is None:
+            out, loss = attention(q, k, v, inputs, segment_ids)
+        else:
+            specs = (sharding.spec(TOKENS, q.shape), P())
+            out, loss = _split(on_device, mesh, q, k, v, inputs, segment_ids, specs)
         return out, state + loss
 
     return attend
+
+
+def _split(
+    attention: Callable[..., Any],
+    mesh: Mesh,
+    q: Array,
+    k: Array,
+    v: Array,
+    inputs: SparseInputs,
+    segment_ids: Any,
+    out_specs: Any = None,
+) -> Any:
+    """attention(q, k, v, inputs, segment_ids) with the batch rows and heads of each device."""
+    is_mean = isinstance(inputs.compression, str)
+    # "mean" is no array
+    arrays: Any = inputs._replace(compression=()) if is_mean else inputs  # type: ignore[arg-type]
+
+    def run(q: Array, k: Array, v: Array, rest: Any) -> Any:
+        inputs, ids = rest
+        inputs = inputs._replace(compression="mean") if is_mean else inputs
+        return attention(q, k, v, inputs, ids)
+
+    specs = (_specs(arrays, k.shape[2]), ids_spec(segment_ids))
+    return split_attention(run, mesh, q, k, v, (arrays, segment_ids), specs, out_specs)
+
+
+def _specs(inputs: SparseInputs, kv_heads: int) -> SparseInputs:
+    """A PartitionSpec for every array of SparseInputs."""
+    gates: Any = None
+    if inputs.gates is not None:
+        gates = sharding.spec(("batch", "sequence", "branches", "heads"), inputs.gates.shape)
+    indexer: Any = None
+    if inputs.indexer is not None:
+        q, k = inputs.indexer
+        keys = sharding.spec(("batch", "sequence", "kv_heads", "index_size"), q.shape)
+        shared = sharding.spec(("batch", "sequence", "index_heads", "index_size"), k.shape)
+        indexer = keys, (keys if k.shape[2] == kv_heads else shared)
+
+    def pooling(x: Any) -> Any:
+        """Weights [block, K] and positions [block, K, H] have kv heads; a network has none."""
+        if len(jax.tree.leaves(x)) != 2:
+            return jax.tree.map(lambda _: P(), x)
+        return jax.tree.map(lambda leaf: sharding.spec(("block", "kv_heads")[: leaf.ndim]), x)
+
+    compression: Any = inputs.compression
+    if isinstance(compression, tuple):
+        compression = tuple(map(pooling, compression))
+    return SparseInputs(gates, compression, indexer)
 
 
 def by_prompt(config: Config, count: Array, implementation: str | None = None) -> Any:

@@ -79,8 +79,8 @@ class WeightedPooling(nnx.Module):
         self.positions = constant(axes | {"head_size": config.head_size}, 0.0)
 
     def function(self) -> Pooling:
-        """How `xsake.nsa` pools a block."""
-        return nsa.weighted_pooling(self.weights[...], self.positions[...])
+        """How `xsake.nsa` pools a block: a pytree of its parameters."""
+        return jax.tree_util.Partial(_pool_weighted, self.weights[...], self.positions[...])
 
 
 class MlpPooling(nnx.Module):
@@ -97,13 +97,24 @@ class MlpPooling(nnx.Module):
         self.out = Linear(rngs, hidden, size, bias=True, deviation=by_hidden, stack=stack)
 
     def function(self) -> Pooling:
-        """How `xsake.nsa` pools a block."""
+        """How `xsake.nsa` pools a block: a pytree of its parameters."""
         assert self.hidden.bias is not None
         assert self.out.bias is not None
-        return nsa.mlp_pooling(
+        return jax.tree_util.Partial(
+            _pool_mlp,
             self.hidden.kernel[...],
             self.out.kernel[...],
             self.hidden.bias[...],
             self.out.bias[...],
             self.positions[...],
         )
+
+
+def _pool_weighted(weights: Array, positions: Array, blocks: Array) -> Array:
+    return nsa.weighted_pooling(weights, positions)(blocks)
+
+
+def _pool_mlp(
+    w_in: Array, w_out: Array, b_in: Array, b_out: Array, positions: Array, blocks: Array
+) -> Array:
+    return nsa.mlp_pooling(w_in, w_out, b_in, b_out, positions)(blocks)

@@ -1,0 +1,161 @@
+"""Several processes: JAX's distributed runtime, started by the flags or as JAX detects it.
+
+    srun, JobSet, mpirun, Cloud TPU ─ one process per host or device ─ start() ─ jax.distributed
+    --processes.coordinator host:port --processes.count 4 --processes.id 2 ──┘
+
+Process 0 is the coordinator and the only one that writes events, config.json, plans and `model/`.
+All processes write checkpoints. `agreed` lets process 0 decide for all. `watch.py` notices a
+process that died or hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from xsake import _jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """How the processes of a run find and watch each other."""
+
+    # host:port of process 0, with count and id; empty: as JAX detects it (Slurm, Kubernetes,
+    # Open MPI, Cloud TPU), else there is one process
+    coordinator: str = ""
+    count: int = 0  # how many processes
+    id: int = -1  # the number of this one, from 0
+    detect: bool = True  # let JAX look for a cluster; False: one process unless coordinator is set
+    lost_seconds: float = 30.0  # a process that is silent for so long has died or hangs
+    start_seconds: int = 300  # how long to wait for the others at the start
+
+    def __post_init__(self) -> None:
+        given = (bool(self.coordinator), self.count != 0, self.id != -1)
+        if any(given) != all(given):
+            raise ValueError(
+                f"processes.coordinator = {self.coordinator!r}, processes.count = {self.count} and "
+                f"processes.id = {self.id} are given together or not at all; give all three"
+            )
+        if all(given) and not 0 <= self.id < self.count:
+            raise ValueError(
+                f"processes.id = {self.id} is not from 0 to processes.count - 1 = "
+                f"{self.count - 1}; number the processes from 0"
+            )
+        if self.coordinator and not self.coordinator.rpartition(":")[2].isdigit():
+            raise ValueError(
+                f"processes.coordinator must be host:port, got {self.coordinator!r}; add the port"
+            )
+        if not 2 <= self.lost_seconds <= 60:
+            raise ValueError(
+                f"processes.lost_seconds must be from 2 to 60, got {self.lost_seconds}"
+            )
+
+
+def start(settings: Processes) -> None:
+    """Joins the other processes, if there are any; called before JAX is used, once or more."""
+    if _jax.coordination_client() is not None:
+        return
+    how: dict[str, Any] = {}
+    if settings.coordinator:
+        how = {
+            "coordinator_address": settings.coordinator,
+            "num_processes": settings.count,
+            "process_id": settings.id,
+        }
+    elif not (settings.detect and _jax.in_cluster()):
+        return
+    # SIGTERM is ours: the processes stop together after a step, see `train.loop`
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        **how,
+        initialization_timeout=settings.start_seconds,
+        # `watch` ends the processes earlier, and says why
+        heartbeat_timeout_seconds=round(2 * settings.lost_seconds + 30),
+        shutdown_timeout_seconds=60,
+    )
+
+
+def finish() -> None:
+    """Leaves the other processes; the coordinator waits until all have."""
+    jax.distributed.shutdown()
+
+
+def count() -> int:
+    """How many processes there are."""
+    return jax.process_count()
+
+
+def is_writer() -> bool:
+    """Whether this process writes what all processes share: process 0."""
+    return jax.process_index() == 0
+
+
+_number = itertools.count()  # all processes agree on something in the same order
+WAIT_SECONDS = 600
+
+
+class RefusedError(ValueError):
+    """Process 0 raised; the other processes raise this."""
+
+
+def agreed(decide: Callable[[], str]) -> str:
+    """What process 0 decides, in all processes; its ValueError or OSError is raised in all."""
+    if count() == 1:
+        return decide()
+    client = _jax.coordination_client()
+    key = f"xsake/agreed/{next(_number)}"
+    if not is_writer():
+        kind, _, text = client.blocking_key_value_get(key, WAIT_SECONDS * 1000).partition(":")
+        if kind == "error":
+            raise RefusedError(f"process 0: {text}")
+        return text
+    try:
+        found = decide()
+    except (ValueError, OSError) as error:
+        client.key_value_set(key, f"error:{error}")
+        raise
+    client.key_value_set(key, f"value:{found}")
+    return found
+
+
+def everyone(text: str) -> list[str]:
+    """What each process passes, in the order of their numbers; waits for all."""
+    if count() == 1:
+        return [text]
+    client = _jax.coordination_client()
+    folder = f"xsake/everyone/{next(_number)}/"
+    client.key_value_set(f"{folder}{jax.process_index():06}", f":{text}")
+    client.wait_at_barrier(folder, WAIT_SECONDS * 1000)
+    return [value[1:] for _, value in sorted(client.key_value_dir_get(folder))]
+
+
+def check_same(name: str, value: str) -> None:
+    """Raises in every process that has another value than process 0."""
+    wanted = agreed(lambda: value)
+    if value != wanted:
+        raise ValueError(
+            f"process {jax.process_index()} has {name} {value}, process 0 has {wanted}; start all "
+            "processes with the same settings and data"
+        )
+
+
+def barrier(name: str) -> None:
+    """Waits for all processes."""
+    if count() > 1:
+        client = _jax.coordination_client()
+        client.wait_at_barrier(f"xsake/{name}/{next(_number)}", WAIT_SECONDS * 1000)
+
+
+@contextlib.contextmanager
+def held_by_writer(hold: Callable[[], Any]) -> Iterator[str]:
+    """Process 0 enters `hold()`; all processes have what it yields, as a str.
+
+    What process 0 raises while it enters is raised in all processes.
+    """
+    with contextlib.ExitStack() as stack:
+        yield agreed(lambda: str(stack.enter_context(hold())))
