@@ -28,6 +28,7 @@ MODULES = (
     "xsake.hads.budget",
     "xsake.hads.plan",
     "xsake.hads.baselines",
+    "xsake.hads.certificate",
     "xsake.integrations",
     "xsake.model",
     "xsake.model.huggingface",

@@ -51,6 +51,8 @@ MODEL = Model(
     mlp_width=32,
     tied=True,
     eos=(0,),
+    sinks=True,
+    soft_cap=20.0,
 )
 
 
