@@ -101,7 +101,7 @@ def test_sinks_change_the_logits():
     [("gemma2", None, 8), ("gpt_oss_attention", 1.0, 8), ("gpt_oss_attention", None, 64)],
 )
 def test_decoding_from_the_cache_is_the_whole_forward(kind, budget, chunk):
-    """The prompt in chunks or at once, then a token at a time: capped, with sinks, windows and their RoPE."""
+    """The prompt in chunks or at once, then a token at a time, with caps, sinks and windows."""
     model = MODELS[kind]()
     tokens, _ = checkpoints.expected(kind)
     prompt = [int(x) for x in tokens[0]]
