@@ -96,13 +96,16 @@ def test_sinks_change_the_logits():
 
 
 @pytest.mark.second_python
-@pytest.mark.parametrize(("kind", "budget"), [("gemma2", None), ("gpt_oss_attention", 1.0)])
-def test_decoding_from_the_cache_is_the_whole_forward(kind, budget):
-    """The prompt in chunks, then a token at a time: capped, with sinks, windows and their RoPE."""
+@pytest.mark.parametrize(
+    ("kind", "budget", "chunk"),
+    [("gemma2", None, 8), ("gpt_oss_attention", 1.0, 8), ("gpt_oss_attention", None, 64)],
+)
+def test_decoding_from_the_cache_is_the_whole_forward(kind, budget, chunk):
+    """The prompt in chunks or at once, then a token at a time, with caps, sinks and windows."""
     model = MODELS[kind]()
     tokens, _ = checkpoints.expected(kind)
     prompt = [int(x) for x in tokens[0]]
-    made = generate(model, [prompt], max_tokens=4, chunk=8, budget=budget, stop=(), burst=4)
+    made = generate(model, [prompt], max_tokens=4, chunk=chunk, budget=budget, stop=(), burst=4)
     text = list(prompt)
     for _ in range(4):
         text.append(int(jnp.argmax(model(np.array([text]))[0, -1])))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
 from tests.train.corpus import changed
+from xsake.model import PRESETS as MODELS
 from xsake.model import parameter_shapes
 from xsake.train.config import PRESETS, Config, Hads
 from xsake.train.flops import per_token
@@ -43,6 +45,14 @@ def test_the_hash_covers_what_affects_results_and_nothing_else():
         {"compute__dtype": "bfloat16"},
     ):
         assert changed(config, **change).hash != config.hash, change
+
+
+def test_the_hash_of_a_run_stays_when_models_get_new_settings():
+    """That of a run before `Config` had soft caps, sinks and the like; one that is used counts."""
+    config = Config(model=MODELS["tiny"])
+    assert config.hash == "0b554f85318efc1c"
+    model = dataclasses.replace(config.model, sinks=True)
+    assert dataclasses.replace(config, model=model).hash != config.hash
 
 
 @pytest.mark.parametrize(

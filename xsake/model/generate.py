@@ -304,8 +304,10 @@ def _prefill_whole(
         return filled, hidden[jnp.arange(B), count - 1]
     inside = by_mask(model.config, mask, B, T, implementation=model.implementation)
 
-    def attend(layer: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        return inside(layer, q, k, v, None)[0], cache.append(layer, k, v, count)
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, cache: Any, *sinks: Array
+    ) -> tuple[Array, Any]:
+        return inside(layer, q, k, v, None, *sinks)[0], cache.append(layer, k, v, count)
 
     hidden, filled = model.run(tokens, positions, attend, cache)
     return filled.advance(count), hidden[jnp.arange(B), count - 1]

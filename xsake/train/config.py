@@ -212,11 +212,7 @@ class Config:
         names = ("model", "seed", "data", "optimizer", "schedule", "hads", "compute")
         values = self.static.to_dict()
         found = {name: values[name] for name in names}
-        # what an old run did not have is left out unless it is used: its hash stays
-        if not self.model.is_sparse:
-            found["model"] = {
-                name: x for name, x in found["model"].items() if name not in ("attention", "sparse")
-            }
+        found["model"] = _hashed_model(self.model)
         if self.model.attention == "msa":
             found["index_loss"] = self.index_loss
         # the path may change, as those of the data
@@ -258,6 +254,28 @@ class Config:
             return cls.from_dict(values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+# Fields of `Model` that runs before them did not have, with their defaults.
+LATER = dict(
+    window_rope=None,
+    scale=None,
+    soft_cap=None,
+    sinks=False,
+    post_norms=False,
+    scaled_embedding=False,
+    final_soft_cap=None,
+)
+
+
+def _hashed_model(model: Model) -> dict[str, Any]:
+    """The model's settings; what old runs did not have is left out unless used: hashes stay."""
+    values = model.to_dict()
+    if not model.is_sparse:
+        values = {name: x for name, x in values.items() if name not in ("attention", "sparse")}
+    if model.rope.truncate:
+        values["rope"] = {name: x for name, x in values["rope"].items() if name != "truncate"}
+    return {name: x for name, x in values.items() if name not in LATER or x != LATER[name]}
 
 
 def _from_dict(cls: Any, values: Mapping[str, Any], path: str) -> Any:
