@@ -119,3 +119,10 @@ def test_balanced_row_blocks_have_nearly_equal_work(seed):
     }
     assert worst["balanced"] <= 1.02 < worst["contiguous"]
     assert worst["balanced"] < worst["zigzag"]
+
+
+def test_classes_and_lists_of_a_mask_are_inverse():
+    mask = blocks(256)
+    again = BlockMask.from_classes(mask.blocks(), mask.rule, mask.shape, mask.block)
+    assert np.array_equal(again.blocks(), mask.blocks())
+    assert len(np.unique(mask.blocks())) == 3  # empty, partial and full
