@@ -89,9 +89,9 @@ def _cost_rows(records: list[Record]) -> Iterator[list[str]]:
     for x in _of(records, "published"):
         pair = [{"s": x["forward_seconds"]}, {"s": x["backward_seconds"]}]
         times = "figures only" if x["forward_seconds"] is None else _both(pair, "s", 1e3)
-        devices = "" if x["devices"] is None else str(x["devices"])
+        count = "" if x["devices"] is None else str(x["devices"])
         name = f"[{x['system']}]({x['source'].partition(',')[0]}): {x['what']}"
-        yield [name, devices, "", "", "", "", "", times, f"{x['card']}, published"]
+        yield [name, count, "", "", "", "", "", times, f"{x['card']}, published"]
 
 
 def _both(pair: list[Record], key: str, scale: float) -> str:

@@ -43,7 +43,7 @@ WINDOW = masks.sliding_window(1023, 0)
 
 
 def traffic() -> Iterator[Record]:
-    """Compiled for 8 virtual devices; nothing is run. XLA's CPU backend sends bfloat16 as float32."""
+    """Compiled for 8 virtual devices; nothing is run. XLA sends bfloat16 as float32 on a CPU."""
     mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
     q = jax.ShapeDtypeStruct((1, TOKENS, HEADS, HEAD_SIZE), jnp.float32)
     k = jax.ShapeDtypeStruct((1, TOKENS, KV_HEADS, HEAD_SIZE), jnp.float32)

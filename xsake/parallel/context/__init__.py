@@ -49,6 +49,7 @@ from xsake.attention import (
 from xsake.backends import Sizes, scale_gradient, with_sinks
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
+from xsake.block_mask.input_mask import InputMask
 from xsake.masks.integers import size_of
 from xsake.masks.rule import Rule, check_fits
 from xsake.parallel.context import gather, halo, ring, rows, traffic
@@ -153,7 +154,7 @@ def context_attention(
         local.block,
         local.bound,
         local.is_static,
-        token_bytes=sizes.K * (sizes.H + sizes.Hv) * q.dtype.itemsize,
+        token_bytes=sizes.B * sizes.K * (sizes.H + sizes.Hv) * q.dtype.itemsize,
         capacity=None if capacity is None else size_of("capacity", capacity, 1),
         moves_rows=balance,
     )
@@ -371,6 +372,11 @@ def _local_mask(
     if isinstance(mask, Rule):
         limits = mask & limits
     elif mask is not None:
+        if isinstance(mask, InputMask):
+            raise TypeError(
+                f"mask is a {type(mask).__name__}, which is computed from q and k; give "
+                "parallel.context_mask(mask, layer, q, k)"
+            )
         if callable(mask):
             raise TypeError("mask is a function; wrap it with xsake.masks.rule(fn)")
         limits = masks.array(jnp.asarray(mask)) & limits

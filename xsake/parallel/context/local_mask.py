@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xsake import masks
+from xsake import _jax, masks
 from xsake.backends import Sizes
 from xsake.block_mask import BlockMask
 from xsake.block_mask.lists import Lists, classes_in_any_order
@@ -131,6 +131,9 @@ class LocalMask:
         new: dict[str, Any] = {
             name: rows.sent(x, axis) for name, (x, axis) in given.items() if x is not None
         }
+        if self.overflow is not None:  # the row blocks of a device are now on all of them
+            cut = _jax.vary(self.overflow.astype(jnp.int32), (rows.axis,))
+            new["overflow"] = lax.pmax(cut, rows.axis) > 0
         return dataclasses.replace(self, rule=rule, **new)
 
     def _listed(self, k_slot: Array) -> Array:

@@ -32,7 +32,7 @@ class Problem:
     block: tuple[int, int]
     bound: Rule  # without data; allows at least as much as the mask
     is_static: bool  # the bound is the mask
-    token_bytes: int  # of one key and its value, over the kv heads of a device
+    token_bytes: int  # of one key and its value, over the batch and the kv heads of a device
     capacity: int | None = None  # kv blocks from each other device, as asked for
     moves_rows: bool = False  # queries are sent to other devices for balance
 
