@@ -82,6 +82,7 @@ def test_a_killed_process_ends_the_other_and_one_goes_on(start):
 @pytest.mark.parametrize(
     ("victim", "kind"),
     [(3, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP), (0, signal.SIGSTOP)],
+    ids=["SIGKILL 3", "SIGKILL 0", "SIGSTOP 2", "SIGSTOP 0"],
 )
 def test_four_processes_end_and_two_go_on(start, victim, kind):
     """fsdp × context: the loss curve is that of one undisturbed process."""
