@@ -144,14 +144,13 @@ def test_a_ratio_above_its_limit_is_measured_again_and_then_an_error(monkeypatch
     def times():
         asked.append(len(asked))
         slow = 9.0 if len(asked) < 3 else 1.0  # the machine is busy twice
-        return {regression.FORWARD: slow, regression.BACKWARD: 1.0, regression.CERTIFIED: 0.5}
+        return {regression.FORWARD: slow, regression.MEMORY: 0.01}
 
-    monkeypatch.setattr(regression, "_times", times)
-    monkeypatch.setattr(regression, "_memory", lambda: {regression.MEMORY: 0.01})
+    monkeypatch.setattr(regression, "_measured", times)
     machine.bench(check=True)
     assert asked == [0, 1, 2]
-    assert "1.000 ≤ 1.6" in capsys.readouterr().out
-    monkeypatch.setattr(regression, "_memory", lambda: {regression.MEMORY: 0.5})
+    assert "1.000 ≤ 2" in capsys.readouterr().out
+    monkeypatch.setattr(regression, "_measured", lambda: {regression.MEMORY: 0.5})
     with pytest.raises(ValueError, match="above the limit: temporary memory ÷ jax"):
         machine.bench(check=True)
     with pytest.raises(ValueError, match="--check measures its own ratios and takes no other opti"):

@@ -247,13 +247,7 @@ def evaluate(
     at_least(1, documents=documents, prompts=prompts)
     at_least(2, length=length)  # a prediction needs a token before it
     at_least(0, seed=seed)
-    needs_table = profile is not None and tasks is None
-    if (plan is None) == (profile is None) or (table is not None) != needs_table:
-        raise ValueError(
-            "give either --plan, or --profile and --table; with --tasks, --plan or --profile only"
-        )
-    if certify is not None and tasks is None:
-        raise ValueError("--certify measures tasks; give --tasks a file, or leave it out")
+    _check_files(plan, profile, table, tasks, certify)
     if tasks is not None:
         chosen = Chosen(families, lengths, prompts, densities, methods or METHODS, seed, certify)
         chosen.check(writable_file(tasks), text, update)
@@ -280,6 +274,22 @@ def evaluate(
         only = () if methods == ("all",) else methods
         _compare_methods(subject.observer, known, more, only, tokens, densities, table)
         console.print(f"written: {table} and its .md", soft_wrap=True)
+
+
+def _check_files(
+    plan: Path | None,
+    profile: Path | None,
+    table: Path | None,
+    tasks: Path | None,
+    certify: float | None,
+) -> None:
+    needs_table = profile is not None and tasks is None
+    if (plan is None) == (profile is None) or (table is not None) != needs_table:
+        raise ValueError(
+            "give either --plan, or --profile and --table; with --tasks, --plan or --profile only"
+        )
+    if certify is not None and tasks is None:
+        raise ValueError("--certify measures tasks; give --tasks a file, or leave it out")
 
 
 def _check_table(table: Path, densities: tuple[float, ...], update: bool) -> None:

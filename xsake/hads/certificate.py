@@ -27,6 +27,7 @@ from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
 from xsake.hads.correction import merged
+from xsake.hads.mass_bounds import bounds
 from xsake.masks.carrying import Documents, at_queries
 from xsake.masks.rule import And, Everything, Grid, Rule, Tokens, cut
 
@@ -37,7 +38,6 @@ CONFIDENCE = 0.95
 # rarely reaches up to the mean, so its upper half is widened; docs/certificate.md has the coverage.
 WIDENED_MASS = 1.5
 WIDENED_ERROR = 4.0  # squares are more skewed
-LOGITS_AT_ONCE = 1 << 24  # upper bounds of logits in memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,14 +181,11 @@ def certified_attention(
         served = _served(rule, sample, T, N, every) & ~_by_query(fails, mask.block[0], T)
         out = _corrected(out, error, served, sample, every)
 
-    blocks = live.sum((-2, -1))
-    visited = (live & ~dropped).sum((-2, -1))
-    added = (dropped & fails[..., None]).sum((-2, -1))
     found = Report(
         **_report(mass, error, exact[0], limits, T, every, window),
         dense_row_blocks=fails,
-        density_given=visited / jnp.maximum(blocks, 1),
-        density=(visited + added) / jnp.maximum(blocks, 1),
+        density_given=_share(live & ~dropped, live),
+        density=_share(live & (~dropped | fails[..., None]), live),
         sample=sample,
     )
     return out, lax.stop_gradient(found)
@@ -352,56 +349,6 @@ def estimate(
     return Estimate(mean, standard_error, low, high)
 
 
-# -------------------------------------------------------------------------------------------- bound
-
-
-def bounds(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    logsumexp: Float[Array, "B T N"],
-    dropped: Bool[Array, "B N nq nk"],
-    block: tuple[int, int],
-) -> Float[Array, "B N T"]:
-    """An upper bound on the dropped mass of every query, float32.
-
-        logit of query q and any key of block j <= u_j = Σ_d max(q_d min_j k_d, q_d max_j k_d) / √H
-        dropped mass <= D / (D + exp(logsumexp)),   D = Σ over dropped blocks of tokens_j · exp(u_j)
-
-    with the minimum and maximum over a block's keys as in Quest. It is tight where the keys of a
-    block are alike in every channel, and far too large where they are not. The cost is 2/block_k of
-    that of q·kᵀ.
-    """
-    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
-    bq, bk = block
-    extremes = [cut(key, bk, 1, fill) for fill in (-jnp.inf, jnp.inf)]
-    keys = jnp.concatenate([extremes[0].max(2), extremes[1].min(2)], -1)  # [B, nk, K, 2H]
-    log_tokens = np.log(np.minimum(S - np.arange(0, S, bk), bk)).astype(np.float32)
-    precision = lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
-
-    def of_row_block(row: tuple[Array, Array, Array]) -> Array:
-        q, L, drops = row  # [B, bq, N, H], [B, bq, N], [B, N, nk]
-        both = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], -1)
-        both = both.reshape(B, bq, K, N // K, 2 * H)
-        upper = jnp.einsum(
-            "btkgh,bjkh->bkgtj", both, keys,
-            preferred_element_type=jnp.float32, precision=precision,
-        )  # fmt: skip
-        upper = upper.reshape(B, N, bq, -1) / np.sqrt(H).astype(np.float32) + log_tokens
-        total = jax.nn.logsumexp(jnp.where(drops[:, :, None], upper, -jnp.inf), axis=-1)
-        L = jnp.swapaxes(L, 1, 2).astype(jnp.float32)
-        some = total > -jnp.inf
-        return jnp.where(some, jax.nn.sigmoid(jnp.where(some, total, 0) - L), 0)
-
-    rows = tuple(jnp.moveaxis(cut(x, bq, 1, 0.0), 1, 0) for x in (query, logsumexp))
-    per_row = B * N * bq * dropped.shape[-1]
-    found = lax.map(
-        of_row_block,
-        (*rows, jnp.moveaxis(dropped, 2, 0)),
-        batch_size=max(1, LOGITS_AT_ONCE // per_row),
-    )  # [nq, B, N, bq]
-    return jnp.moveaxis(found, 0, 2).reshape(B, N, -1)[..., :T]
-
-
 # ----------------------------------------------------------------------------- rows that are mended
 
 
@@ -417,6 +364,10 @@ def _live_and_dropped(
     if 1 < own < heads:
         classes = jnp.repeat(classes, heads // own, axis=1)
     return live, live & (jnp.broadcast_to(classes, size) == 0)
+
+
+def _share(blocks: Bool[Array, "B N nq nk"], live: Bool[Array, "B N nq nk"]) -> Float[Array, "B N"]:
+    return blocks.sum((-2, -1)) / jnp.maximum(live.sum((-2, -1)), 1)
 
 
 def _failing(

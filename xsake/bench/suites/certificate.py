@@ -34,11 +34,11 @@ from xsake.hads.certificate import (
     WIDENED_ERROR,
     WIDENED_MASS,
     WINDOW,
-    bounds,
     dropped_mass,
     estimate,
     sample_queries,
 )
+from xsake.hads.mass_bounds import bounds
 from xsake.model import huggingface
 from xsake.model.observer import Observer
 

@@ -118,6 +118,20 @@ class _Bench:
             measured.save(path)
         return Profile.load(path)
 
+    def profiles(
+        self,
+        names: tuple[str, ...],
+        length: int,
+        folder: Path,
+        block: int,
+        curves: tuple[str, ...],
+    ) -> tuple[Profile, dict[str, Profile]]:
+        """The profile of both kinds of documents; by its label that of text, if a name has it."""
+        labelled = any(LABEL in name for name in names)
+        kinds = ("text", "mixed") if labelled else ("mixed",)
+        found = {kind: self.profile(kind, length, folder, block, curves) for kind in kinds}
+        return found["mixed"], {LABEL: found["text"]} if labelled else {}
+
 
 def table(
     model: Path,
@@ -163,47 +177,25 @@ def table(
     """
     began = time.perf_counter()
     bench = _Bench.load(model, documents, dtype, implementation)
-    calibrated = functools.partial(
-        bench.profile, length=length, folder=profiles, block=block, curves=curves
-    )
-    labelled = any(LABEL in name for name in names)
-    others = {LABEL: calibrated("text")} if labelled else {}
-    main = calibrated("mixed")
-
-    @functools.lru_cache(maxsize=64)
-    def build(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
-        return methods.at_density(main, density, length, others, names)
-
-    def certified(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
-        return [
-            method.certified(Certify(limit, criterion))
-            for method in build(density, length, names)
-            for limit in certify
-            if method.kind == "run time"
-        ]
+    main, others = bench.profiles(names, length, profiles, block, curves)
+    build, certified = _builders(main, others, Certify(criterion=criterion), certify)
 
     def report(line: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
 
     facts = {"calibration_data_hash": main.facts.data_hash, "kinds": main.facts.kinds}
     origin = provenance() | {"model": model.name, "dtype": dtype}
-    plain = tuple(name for name in names if not name.startswith("oracle"))
-    oracles = tuple(name for name in names if name not in plain)
     fillers = bench.tokens("fillers")
-    steps: list[tuple[Callable[..., list[Method]], tuple[str, ...], tuple[float, ...]]] = [
-        *((build, plain, some) for some in (densities[:2], densities[2:])),
-        (certified, plain if certify else (), densities[:2]),
-        *((build, oracles, some) for some in (densities[:2], densities[2:])),
-    ]
+    steps = _steps(names, densities, bool(certify))
     perplexity: list[dict[str, Any]] = []
-    for number, (make_methods, some_names, some) in enumerate(steps):
+    for number, (is_certified, some_names, some) in enumerate(steps):
         for family in families if some_names and some else ():
             if time.perf_counter() - began > seconds:
                 report(f"no time for {family}, {', '.join(some_names)} at {some}")
                 continue
             needle.run_tasks(
                 bench.subject,
-                functools.partial(make_methods, names=some_names),
+                functools.partial(certified if is_certified else build, names=some_names),
                 bench.encode,
                 fillers,
                 Settings((family,), (length,), prompts, some, seed),
@@ -214,14 +206,53 @@ def table(
                 report=report,
             )
         if number == 0:
-            perplexity = _perplexity(bench, build, densities, length, block, plain, report)
+            perplexity = _perplexity(bench, build, densities, length, block, some_names, report)
         found = json.loads(out.read_text())
         out.write_text(to_json(found | {"perplexity": perplexity}))
 
 
+def _steps(
+    names: tuple[str, ...], densities: tuple[float, ...], certify: bool
+) -> list[tuple[bool, tuple[str, ...], tuple[float, ...]]]:
+    """(certified, methods, densities) in the order in which they are measured; oracles last."""
+    plain = tuple(name for name in names if not name.startswith("oracle"))
+    oracles = tuple(name for name in names if name not in plain)
+    first, rest = densities[:2], densities[2:]
+    return [
+        (False, plain, first),
+        (False, plain, rest),
+        (True, plain if certify else (), first),
+        (False, oracles, first),
+        (False, oracles, rest),
+    ]
+
+
+Build = Callable[..., list[Method]]  # of (density, length, names)
+
+
+def _builders(
+    main: Profile, others: dict[str, Profile], how: Certify, thresholds: tuple[float, ...]
+) -> tuple[Build, Build]:
+    """Methods by their names, and those that select at run time with every threshold."""
+
+    @functools.lru_cache(maxsize=64)
+    def build(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
+        return methods.at_density(main, density, length, others, names)
+
+    def certified(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
+        return [
+            method.certified(dataclasses.replace(how, threshold=limit))
+            for method in build(density, length, names)
+            for limit in thresholds
+            if method.kind == "run time"
+        ]
+
+    return build, certified
+
+
 def _perplexity(
     bench: _Bench,
-    build: Callable[[float, int, tuple[str, ...]], list[Method]],
+    build: Build,
     densities: tuple[float, ...],
     length: int,
     block: int,
