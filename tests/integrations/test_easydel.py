@@ -169,7 +169,7 @@ def test_metadata_sets_blocks_and_the_fused_backward(monkeypatch):
 
 
 @pytest.mark.second_python
-@pytest.mark.parametrize("window", [None, (3, 0)], ids=str)
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), (3, 0)], ids=str)
 def test_one_query_decodes_at_the_last_key_that_it_is_shown(window, by_definition):
     """The last row of the whole sequence, from a cache with unfilled slots behind its keys."""
     whole = both(("sliding_window", *window)) if window else CAUSAL

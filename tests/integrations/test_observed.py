@@ -210,7 +210,7 @@ def test_the_linen_module_has_the_parameters_and_results_of_flax():
     np.testing.assert_allclose(ours.apply(variables, x), expected, atol=CLOSE)
 
 
-@pytest.mark.second_python
+@pytest.mark.slow
 def test_the_linen_module_takes_segments_kv_heads_and_plans():
     x = jnp.asarray(RNG.standard_normal((1, 24, WIDTH)), jnp.float32)
     ids = jnp.repeat(jnp.arange(2), 12)[None]

@@ -70,7 +70,7 @@ def test_logits_equal_those_of_transformers(kind):
     assert far(MODELS[kind]()(tokens), logits) < CLOSE
 
 
-@pytest.mark.second_python
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
@@ -98,7 +98,11 @@ def test_sinks_change_the_logits():
 @pytest.mark.second_python
 @pytest.mark.parametrize(
     ("kind", "budget", "chunk"),
-    [("gemma2", None, 8), ("gpt_oss_attention", 1.0, 8), ("gpt_oss_attention", None, 64)],
+    [
+        ("gemma2", None, 8),
+        pytest.param("gpt_oss_attention", 1.0, 8, marks=pytest.mark.slow),
+        ("gpt_oss_attention", None, 64),
+    ],
 )
 def test_decoding_from_the_cache_is_the_whole_forward(kind, budget, chunk):
     """The prompt in chunks or at once, then a token at a time, with caps, sinks and windows."""
