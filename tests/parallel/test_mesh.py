@@ -27,7 +27,7 @@ def run_module(name, *arguments):
     return ended.stdout.count(": ok\n")
 
 
-@pytest.mark.second_python
+@pytest.mark.slow
 def test_training_on_eight_devices_equals_training_on_one(tmp_path):
     """Data × fsdp, with plans, evaluation and a checkpoint that one device goes on from."""
     assert run_module("tests.train.sharded", tmp_path) == 7
