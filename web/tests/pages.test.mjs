@@ -220,11 +220,22 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     await page.context().close();
   });
 
+  /** The row of HADS in the table of methods is in sight, above the tour. */
+  async function seen(page) {
+    await page.getByText("All methods are measured").waitFor();
+    await page.waitForFunction(() => {
+      const row = document.querySelector("[data-panel=methods] tbody tr")?.getBoundingClientRect();
+      return row && row.top > 0 && row.bottom < document.querySelector(".tour").getBoundingClientRect().top;
+    });
+    assert.equal(await page.locator("[data-panel=methods] tbody tr").first().locator("button").innerText(), "HADS");
+  }
+
   test("play: the tour runs to its end by the keyboard", async () => {
     const page = await opened(`${PLAY}&tour=1`);
     for (let step = 1; step <= 5; step += 1) {
       await page.getByRole("heading", { name: new RegExp(`^${step} of 5`) }).waitFor();
       await settled(page);
+      if (step === 5) await seen(page);
       await page.getByRole("button", { name: step === 5 ? "Done" : "Next" }).focus();
       await page.keyboard.press("Enter");
     }

@@ -124,6 +124,10 @@ export function Benchmarks() {
       </section>
       <section className="panel">
         <h2>Rows</h2>
+        <p className="small quiet">
+          Density is the share of causal blocks that is computed. Methods of HADS are named selector/policy: the selector picks the blocks of a
+          row, the policy splits the budget over heads.
+        </p>
         {found.data && rows.length ? <RawTable rows={rows} columns={found.data.columns} /> : <p className="quiet">{nothing}</p>}
       </section>
       <section className="panel">

@@ -43,6 +43,8 @@ export const STOPS: Stop[] = [
   },
 ];
 
+const SHOW_MILLISECONDS = 100; // what a step changes on the page is drawn before the page moves to it
+
 /** What the page shows at a step; the reader may change everything. */
 export function stateOf(
   step: number,
@@ -66,17 +68,20 @@ export function stateOf(
 
 interface Props {
   step: number;
+  /** Whether the panels that the steps are about are there. */
+  isReady: boolean;
   onStep: (step: number | null, isDone?: boolean) => void;
 }
 
-export function Tour({ step, onStep }: Props) {
+export function Tour({ step, isReady, onStep }: Props) {
   const title = useRef<HTMLHeadingElement>(null);
   const stop = STOPS[step - 1];
+  useEffect(() => title.current?.focus({ preventScroll: true }), [stop]);
   useEffect(() => {
-    const panel = document.querySelector(`[data-panel="${stop?.panel}"]`);
-    panel?.scrollIntoView({ block: "start", behavior: "smooth" });
-    title.current?.focus({ preventScroll: true });
-  }, [stop]);
+    const show = () => document.querySelector(`[data-panel="${stop?.panel}"]`)?.scrollIntoView({ block: "start", behavior: "smooth" });
+    const timer = setTimeout(show, SHOW_MILLISECONDS);
+    return () => clearTimeout(timer);
+  }, [stop, isReady]);
   if (!stop) return null;
   const isLast = step === STOPS.length;
   return (

@@ -71,7 +71,7 @@ function WithModel({ model }: { model: Schemas["ModelFigures"] }) {
       ) : (
         <Waiting isPage>{reading.isReading ? "The model reads …" : reading.error ? "" : "Type or paste a text above."}</Waiting>
       )}
-      {tour ? <Tour step={tour} onStep={(x, isDone) => set({ tour: x, ...(isDone ? { method: null } : {}) })} /> : null}
+      {tour ? <Tour step={tour} isReady={figures !== null && isCurrent} onStep={(x, isDone) => set({ tour: x, ...(isDone ? { method: null } : {}) })} /> : null}
     </div>
   );
 }
