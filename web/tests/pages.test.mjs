@@ -151,6 +151,12 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     const links = await page.locator(".headlines a[aria-label]").evaluateAll((all) => all.map((x) => x.getAttribute("href")));
     assert.equal(links.length, 4);
     for (const link of links) assert.equal((await fetch(base + link)).status, 200);
+    const training = page.locator(".headlines li", { has: page.locator("a[href*='training-']") });
+    const name = (await training.getByRole("link").first().innerText()).trim();
+    const { rows } = await api(`/api/rows?result=${name}`);
+    const said = await training.innerText();
+    assert.ok(rows.length > 2);
+    for (const { run: one } of rows) assert.ok(said.includes(one), `${one} is not named: ${said}`);
     await page.locator("svg.wide").getByRole("button", { name: /^xla/ }).click();
     await page.getByText("Plain JAX that loops over the listed blocks").waitFor();
     await page.context().close();
@@ -405,6 +411,10 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     await page.getByLabel("Compare with").selectOption("training-37m-2026-11-15.hads-0");
     await page.getByRole("heading", { name: "Difference of the two runs" }).waitFor();
     await page.getByRole("img", { name: /Difference of training loss/ }).waitFor();
+    await page.getByText("The second run has no data for this chart.").waitFor();
+    await page.goto(`${base}/training/?run=training-37m-2026-11-15.hads-0&with=training-37m-2026-11-15.dense-0&metric=learning_rate`);
+    await page.getByText("the lines coincide").waitFor();
+    await page.getByText(/hads-0 is \d+\.\d\d% (lower|higher) than that of training-37m-2026-11-15\.dense-0/).waitFor();
     assert.deepEqual(page.errors, []);
     await page.context().close();
   });
