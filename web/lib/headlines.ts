@@ -67,7 +67,7 @@ const training: Make = (rows) => {
   if (!column || !one || !base) return null;
   const runs = sparse.map((x) => `${x.run} (blocks by ${String(x["hads.selector"]).replaceAll("_", " ")}) ${shown(x)}`).join(", ");
   const other = seed ? ` Dense training with another seed, ${seed.run}, differs from ${base.run} by ${shown(seed)}.` : "";
-  const which = sparse.length > 1 ? `all ${sparse.length} runs` : "the only run";
+  const which = sparse.length > 1 ? `the ${sparse.length} such runs` : "the only such run";
   return {
     figure: sparse.map(shown).join(" and "),
     words: `perplexity on ${column.slice(GAP.length)} after training with HADS at density ${fixed(numberIn(one, "density_ratio"), 2)} instead of dense: ${which} of this file`,

@@ -107,7 +107,9 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
       <div className="columns side">
         <section className={classOf("map")} data-panel="map">
           <h2>Heads</h2>
-          <HeadMap figures={figures} found={found.data} selected={selected} />
+          <div className={found.isLoading ? "stale" : ""}>
+            <HeadMap figures={figures} found={found.data} selected={selected} />
+          </div>
         </section>
         <section className={classOf("head")} data-panel="head">
           <h2>

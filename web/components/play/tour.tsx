@@ -39,7 +39,7 @@ export const STOPS: Stop[] = [
     panel: "methods",
     title: "Which blocks are kept matters more than how many",
     words:
-      "Now random blocks take the place of chosen ones, at the same density. The table has every method: compare the words that random and HADS change. The words themselves are marked above it; choose HADS in the table to see its own.",
+      "Now random blocks take the place of chosen ones, at the same density. The table has every method: compare the predictions that random and HADS change. The words where that happens are marked above it; choose HADS in the table to see its own.",
   },
 ];
 
