@@ -8,7 +8,7 @@ export default function Home() {
       <h1>Attention over the blocks that matter</h1>
       <p className="lead">
         XSAKE is block-sparse attention for JAX. It measures where every head of a model really looks, gives each head its own
-        budget of key blocks, and skips all the others, forward and backward.
+        budget of key blocks, and skips all the others, forward and backward. That is HADS: head-adaptive dynamic sparsity.
       </p>
       <ul className="pages">
         {PAGES.map((page) => (

@@ -75,7 +75,7 @@ export function Chart({ draw, label, height, caption, veil }: Props) {
             style={{
               left: `calc(${LEFT}px + ${inside} * ${veil})`,
               width: `calc(${inside} * ${1 - veil} + ${RIGHT}px)`,
-              bottom: BOTTOM,
+              bottom: BOTTOM - 4, // half of a circle or of a line lies below the axis
             }}
           />
         ) : null}

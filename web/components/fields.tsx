@@ -63,10 +63,11 @@ interface SliderProps {
   min: number;
   max: number;
   step: number;
+  isDisabled?: boolean;
   onChange: (value: number) => void;
 }
 
-export function Slider({ label, value, shown, min, max, step, onChange }: SliderProps) {
+export function Slider({ label, value, shown, min, max, step, isDisabled, onChange }: SliderProps) {
   return (
     <label className="field" style={{ flex: "1 1 14rem" }}>
       <span>
@@ -77,6 +78,7 @@ export function Slider({ label, value, shown, min, max, step, onChange }: Slider
         min={min}
         max={max}
         step={step}
+        disabled={isDisabled}
         value={value}
         aria-valuetext={shown}
         onChange={(event) => onChange(Number(event.target.value))}

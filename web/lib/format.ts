@@ -53,3 +53,9 @@ export function signed(value: Maybe, digits = 3): string {
 export function visible(text: string): string {
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
 }
+
+/** A number of things: "1 row", "2 rows". */
+export const count = (n: number, noun: string): string => `${whole(n)} ${noun}${n === 1 ? "" : "s"}`;
+
+/** A method of Play as it is written everywhere on the page. */
+export const methodName = (name: string): string => (name === "hads" ? "HADS" : name.replaceAll("_", " "));

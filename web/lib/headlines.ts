@@ -52,16 +52,26 @@ const quality: Make = (rows) => {
   };
 };
 
-/** A model trained with HADS, and one trained dense with the same seed. */
+const GAP = "perplexity_gap.";
+
+/** Every run of the file that was trained with HADS, against the dense one with the same seed; and what another seed does. */
 const training: Make = (rows) => {
-  const column = Object.keys(rows[0] ?? {}).find((x) => x.startsWith("perplexity_gap.") && x.endsWith("test"));
-  const sparse = rows.filter((x) => x["hads.selector"] === "mean_query" && isNear(x, "density_ratio")).at(-1);
-  const dense = rows.filter((x) => numberIn(x, "density_ratio") === 1 && x.seed !== 0)[0];
-  if (!column || !sparse) return null;
+  const column = Object.keys(rows[0] ?? {}).find((x) => x.startsWith(GAP) && x.endsWith("test"));
+  const gap = (x: Row | undefined) => (column ? numberIn(x, column) : null) ?? NaN;
+  const shown = (x: Row | undefined) => `${signed(100 * gap(x), 2)}%`;
+  const isDense = (x: Row) => numberIn(x, "density_ratio") === 1;
+  const sparse = rows.filter((x) => !isDense(x) && isNear(x, "density_ratio") && Number.isFinite(gap(x)));
+  const one = sparse[0];
+  const base = rows.find((x) => isDense(x) && x.seed === one?.seed);
+  const seed = rows.find((x) => isDense(x) && x.seed !== one?.seed);
+  if (!column || !one || !base) return null;
+  const runs = sparse.map((x) => `${x.run} (blocks by ${String(x["hads.selector"]).replaceAll("_", " ")}) ${shown(x)}`).join(", ");
+  const other = seed ? ` Dense training with another seed, ${seed.run}, differs from ${base.run} by ${shown(seed)}.` : "";
+  const which = sparse.length > 1 ? `the ${sparse.length} such runs` : "the only such run";
   return {
-    figure: `${signed(100 * (numberIn(sparse, column) ?? NaN), 2)}%`,
-    words: `perplexity after training at density ${fixed(numberIn(sparse, "density_ratio"), 2)} instead of dense; another seed alone makes ${signed(100 * (numberIn(dense, column) ?? NaN), 2)}%`,
-    note: `${whole(numberIn(sparse, "parameters"))} parameters, ${whole(numberIn(sparse, "tokens_seen"))} tokens, ${sparse.device}`,
+    figure: sparse.map(shown).join(" and "),
+    words: `perplexity on ${column.slice(GAP.length)} after training with HADS at density ${fixed(numberIn(one, "density_ratio"), 2)} instead of dense: ${which} of this file`,
+    note: `${runs}, against ${base.run}.${other} ${whole(numberIn(one, "parameters"))} parameters, ${whole(numberIn(one, "tokens_seen"))} tokens, ${one.device}`,
   };
 };
 
@@ -85,12 +95,15 @@ const SOURCES: [string, Make][] = [
   ["hopper-2", kernel],
 ];
 
+/** The newest file whose name begins so; the server lists the newest first. */
+export const newest = (results: Schemas["ResultList"]["results"], prefix: string) => results.find((x) => x.name.startsWith(prefix))?.name;
+
 /** Figures from the newest result file of each kind; a kind without a file has none. */
 export async function headlines(): Promise<Headline[]> {
   const { results } = await get("/api/results");
   const found = await Promise.all(
     SOURCES.map(async ([prefix, make]) => {
-      const result = results.find((x) => x.name.startsWith(prefix))?.name; // newest first
+      const result = newest(results, prefix);
       if (!result) return null;
       const { rows } = await get("/api/rows", { result });
       const made = make(rows);

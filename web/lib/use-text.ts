@@ -11,6 +11,8 @@ export interface Reading {
   /** What was sent to the model. */
   text: string;
   figures: Figures | null;
+  /** The text that `figures` are of: another one than `text` while that is read, or was refused. */
+  of: string;
   /** Counts the times that a text was read again, because the server had forgotten it. */
   times: number;
   isReading: boolean;
@@ -30,32 +32,33 @@ async function textOfAddress(model: Model, example: string | null): Promise<stri
 /** A text and what the model says of it. */
 export function useText(model: Model | null, block: number | null): Reading {
   const [text, setText] = useState("");
-  const [figures, setFigures] = useState<Figures | null>(null);
+  const [found, setFound] = useState<{ figures: Figures | null; of: string }>({ figures: null, of: "" });
   const [isReading, setReading] = useState(false);
   const [error, setError] = useState<Error | null>(null);
   const [generation, setGeneration] = useState(0);
   const [times, setTimes] = useState(0);
   const newest = useRef(0);
   const known = useRef("");
+  const isChosen = useRef(false); // a text was chosen before that of the address was unpacked
 
   useEffect(() => {
     if (!model) return;
     const load = () => textOfAddress(model, new URLSearchParams(window.location.search).get("example"));
-    void load().then(setText, setError);
+    void load().then((x) => isChosen.current || setText(x), setError);
   }, [model]);
 
   useEffect(() => {
     if (!text) return;
     const mine = ++newest.current;
     setReading(true);
+    setError(null);
     readText(text, block)
       .then(
-        (found) => {
+        (figures) => {
           if (mine !== newest.current) return;
-          if (known.current === found.id) setTimes((x) => x + 1);
-          known.current = found.id;
-          setFigures(found);
-          setError(null);
+          if (known.current === figures.id) setTimes((x) => x + 1);
+          known.current = figures.id;
+          setFound({ figures, of: text });
         },
         (why: Error) => mine === newest.current && setError(why),
       )
@@ -63,11 +66,12 @@ export function useText(model: Model | null, block: number | null): Reading {
   }, [text, block, generation]);
 
   const read = useCallback((given: string, name?: string) => {
+    isChosen.current = true;
     setText(given);
     setQuery({ example: name });
     if (name) setFragment("");
     else void packed(given).then((x) => setFragment(`text=${x}`));
   }, []);
   const readAgain = useCallback(() => setGeneration((x) => x + 1), []);
-  return { text, figures, times, isReading, error, read, readAgain };
+  return { text, ...found, times, isReading, error, read, readAgain };
 }

@@ -151,6 +151,12 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     const links = await page.locator(".headlines a[aria-label]").evaluateAll((all) => all.map((x) => x.getAttribute("href")));
     assert.equal(links.length, 4);
     for (const link of links) assert.equal((await fetch(base + link)).status, 200);
+    const training = page.locator(".headlines li", { has: page.locator("a[href*='training-']") });
+    const name = (await training.getByRole("link").first().innerText()).trim();
+    const { rows } = await api(`/api/rows?result=${name}`);
+    const said = await training.innerText();
+    assert.ok(rows.length > 2);
+    for (const { run: one } of rows) assert.ok(said.includes(one), `${one} is not named: ${said}`);
     await page.locator("svg.wide").getByRole("button", { name: /^xla/ }).click();
     await page.getByText("Plain JAX that loops over the listed blocks").waitFor();
     await page.context().close();
@@ -220,18 +226,110 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     await page.context().close();
   });
 
+  /** The row of HADS in the table of methods is in sight, above the tour. */
+  async function seen(page) {
+    await page.getByText("All methods are measured").waitFor();
+    await page.waitForFunction(() => {
+      const row = document.querySelector("[data-panel=methods] tbody tr")?.getBoundingClientRect();
+      return row && row.top > 0 && row.bottom < document.querySelector(".tour").getBoundingClientRect().top;
+    });
+    assert.equal(await page.locator("[data-panel=methods] tbody tr").first().locator("button").innerText(), "HADS");
+  }
+
   test("play: the tour runs to its end by the keyboard", async () => {
     const page = await opened(`${PLAY}&tour=1`);
     for (let step = 1; step <= 5; step += 1) {
       await page.getByRole("heading", { name: new RegExp(`^${step} of 5`) }).waitFor();
       await settled(page);
+      if (step === 5) await seen(page);
       await page.getByRole("button", { name: step === 5 ? "Done" : "Next" }).focus();
       await page.keyboard.press("Enter");
     }
     await page.waitForURL((url) => !url.searchParams.has("tour"));
     assert.equal(await page.locator(".tour").count(), 0);
-    assert.ok(await page.getByRole("radio", { name: "random" }).isChecked());
+    assert.ok(await page.getByRole("radio", { name: "HADS" }).isChecked(), "back from the random blocks of the last step");
     assert.deepEqual(page.errors, []);
+    await page.context().close();
+  });
+
+  test("play: the tour begins with its own text, whatever the page showed", async () => {
+    const { examples } = await api("/api/play/model");
+    const { text } = examples.find((x) => x.name === "induction head");
+    for (const start of ["/play/?tour=1", "/play/?tour=1&example=sink+head"]) {
+      const page = await opened(start);
+      await page.getByRole("heading", { name: /^1 of 5/ }).waitFor();
+      assert.equal(await page.locator("textarea").inputValue(), text, start);
+      assert.equal(await page.getByRole("button", { name: "induction head" }).getAttribute("aria-pressed"), "true");
+      const posted = await page.locator(".reading").innerText();
+      assert.equal(posted.replace(/\s+/g, " ").slice(0, 60), text.replace(/\s+/g, " ").slice(0, 60));
+      await page.context().close();
+    }
+  });
+
+  test("play: results of the text before are faded while a text is read, and gone when it is refused", async () => {
+    const page = await opened(PLAY);
+    const old = await page.locator(".reading").innerText();
+    const held = [];
+    await page.route("**/api/play/texts", (route) => held.push(route));
+    await page.getByRole("button", { name: "sink head" }).click();
+    await page.locator(".outdated").waitFor();
+    assert.notEqual(await page.locator("textarea").inputValue(), old);
+    assert.equal(await page.locator(".outdated .reading").innerText(), old, "marks are on the text that they belong to");
+    assert.ok(Number(await page.locator(".outdated").evaluate((x) => getComputedStyle(x).opacity)) < 0.5);
+    assert.equal(held.length, 1);
+    await held[0].fulfill({ status: 413, contentType: "application/json", body: JSON.stringify({ detail: "the text has too many characters" }) });
+    await page.getByText("This text was refused: the text has too many characters.").waitFor();
+    assert.equal(await page.locator(".reading, .numbers, svg.blocks").count(), 0);
+    await page.unroute("**/api/play/texts");
+    await page.getByRole("button", { name: "induction head" }).click();
+    await settled(page);
+    assert.equal(await page.locator(".reading").innerText(), old);
+    await page.context().close();
+  });
+
+  test("explorer: least density, estimates and measurements are those of the chosen length", async () => {
+    const page = await opened("/explorer/?profile=profile-64");
+    await page.getByRole("link", { name: /^shipped-hads-64/ }).first().waitFor();
+    for (const length of [512, 4096]) {
+      await page.getByLabel("Length").selectOption(String(length));
+      await page.waitForURL(new RegExp(`length=${length}`));
+      const { least_density_ratio: least } = await api(`/api/profiles/profile-64/plan?density=1&length=${length}`);
+      await page.getByText(`at least density ${least.toFixed(2)} at ${length.toLocaleString("en")} tokens`).waitFor();
+      await settled(page);
+      const table = page.getByRole("region", { name: "Cost and quality of the two plans" });
+      assert.equal(await table.getByText(`not measured at ${length.toLocaleString("en")} tokens`).count(), 2);
+      assert.equal(await table.getByRole("link").count(), 0);
+      assert.equal(await table.getByText("no estimate").count(), length > 2048 ? 6 : 0);
+      assert.equal(await page.getByText(/^Why there is no estimate: /).count(), length > 2048 ? 1 : 0);
+    }
+    await page.context().close();
+  });
+
+  test("benchmarks: ticks lie inside the plot, and clearing the filters keeps the file", async () => {
+    const { results } = await api("/api/results");
+    const { name } = results.find((x) => x.name.startsWith("hads-64-"));
+    const page = await opened(`/benchmarks/?file=${name}&contains=longformer`);
+    const outside = await page.locator(".chart svg").evaluateAll((all) =>
+      all.flatMap((svg) => {
+        const { top, bottom, left, right } = svg.getBoundingClientRect();
+        return [...svg.querySelectorAll("text, line, circle")]
+          .map((x) => x.getBoundingClientRect())
+          .filter((x) => x.top < top - 1 || x.bottom > bottom + 1 || x.left < left - 1 || x.right > right + 1);
+      }),
+    );
+    assert.deepEqual(outside, []);
+    const status = page.locator("[aria-label=Filters] [role=status]").first();
+    const few = await status.innerText();
+    await page.getByLabel("Rule, method or anything else").fill("nothing is called so");
+    await page.getByText("No row matches these filters.").first().waitFor();
+    await page.getByRole("button", { name: "Clear the filters" }).click();
+    await page.waitForURL((url) => !url.searchParams.has("contains"));
+    await settled(page);
+    assert.equal(await page.getByLabel("Result file").first().inputValue(), name);
+    assert.notEqual(await status.innerText(), few);
+    await page.goto(`${base}/benchmarks/`);
+    await settled(page);
+    assert.match(await page.getByLabel("Result file").first().inputValue(), /^(hopper-2|hads-64-)/);
     await page.context().close();
   });
 
@@ -313,6 +411,10 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     await page.getByLabel("Compare with").selectOption("training-37m-2026-11-15.hads-0");
     await page.getByRole("heading", { name: "Difference of the two runs" }).waitFor();
     await page.getByRole("img", { name: /Difference of training loss/ }).waitFor();
+    await page.getByText("The second run has no data for this chart.").waitFor();
+    await page.goto(`${base}/training/?run=training-37m-2026-11-15.hads-0&with=training-37m-2026-11-15.dense-0&metric=learning_rate`);
+    await page.getByText("the lines coincide").waitFor();
+    await page.getByText(/hads-0 is \d+\.\d\d% (lower|higher) than that of training-37m-2026-11-15\.dense-0/).waitFor();
     assert.deepEqual(page.errors, []);
     await page.context().close();
   });

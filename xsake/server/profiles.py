@@ -116,14 +116,12 @@ def cost_ratio(plan: Plan) -> float:
     return plan.density + QK_SHARE * SCORING[plan.terms.selector](plan.terms.block)
 
 
-def measured(tables: dict[str, dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
-    """Rows of published tables with the plan's model, block, method and density."""
+def measured(tables: dict[str, dict[str, Any]], plan: Plan, length: int) -> list[dict[str, Any]]:
+    """Rows of published tables with the plan's model, block, method, density and length."""
+    wanted = (plan.terms.model_hash, plan.terms.block, length)
     found = []
     for name, table in tables.items():
-        if (table.get("model_hash"), table.get("block")) != (
-            plan.terms.model_hash,
-            plan.terms.block,
-        ):
+        if tuple(table.get(x) for x in ("model_hash", "block", "length")) != wanted:
             continue
         for part in table["densities"].values():
             for row in part["rows"]:

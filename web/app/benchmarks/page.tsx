@@ -8,7 +8,7 @@ export default function BenchmarksPage() {
     <>
       <h1>Benchmarks</h1>
       <p className="lead">
-        Every result file that this server has, with the machine, the versions and the command that made it. Nothing is typed by hand.
+        Every result file that this server has, with the machine, the versions and the command that made it. Nothing is typed by hand. HADS is head-adaptive dynamic sparsity.
       </p>
       <Page />
     </>

@@ -8,7 +8,8 @@ export default function ExplorerPage() {
     <>
       <h1>HADS explorer</h1>
       <p className="lead">
-        A profile says where every head of a model looks. Choose a budget and a policy, and see how many blocks each head gets, what that costs and what it loses.
+        HADS is head-adaptive dynamic sparsity: every head of a model gets its own budget of blocks. Choose a budget and a policy, and see how
+        many blocks each head gets, what that costs and what it loses.
       </p>
       <Page />
     </>

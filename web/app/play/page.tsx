@@ -9,7 +9,7 @@ export default function PlayPage() {
       <h1>Play</h1>
       <p className="lead">
         A small model reads your text on this machine. See what each of its heads looks at, keep only some of the blocks, and watch
-        what the model says next.
+        what the model says next. HADS, head-adaptive dynamic sparsity, gives every head a budget of its own.
       </p>
       <Page />
     </>

@@ -8,10 +8,16 @@ import { type Mark, type Metric, marks, type Row } from "@/lib/metrics";
 const COLOURS = ["var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)", "var(--c7)", "var(--c8)"];
 const MOST_CASES = 60;
 
+const INSET = 8; // px between the frame and the outermost marks, which are circles
+const SYMLOG_TICKS = [-0.01, -0.002, 0, 0.002, 0.01, 0.03, 0.1, 0.3, 1, 3, 10];
+
 /** The axis of a metric: perplexities near zero and far from it are on one chart. */
-function axisOf(metric: Metric, isLog: boolean, ticks: number) {
+function axisOf(metric: Metric, found: Mark[], isLog: boolean, ticks: number) {
   if (metric.scale === "symlog") {
-    return { type: "symlog" as const, constant: 0.002, ticks: [0, 0.002, 0.01, 0.03, 0.1, 0.3, 1], tickFormat: (x: number) => percent(x, x < 0.01 && x > 0 ? 1 : 0) };
+    const domain: [number, number] = [Math.min(...found.map((x) => x.low)), Math.max(...found.map((x) => x.high))];
+    const inside = SYMLOG_TICKS.filter((x) => x >= domain[0] && x <= domain[1]);
+    const digits = (x: number) => (inside.length < 2 ? 2 : x !== 0 && Math.abs(x) < 0.01 ? 1 : 0);
+    return { type: "symlog" as const, constant: 0.002, domain, ticks: inside.length < 2 ? ticks : inside, tickFormat: (x: number) => percent(x, digits(x)) };
   }
   return { type: isLog ? ("log" as const) : ("linear" as const), ticks, tickFormat: (x: number) => metric.format(x) };
 }
@@ -65,8 +71,9 @@ function AgainstDensity({ found, metric, isLog, colour }: ChartProps) {
   const draw = useCallback<Draw>(
     (plot) => ({
       marginLeft: 68,
+      inset: INSET,
       x: { domain: [0, 1], label: "density", grid: true },
-      y: { ...axisOf(metric, isLog, 6), label: null, grid: true },
+      y: { ...axisOf(metric, points, isLog, 6), label: null, grid: true },
       color: { type: "ordinal", ...(JSON.parse(key) as ChartProps["colour"]) },
       marks: [
         plot.lineY(points, { x: "density", y: "value", z: "line", stroke: "series", strokeOpacity: 0.45 }),
@@ -101,7 +108,8 @@ function ByCase({ found, metric, isLog, colour }: ChartProps) {
       return {
         marginLeft: Math.min(6.2 * letters, width * 0.5),
         marginTop: 24,
-        x: { ...axisOf(metric, isLog, Math.max(width / 160, 2)), label: null, grid: true, axis: "top" },
+        inset: INSET,
+        x: { ...axisOf(metric, points, isLog, Math.max(width / 160, 2)), label: null, grid: true, axis: "top" },
         y: { domain: names, label: null, tickFormat: (x: string) => (x.length > letters ? `${x.slice(0, letters - 1)}…` : x) },
         color: { type: "ordinal", ...(JSON.parse(key) as ChartProps["colour"]) },
         marks: [

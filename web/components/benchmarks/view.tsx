@@ -8,13 +8,15 @@ import { Problem, Waiting } from "@/components/client";
 import { CopyPython } from "@/components/copy";
 import { options, Select } from "@/components/fields";
 import { address } from "@/lib/api";
-import { whole } from "@/lib/format";
+import { count } from "@/lib/format";
+import { newest } from "@/lib/headlines";
 import { METRICS, marks, type Row } from "@/lib/metrics";
 import { useQuery } from "@/lib/url";
 import { useGet } from "@/lib/use-get";
 
 const LIMIT = 5000;
 const EVERY = "every";
+const FIRST = ["hopper-2", "hads-64-"]; // files to begin with: speed, then quality
 
 // name in the address → columns of a row, of which the first that it has counts
 const FILTERS: { name: string; label: string; columns: string[] }[] = [
@@ -40,9 +42,10 @@ function valuesOf(rows: Row[], columns: string[]): { column: string; value: stri
 export function Benchmarks() {
   const [query, set] = useQuery();
   const list = useGet("/api/results");
-  const newest = list.data?.results[0]?.name;
-  const file = query.get("file") === EVERY ? "" : (query.get("file") ?? newest ?? "");
-  const isKnown = list.data !== null; // before, the newest file is not
+  const results = list.data?.results ?? [];
+  const first = FIRST.map((x) => newest(results, x)).find((x) => x !== undefined) ?? results[0]?.name;
+  const file = query.get("file") === EVERY ? "" : (query.get("file") ?? first ?? "");
+  const isKnown = list.data !== null; // before, the file to begin with is not
   const everything = useGet(isKnown ? "/api/rows" : null, { limit: LIMIT, result: file });
   const where = FILTERS.map((x) => query.get(x.name)).filter((x) => x !== null);
   const values = {
@@ -63,6 +66,12 @@ export function Benchmarks() {
 
   const link = address("/api/rows", { ...values, limit: LIMIT });
   const python = `import json\nfrom urllib.request import urlopen\n\nrows = json.load(urlopen(${JSON.stringify(window.location.origin + link)}))["rows"]\nprint(len(rows), rows[0])\n`;
+  const nothing =
+    found.isLoading || everything.isLoading
+      ? "Loading …"
+      : everything.data.total
+        ? "No row matches these filters."
+        : "This file has no rows of this kind; its JSON, in the list below, has what it holds.";
   const change = (changes: Record<string, string | null>) => set({ ...changes, page: null });
   return (
     <div className="stack">
@@ -90,13 +99,13 @@ export function Benchmarks() {
           <Text label="Rule, method or anything else" value={query.get("contains") ?? ""} onChange={(x) => change({ contains: x })} />
           <Text label="Density from" type="number" value={query.get("from") ?? ""} onChange={(x) => change({ from: x })} />
           <Text label="to" type="number" value={query.get("to") ?? ""} onChange={(x) => change({ to: x })} />
-          <button type="button" onClick={() => change(Object.fromEntries(["file", "contains", "from", "to", "metric", "sort", ...FILTERS.map((f) => f.name)].map((x) => [x, null])))}>
-            Clear
+          <button type="button" onClick={() => change(Object.fromEntries(["contains", "from", "to", ...FILTERS.map((f) => f.name)].map((x) => [x, null])))}>
+            Clear the filters
           </button>
         </div>
         <Problem error={found.error} />
         <div className="row centre">
-          <span className="small" role="status">{found.data ? `${whole(found.data.total)} rows` : "Loading …"}</span>
+          <span className="small" role="status">{found.data ? count(found.data.total, "row") : "Loading …"}</span>
           <a className="button" href={`${link}&format=csv`} download="xsake-results.csv">CSV</a>
           <a className="button" href={link} download="xsake-results.json">JSON</a>
           <CopyPython code={rows.length ? python : undefined} what="these rows" />
@@ -110,12 +119,16 @@ export function Benchmarks() {
           ) : null}
         </div>
         <div className={found.isLoading ? "stale" : ""}>
-          {metric ? <Charts rows={rows} metric={metric} /> : <p className="quiet">{found.data ? "These rows have no figure that the charts know; the table has them." : "Loading …"}</p>}
+          {metric ? <Charts rows={rows} metric={metric} /> : <p className="quiet">{rows.length ? "These rows have no figure that the charts know; the table has them." : nothing}</p>}
         </div>
       </section>
       <section className="panel">
         <h2>Rows</h2>
-        {found.data?.rows.length ? <RawTable rows={rows} columns={found.data.columns} /> : <p className="quiet">No row matches.</p>}
+        <p className="small quiet">
+          Density is the share of causal blocks that is computed. Methods of HADS are named selector/policy: the selector picks the blocks of a
+          row, the policy splits the budget over heads.
+        </p>
+        {found.data && rows.length ? <RawTable rows={rows} columns={found.data.columns} /> : <p className="quiet">{nothing}</p>}
       </section>
       <section className="panel">
         <h2>Result files</h2>

@@ -5,7 +5,7 @@ import { Problem, Waiting } from "@/components/client";
 import { CopyPython } from "@/components/copy";
 import { options, Select, Slider } from "@/components/fields";
 import type { Schemas } from "@/lib/api";
-import { fixed, whole } from "@/lib/format";
+import { count, fixed } from "@/lib/format";
 import { numberOf, useQuery } from "@/lib/url";
 import { useGet } from "@/lib/use-get";
 
@@ -69,16 +69,16 @@ function Drawing({ choices }: { choices: Schemas["MaskChoices"] }) {
         )}
         <Problem error={found.error} />
         {found.data ? (
-          <>
+          <div className={found.isLoading ? "stale" : ""}>
             <p>
-              Density <b>{fixed(found.data.density_ratio)}</b> of {found.data.density_of}: {whole(found.data.visited_blocks)} blocks of{" "}
-              {found.data.block} × {found.data.block} tokens are visited.
+              Density <b>{fixed(found.data.density_ratio)}</b> of {found.data.density_of}: {count(found.data.visited_blocks, "block")} of{" "}
+              {found.data.block} × {found.data.block} tokens {found.data.visited_blocks === 1 ? "is" : "are"} visited.
             </p>
             <CopyPython code={found.data.python} what="this mask" />
-          </>
+          </div>
         ) : null}
       </div>
-      {found.data ? <Grid found={found.data} /> : <Waiting>Computing …</Waiting>}
+      {found.data ? <div className={found.isLoading ? "stale" : ""}><Grid found={found.data} /></div> : <Waiting>Computing …</Waiting>}
     </div>
   );
 }

@@ -5,17 +5,20 @@ import { fixed, percent, signed, whole } from "@/lib/format";
 
 type Plan = Schemas["PlanFigures"];
 
+const estimated = (value: number | null) => (value === null ? "no estimate" : fixed(value));
+
 const ROWS: { name: string; value: (plan: Plan) => string }[] = [
   { name: "density", value: (x) => fixed(x.density_ratio, 4) },
   { name: "blocks visited", value: (x) => `${whole(x.visited_blocks)} of ${whole(x.causal_blocks)}` },
   { name: "products, selection included, ÷ dense", value: (x) => fixed(x.cost_ratio) },
-  { name: "KL of attention, estimated", value: (x) => fixed(x.estimated_kl) },
-  { name: "error of the output, estimated", value: (x) => fixed(x.estimated_output_error) },
-  { name: "attention mass kept, estimated", value: (x) => fixed(x.estimated_recall) },
+  { name: "KL of attention, estimated", value: (x) => estimated(x.estimated_kl) },
+  { name: "error of the output, estimated", value: (x) => estimated(x.estimated_output_error) },
+  { name: "attention mass kept, estimated", value: (x) => estimated(x.estimated_recall) },
 ];
 
 /** Two plans: what the profile estimates, and what was measured. */
-export function CostTable({ plans }: { plans: [Plan, Plan] }) {
+export function CostTable({ plans, ownLength }: { plans: [Plan, Plan]; ownLength: number }) {
+  const isUnknown = plans[0].estimated_kl === null;
   return (
     <>
       <div className="scroll" tabIndex={0} role="region" aria-label="Cost and quality of the two plans">
@@ -40,13 +43,13 @@ export function CostTable({ plans }: { plans: [Plan, Plan] }) {
             <tr>
               <th scope="row">perplexity against dense, measured</th>
               {plans.map((x, i) => (
-                <td key={i} className="number"><Measured plan={x} /></td>
+                <td key={i} className="number"><Measured plan={x} ownLength={ownLength} /></td>
               ))}
             </tr>
           </tbody>
         </table>
       </div>
-      <p className="small quiet">Estimates: {plans[0].estimate_note}.</p>
+      <p className={isUnknown ? "small notice" : "small quiet"}>{isUnknown ? "Why there is no estimate" : "Estimates"}: {plans[0].estimate_note}.</p>
       {[...new Set(plans.flatMap((x) => x.notes))].map((x) => (
         <p key={x} className="small notice">{x}</p>
       ))}
@@ -54,7 +57,10 @@ export function CostTable({ plans }: { plans: [Plan, Plan] }) {
   );
 }
 
-function Measured({ plan }: { plan: Plan }) {
+function Measured({ plan, ownLength }: { plan: Plan; ownLength: number }) {
+  if (!plan.measured.length && plan.length !== ownLength) {
+    return <span className="quiet">not measured at {whole(plan.length)} tokens</span>;
+  }
   if (!plan.measured.length) return <span className="quiet">not published for this model and density</span>;
   return (
     <>

@@ -21,6 +21,7 @@ const POLICIES = [
   { value: "uniform", label: "uniform", title: "Every head keeps the same share: the control." },
 ];
 const DEFAULT = { density: 0.43, policy: "output", other: "uniform", selector: "mean_query" };
+const PLAN = "/api/profiles/{name}/plan";
 const LENGTHS = [0.25, 0.5, 1, 2, 4, 8, 16]; // of the profile's own
 
 type Summary = Schemas["ProfileSummary"];
@@ -44,21 +45,27 @@ interface Props {
 
 function OfProfile({ profiles, profile, onProfile }: Props) {
   const [query, set] = useQuery();
-  const density = numberOf(query, "density", DEFAULT.density);
   const policy = query.get("policy") ?? DEFAULT.policy;
   const other = query.get("other") ?? DEFAULT.other;
   const selector = query.get("selector") ?? (profile.selectors.includes(DEFAULT.selector) ? DEFAULT.selector : (profile.selectors[0] ?? "static"));
   const length = numberOf(query, "length", profile.length);
+  // The least density of another length is in every plan of that length; density 1 is always possible.
+  const isOwn = length === profile.length;
+  const dense = useGet(isOwn ? null : PLAN, { name: profile.name, density: 1, selector, length, policy: "uniform" });
+  const exact = isOwn ? profile.least_density_ratio : dense.isLoading || dense.error ? null : (dense.data?.least_density_ratio ?? null);
+  const least = Math.ceil(100 * (exact ?? 0.01)) / 100;
+  const wanted = numberOf(query, "density", DEFAULT.density);
+  const density = Math.max(wanted, least);
   const values = { name: profile.name, density, selector, length };
-  const a = useGet("/api/profiles/{name}/plan", { ...values, policy });
-  const b = useGet("/api/profiles/{name}/plan", { ...values, policy: other });
+  const a = useGet(exact === null ? null : PLAN, { ...values, policy });
+  const b = useGet(exact === null ? null : PLAN, { ...values, policy: other });
+  const isStale = a.isLoading || b.isLoading || exact === null;
   const selected = {
     layer: Math.min(numberOf(query, "layer", 0), profile.layers - 1),
     head: Math.min(numberOf(query, "head", 0), profile.heads - 1),
   };
-  const least = Math.ceil(100 * (length === profile.length ? profile.least_density_ratio : (a.data?.least_density_ratio ?? 0.02))) / 100;
   const onSelect = (layer: number, head: number) => set({ layer, head });
-  if (!a.of || !b.of) return <Waiting isPage>Making two plans …</Waiting>; // nothing was answered yet
+  if ((!a.of || !b.of) && !dense.error) return <Waiting isPage>Making two plans …</Waiting>; // nothing was answered yet
   return (
     <div className="stack">
       <section className="panel" aria-label="Plan">
@@ -73,7 +80,7 @@ function OfProfile({ profiles, profile, onProfile }: Props) {
           />
           <Slider
             label="Density, mean over all heads:"
-            value={Math.max(density, least)}
+            value={density}
             shown={fixed(density, 2)}
             min={least}
             max={1}
@@ -86,19 +93,30 @@ function OfProfile({ profiles, profile, onProfile }: Props) {
           <Choices name="other" label="Compared with" value={other} options={POLICIES} onChange={(x) => set({ other: x })} />
         </div>
         <p className="small quiet">
-          Measured on {whole(profile.documents)} documents of {whole(profile.length)} tokens in blocks of {profile.block}; model{" "}
-          {profile.model_hash.slice(0, 8)}, data {profile.data_hash.slice(0, 8)}. The first block and the diagonal are always kept:
-          at least density {fixed(profile.least_density_ratio, 2)} at this length.
+          A profile is a measurement of where the heads of a model look. A policy splits the budget over heads and rows; the selector, “blocks
+          are chosen by”, picks the blocks of each row within it. Density is the share of causal blocks that is computed.
         </p>
-        <Problem error={a.error ?? b.error} />
+        <p className="small quiet">
+          Measured on {whole(profile.documents)} documents of {whole(profile.length)} tokens in blocks of {profile.block}; model{" "}
+          {profile.model_hash.slice(0, 8)}, data {profile.data_hash.slice(0, 8)}. The first block and the diagonal are always kept:{" "}
+          {exact === null ? "…" : `at least density ${fixed(exact, 2)} at ${whole(length)} tokens.`}
+          {wanted < density && exact !== null ? ` Density ${fixed(wanted, 2)} is not possible at this length; ${fixed(density, 2)} is shown.` : ""}
+        </p>
+        <Problem error={dense.error ?? a.error ?? b.error} />
       </section>
       <div className="columns two">
-        <Budget plan={a.data} name={policy} isStale={a.isLoading} selected={selected} onSelect={onSelect} values={{ ...values, policy }} />
-        <Budget plan={b.data} name={other} isStale={b.isLoading} selected={selected} onSelect={onSelect} values={{ ...values, policy: other }} />
+        <Budget plan={a.data} name={policy} isStale={a.isLoading || exact === null} selected={selected} onSelect={onSelect} values={{ ...values, policy }} />
+        <Budget plan={b.data} name={other} isStale={b.isLoading || exact === null} selected={selected} onSelect={onSelect} values={{ ...values, policy: other }} />
       </div>
       <section className="panel">
         <h2>Cost and quality</h2>
-        {a.data && b.data ? <CostTable plans={[a.data, b.data]} /> : <Waiting>Making the plans …</Waiting>}
+        {a.data && b.data ? (
+          <div className={isStale ? "stale" : ""}>
+            <CostTable plans={[a.data, b.data]} ownLength={profile.length} />
+          </div>
+        ) : (
+          <Waiting>Making the plans …</Waiting>
+        )}
       </section>
       <OfHead profile={profile} selected={selected} plans={[a.data, b.data]} names={[policy, other]} density={density} />
       <section className="panel">

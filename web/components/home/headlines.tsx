@@ -12,7 +12,7 @@ export function Headlines() {
   }, []);
   if (error) return <Problem error={error} />;
   return (
-    <ul className="headlines" style={{ minHeight: "11rem" }} aria-busy={found === null}>
+    <ul className="headlines" style={{ minHeight: "20rem" }} aria-busy={found === null}>
       {found?.map((x) => (
         <li key={x.result} className="panel">
           <b>{x.figure}</b>

@@ -3,7 +3,7 @@
 import { useEffect, useState } from "react";
 import { Problem } from "@/components/client";
 import { get, type Schemas } from "@/lib/api";
-import { fixed, percent, signed } from "@/lib/format";
+import { count, fixed, methodName, percent, signed } from "@/lib/format";
 
 interface Row {
   method: Schemas["MethodFigures"];
@@ -11,6 +11,33 @@ interface Row {
 }
 
 const IDLE_MILLISECONDS = 500; // after the last change of the density
+
+const COLUMNS = 6;
+
+/** The figures of a method; of one that is still to be measured, dots. */
+function cells(row: Row | undefined): string[] {
+  if (!row) return Array.from({ length: COLUMNS }, () => "…");
+  const { method, words } = row;
+  const gap = words.perplexity_gap;
+  return [
+    fixed(method.density_ratio),
+    fixed(method.mean_recall),
+    fixed(method.mean_kl),
+    fixed(method.next_kl, 4),
+    percent(words.changed_ratio),
+    gap === null ? fixed(gap) : `${signed(100 * gap, 2)}%`,
+  ];
+}
+
+/** Methods that keep the same blocks: all heads have the same density, mass and KL. */
+function alike(rows: Row[]): string[][] {
+  const groups = new Map<string, string[]>();
+  for (const { method } of rows) {
+    const key = JSON.stringify([method.shares, method.recall, method.kl]);
+    groups.set(key, [...(groups.get(key) ?? []), method.method]);
+  }
+  return [...groups.values()].filter((x) => x.length > 1);
+}
 
 interface Props {
   id: string;
@@ -56,33 +83,41 @@ export function Comparison({ id, methods, density, chosen, onChoose }: Props) {
           <thead>
             <tr>
               <th scope="col">method</th>
-              {["density", "mass kept", "KL of attention", "KL of next token", "words changed", "perplexity"].map((x) => (
+              {["density", "mass kept", "KL of attention", "KL of next word", "predictions changed", "perplexity"].map((x) => (
                 <th key={x} scope="col" className="number">{x}</th>
               ))}
             </tr>
           </thead>
           <tbody>
-            {rows.rows.map(({ method, words }) => (
-              <tr key={method.method} aria-selected={method.method === chosen}>
+            {methods.map((name) => (
+              <tr key={name} aria-selected={name === chosen}>
                 <td>
-                  <button type="button" className="plain" onClick={() => onChoose(method.method)}>
-                    {method.method.replaceAll("_", " ")}
+                  <button type="button" className="plain" onClick={() => onChoose(name)}>
+                    {methodName(name)}
                   </button>
                 </td>
-                <td className="number">{fixed(method.density_ratio)}</td>
-                <td className="number">{fixed(method.mean_recall)}</td>
-                <td className="number">{fixed(method.mean_kl)}</td>
-                <td className="number">{fixed(method.next_kl, 4)}</td>
-                <td className="number">{percent(words.changed_ratio)}</td>
-                <td className="number">{signed(100 * (words.perplexity_gap ?? NaN), 2)}%</td>
+                {cells(rows.rows.find((x) => x.method.method === name)).map((x, i) => (
+                  <td key={i} className="number">{x}</td>
+                ))}
               </tr>
             ))}
           </tbody>
         </table>
       </div>
       <p className="small quiet" role="status">
-        {left > 0 ? `${left} methods are still to be measured …` : "All methods are measured, on the same text and at the same density."}
+        {left > 0 ? `${count(left, "method")} still to be measured …` : "All methods are measured, on the same text and at the same density."}
       </p>
+      {isCurrent ? alike(rows.rows).map((names) => (
+        <p key={names.join()} className="small quiet">
+          {names.map(methodName).join(" and ")} keep the same blocks of this text at this density, so their figures are the same.
+        </p>
+      )) : null}
+      {methods.includes("oracle") ? (
+        <p className="small quiet">
+          The oracle knows the attention mass of every block beforehand and keeps those of highest mass. It is an oracle of mass only: its
+          predictions, and so its perplexity, can be further from dense than another method’s.
+        </p>
+      ) : null}
       <Problem error={error} />
     </>
   );

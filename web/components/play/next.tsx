@@ -3,16 +3,16 @@
 import type { Schemas } from "@/lib/api";
 import { fixed, percent, visible } from "@/lib/format";
 
-/** The most likely next tokens: with this method, and with dense attention. */
+/** The most likely next words, by tokens: with this method, and with dense attention. */
 export function NextToken({ found }: { found: Schemas["MethodFigures"] }) {
   const most = Math.max(...found.next.map((x) => Math.max(x.probability, x.dense_probability)), 1e-9);
   return (
     <>
       <table className="bars small">
-        <caption className="hidden-text">Probabilities of the next token</caption>
+        <caption className="hidden-text">Probabilities of the next word</caption>
         <thead className="hidden-text">
           <tr>
-            <th scope="col">token</th>
+            <th scope="col">word</th>
             <th scope="col">bar</th>
             <th scope="col">sparse</th>
             <th scope="col">dense</th>

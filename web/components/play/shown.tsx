@@ -11,7 +11,7 @@ import { Comparison } from "@/components/play/methods";
 import { NextToken } from "@/components/play/next";
 import { ChangedWords, pieces } from "@/components/play/words";
 import type { Schemas } from "@/lib/api";
-import { fixed, percent, seconds, visible } from "@/lib/format";
+import { count, fixed, methodName, percent, seconds, visible } from "@/lib/format";
 import { numberOf, useQuery } from "@/lib/url";
 import { useGet } from "@/lib/use-get";
 import { useSettled } from "@/lib/use-settled";
@@ -77,7 +77,7 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
           value={method}
           options={model.methods
             .filter((x) => figures.methods.includes(x.name))
-            .map((x) => ({ value: x.name, label: x.name === "hads" ? "HADS" : x.name.replaceAll("_", " "), title: x.description }))}
+            .map((x) => ({ value: x.name, label: methodName(x.name), title: x.description }))}
           onChange={(x) => set({ method: x === "hads" ? null : x })}
         />
         <p className="small quiet">{about}.</p>
@@ -88,8 +88,14 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
           min={least}
           max={1}
           step={0.01}
+          isDisabled={least >= 1}
           onChange={(x) => set({ density: x })}
         />
+        <p className="small quiet">
+          {least >= 1
+            ? `This text is too short to leave out any block: it has ${count(figures.row_blocks, "block")}, and the first block and the diagonal are always kept.`
+            : `The least density of this text is ${fixed(least, 2)}: the first block and the diagonal are always kept.`}
+        </p>
         {found.data ? (
           <Summary found={found.data} next={predicted.data} isStale={found.isLoading} isNextStale={isPredicting} />
         ) : (
@@ -101,7 +107,9 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
       <div className="columns side">
         <section className={classOf("map")} data-panel="map">
           <h2>Heads</h2>
-          <HeadMap figures={figures} found={found.data} selected={selected} />
+          <div className={found.isLoading ? "stale" : ""}>
+            <HeadMap figures={figures} found={found.data} selected={selected} />
+          </div>
         </section>
         <section className={classOf("head")} data-panel="head">
           <h2>
@@ -111,7 +119,7 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
         </section>
       </div>
       <div className="columns wide-left">
-        <section className={classOf("words")} data-panel="words">
+        <section className="panel">
           <h2>Words that change</h2>
           {words.data ? (
             <div className={isComparing ? "stale" : ""}>
@@ -132,7 +140,7 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
           )}
         </section>
       </div>
-      <section className="panel">
+      <section className={classOf("methods")} data-panel="methods">
         <h2>All methods at density {fixed(density, 2)}</h2>
         {query.get("compare") ? (
           <Comparison

@@ -3,8 +3,8 @@
 import { useEffect, useState } from "react";
 import { Problem } from "@/components/client";
 import { Select } from "@/components/fields";
-import type { Schemas } from "@/lib/api";
-import { whole } from "@/lib/format";
+import { Refused, type Schemas } from "@/lib/api";
+import { count, whole } from "@/lib/format";
 import type { Reading } from "@/lib/use-text";
 
 interface Props {
@@ -62,13 +62,18 @@ export function TextPanel({ model, reading, block, onBlock, onExample }: Props) 
         <p className="small quiet" role="status" style={{ flex: "1 1 16rem" }}>
           {isReading
             ? "The model reads … The first text of a length takes some seconds, because its program is compiled."
-            : figures
-              ? `${whole(figures.length)} tokens in ${figures.row_blocks} blocks of ${figures.block}${figures.is_cut ? "; the rest is more than the model reads" : ""}.`
+            : figures && reading.of === reading.text
+              ? `${count(figures.length, "token")} in ${count(figures.row_blocks, "block")} of ${figures.block}${figures.is_cut ? "; the rest is more than the model reads" : ""}.`
               : ""}
         </p>
       </div>
       {example ? <p className="small">{example.about}{example.layer !== null && example.layer !== undefined ? ` It is layer ${example.layer}, head ${example.head}.` : ""}</p> : null}
-      <Problem error={reading.error} />
+      {!isSame && figures && !isReading ? <p className="small notice" role="status">The results below are of the text before your changes; “Read this text” reads the new one.</p> : null}
+      {reading.error instanceof Refused ? (
+        <p className="notice" role="alert">This text was refused: {reading.error.message}.</p>
+      ) : (
+        <Problem error={reading.error} />
+      )}
     </>
   );
 }

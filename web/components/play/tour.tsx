@@ -5,7 +5,7 @@ import type { Schemas } from "@/lib/api";
 
 export interface Stop {
   /** The panel that the step is about. */
-  panel: "text" | "map" | "head" | "controls" | "words";
+  panel: "text" | "map" | "head" | "controls" | "methods";
   title: string;
   words: string;
 }
@@ -15,7 +15,7 @@ export const STOPS: Stop[] = [
     panel: "text",
     title: "A model reads a text",
     words:
-      "The text is cut into tokens, and the tokens into blocks. To predict the next token, attention compares every token with every earlier one: twice the text, four times the work. Here the same passage comes twice, so there is something to find.",
+      "The text is cut into tokens, which are words or parts of words, and the tokens into blocks. To predict the next word, attention compares every token with every earlier one: twice the text, four times the work. Here the same passage comes twice, so there is something to find.",
   },
   {
     panel: "map",
@@ -36,12 +36,14 @@ export const STOPS: Stop[] = [
       "Density is the share of blocks that is computed. Drag the slider: masks shrink, the dropped mass grows, and the distribution of the next word begins to move. The work falls in proportion.",
   },
   {
-    panel: "words",
-    title: "Which blocks matters more than how many",
+    panel: "methods",
+    title: "Which blocks are kept matters more than how many",
     words:
-      "Now random blocks take the place of chosen ones, at the same density. The marked words are those where the model changes its mind. Switch back to HADS in the table and count again.",
+      "Now random blocks take the place of chosen ones, at the same density. The table has every method: compare the predictions that random and HADS change. The words where that happens are marked above it; choose HADS in the table to see its own.",
   },
 ];
+
+const SHOW_MILLISECONDS = 100; // what a step changes on the page is drawn before the page moves to it
 
 /** What the page shows at a step; the reader may change everything. */
 export function stateOf(
@@ -56,7 +58,7 @@ export function stateOf(
     case 3:
       return { ...head, method: null };
     case 4:
-      return { ...head, density: Math.min(least + 0.15, 1).toFixed(2) };
+      return { ...head, method: null, density: Math.min(least + 0.15, 1).toFixed(2) };
     case 5:
       return { method: "random", compare: 1 };
     default:
@@ -66,17 +68,20 @@ export function stateOf(
 
 interface Props {
   step: number;
-  onStep: (step: number | null) => void;
+  /** Whether the panels that the steps are about are there. */
+  isReady: boolean;
+  onStep: (step: number | null, isDone?: boolean) => void;
 }
 
-export function Tour({ step, onStep }: Props) {
+export function Tour({ step, isReady, onStep }: Props) {
   const title = useRef<HTMLHeadingElement>(null);
   const stop = STOPS[step - 1];
+  useEffect(() => title.current?.focus({ preventScroll: true }), [stop]);
   useEffect(() => {
-    const panel = document.querySelector(`[data-panel="${stop?.panel}"]`);
-    panel?.scrollIntoView({ block: "start", behavior: "smooth" });
-    title.current?.focus({ preventScroll: true });
-  }, [stop]);
+    const show = () => document.querySelector(`[data-panel="${stop?.panel}"]`)?.scrollIntoView({ block: "start", behavior: "smooth" });
+    const timer = setTimeout(show, SHOW_MILLISECONDS);
+    return () => clearTimeout(timer);
+  }, [stop, isReady]);
   if (!stop) return null;
   const isLast = step === STOPS.length;
   return (
@@ -93,7 +98,7 @@ export function Tour({ step, onStep }: Props) {
         <button type="button" onClick={() => onStep(step - 1)} disabled={step === 1}>
           Back
         </button>
-        <button type="button" className="main" onClick={() => onStep(isLast ? null : step + 1)}>
+        <button type="button" className="main" onClick={() => onStep(isLast ? null : step + 1, isLast)}>
           {isLast ? "Done" : "Next"}
         </button>
         {isLast ? (

@@ -23,6 +23,8 @@ function WithModel({ model }: { model: Schemas["ModelFigures"] }) {
   const block = query.has("block") ? numberOf(query, "block", 0) || null : null;
   const reading = useText(model, block);
   const { figures, readAgain } = reading;
+  const isCurrent = reading.of === reading.text && !reading.isReading;
+  const isRefused = reading.of !== reading.text && reading.error !== null;
   const tour = numberOf(query, "tour", 0);
   const stop = STOPS[tour - 1];
 
@@ -59,12 +61,17 @@ function WithModel({ model }: { model: Schemas["ModelFigures"] }) {
           </p>
         )}
       </section>
-      {figures ? (
-        <Shown key={reading.times} model={model} text={reading.text} figures={figures} panel={stop?.panel ?? ""} onLost={onLost} />
+      {figures && !isRefused ? (
+        // Results are those of one text: another one begins anew, and until it is read the old ones are faded.
+        <div className={isCurrent ? "stack" : "stack outdated"} aria-busy={!isCurrent}>
+          <Shown key={`${figures.id}-${reading.times}`} model={model} text={reading.of} figures={figures} panel={stop?.panel ?? ""} onLost={onLost} />
+        </div>
+      ) : isRefused && !reading.isReading ? (
+        <p className="quiet">There are no results: this text was not read.</p>
       ) : (
         <Waiting isPage>{reading.isReading ? "The model reads …" : reading.error ? "" : "Type or paste a text above."}</Waiting>
       )}
-      {tour ? <Tour step={tour} onStep={(x) => set({ tour: x })} /> : null}
+      {tour ? <Tour step={tour} isReady={figures !== null && isCurrent} onStep={(x, isDone) => set({ tour: x, ...(isDone ? { method: null } : {}) })} /> : null}
     </div>
   );
 }

@@ -2,7 +2,7 @@
 
 import { memo, useMemo } from "react";
 import type { Schemas } from "@/lib/api";
-import { fixed, percent, signed, visible } from "@/lib/format";
+import { count, fixed, methodName, percent, signed, visible } from "@/lib/format";
 
 type Words = Schemas["WordFigures"];
 
@@ -24,9 +24,12 @@ export const ChangedWords = memo(function ChangedWords({ texts, words, method }:
   return (
     <>
       <p className="small">
-        With <b>{method.replaceAll("_", " ")}</b> at density {fixed(words.density_ratio)}, the model expects another word than with
+        With <b>{methodName(method)}</b> at density {fixed(words.density_ratio)}, the model expects another word than with
         dense attention at <b>{percent(words.changed_ratio)}</b> of the places. Loss {fixed(words.loss_nats)} nats instead of{" "}
         {fixed(words.dense_loss_nats)}: perplexity {signed(100 * (words.perplexity_gap ?? NaN), 2)}%.
+      </p>
+      <p className="small quiet">
+        The text itself stays as it is. A word is marked where the prediction changes: before it, the model expects another word than with dense attention.
       </p>
       <div className="reading small" tabIndex={0} role="region" aria-label="The text, with changed predictions marked">
         {texts.map((text, i) => {
@@ -42,7 +45,7 @@ export const ChangedWords = memo(function ChangedWords({ texts, words, method }:
       </div>
       <details className="small">
         <summary>
-          List the {words.changed.length} changed predictions
+          List {count(words.changed.length, "changed prediction")}
         </summary>
         <div className="scroll" style={{ maxHeight: "18rem" }} tabIndex={0} role="region" aria-label="Changed predictions">
           <table className="data">

@@ -2,7 +2,7 @@
 
 import { useCallback, useMemo } from "react";
 import { Chart, type Draw } from "@/components/chart";
-import { short, signed, whole } from "@/lib/format";
+import { fixed, short, whole } from "@/lib/format";
 import { difference, perplexities, type Point, type Run, series, type TrainStep, upTo } from "@/lib/run";
 
 const HEIGHT = 240;
@@ -38,7 +38,7 @@ function Lines({ a, b, run, most, at, caption, label, isLog, dots, zero }: Lines
   const draw = useCallback<Draw>(
     (plot) => ({
       x: { domain: [0, most || 1], label: "step", tickFormat: "~s" },
-      y: { type: isLog ? "log" : "linear", label: null, grid: true, ticks: 5, tickFormat: (x: number) => short(x), zero: false },
+      y: { type: isLog ? "log" : "linear", label: null, grid: true, inset: 4, ticks: 5, tickFormat: (x: number) => short(x), zero: false },
       marks: [
         plot.ruleX(plans, { x: "step", stroke: "var(--warn)", strokeOpacity: 0.35 }),
         plot.ruleX(resumed, { stroke: "var(--ink)", strokeDasharray: "2 3" }),
@@ -65,7 +65,21 @@ function Lines({ a, b, run, most, at, caption, label, isLog, dots, zero }: Lines
   const first = a[0]?.value;
   const end = a.at(-1)?.value;
   const summary = a.length ? `${label}: from ${short(first)} to ${short(end)} over ${most} steps` : `${label}: none`;
-  return <Chart draw={draw} height={HEIGHT} label={summary} caption={caption} veil={at / (most || 1)} />;
+  return (
+    <div>
+      <Chart draw={draw} height={HEIGHT} label={summary} caption={caption} veil={at / (most || 1)} />
+      {b ? <Beside a={a} b={b} /> : null}
+    </div>
+  );
+}
+
+/** What the lines of two runs do not show: one that is not there, or is hidden behind the other. */
+function Beside({ a, b }: { a: Point[]; b: Point[] }) {
+  if (!b.length) return <p className="small quiet">The second run has no data for this chart.</p>;
+  const common = difference(a, b);
+  if (!common.length) return <p className="small quiet">The two runs have no step in common in this chart.</p>;
+  if (common.every((x) => x.value === 0)) return <p className="small quiet">Both runs have the same values: the lines coincide.</p>;
+  return null;
 }
 
 interface Props {
@@ -86,7 +100,7 @@ export function LossChart({ run, other, at, most }: Props) {
 export function PerplexityChart({ run, other, at, most, file }: Props) {
   const a = useMemo(() => perplexities(run, file), [run, file]);
   const b = useMemo(() => other && perplexities(other, file), [other, file]);
-  if (!a.length) return <p className="quiet small">This run has not been evaluated{file ? ` on ${file}` : ""}.</p>;
+  if (!a.length) return <p className="quiet small">The {other ? "first " : ""}run has not been evaluated{file ? ` on ${file}` : ""}.</p>;
   return (
     <Lines
       {...{ run, at, most, a, b: b ?? undefined }}
@@ -102,11 +116,13 @@ export function MetricChart({ run, other, at, most, metric }: Props) {
   const a = useMemo(() => series(run, metric), [run, metric]);
   const b = useMemo(() => other && series(other, metric), [other, metric]);
   const name = METRICS.find((x) => x.value === metric)?.label ?? metric;
-  if (!a.length) return <p className="quiet small">This run does not report the {name}.</p>;
+  if (!a.length) return <p className="quiet small">The {other ? "first " : ""}run does not report the {name}.</p>;
   return <Lines {...{ run, at, most, a, b: b ?? undefined }} caption={name} label={name} />;
 }
 
-export function DifferenceChart({ run, other, at, most, file }: Props) {
+const compared = (gap: number) => (gap === 0 ? "equal to" : `${fixed(100 * Math.abs(gap), 2)}% ${gap < 0 ? "lower than" : "higher than"}`);
+
+export function DifferenceChart({ run, other, at, most, file, names }: Props & { names: [string, string] }) {
   const loss = useMemo(() => (other ? difference(series(run, "loss_nats"), series(other, "loss_nats")) : []), [run, other]);
   const ratio = useMemo(() => {
     if (!other) return [];
@@ -114,6 +130,7 @@ export function DifferenceChart({ run, other, at, most, file }: Props) {
     return difference(log(perplexities(run, file)), log(perplexities(other, file)));
   }, [run, other, file]);
   const last = upTo(ratio, at);
+  if (!loss.length) return <p className="quiet">The two runs have no step in common, so there is no difference to draw.</p>;
   return (
     <>
       <Lines
@@ -133,12 +150,13 @@ export function DifferenceChart({ run, other, at, most, file }: Props) {
           />
           {last ? (
             <p className="small">
-              At step {whole(last.step)} the perplexity of the first run is that of the second{" "}
-              <b>{signed(100 * Math.expm1(last.value), 2)}%</b>.
+              At step {whole(last.step)} the perplexity of {names[0]} is <b>{compared(Math.expm1(last.value))}</b> that of {names[1]}.
             </p>
           ) : null}
         </>
-      ) : null}
+      ) : (
+        <p className="quiet small">The two runs were not evaluated on the same text at the same steps.</p>
+      )}
     </>
   );
 }

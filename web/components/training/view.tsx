@@ -155,6 +155,10 @@ function Replay({ run, other, isLive, names }: ReplayProps) {
           onSpeed={(seconds) => set({ speed: seconds === DEFAULT_SECONDS ? null : seconds })}
         />
         <Readout run={run} at={at} file={file} />
+        <p className="small quiet">
+          A plan is a budget of blocks for every head. Its density is the share of causal blocks that the budgets allow; visited is the share
+          that the batch computed, which is less where a batch has several documents, since none attends to another.
+        </p>
         <ul className="legend">
           <li><i className="line" style={{ background: "var(--accent)" }} />{names[0]}</li>
           {other ? <li><i className="line" style={{ background: "var(--c8)" }} />{names[1]}</li> : null}
@@ -174,7 +178,7 @@ function Replay({ run, other, isLive, names }: ReplayProps) {
       {other ? (
         <section className="panel">
           <h2>Difference of the two runs</h2>
-          <div className="columns two"><DifferenceChart {...shown} /></div>
+          <div className="columns two"><DifferenceChart {...shown} names={names} /></div>
         </section>
       ) : null}
       <section className="panel">

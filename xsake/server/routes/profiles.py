@@ -193,7 +193,7 @@ def _plan_figures(
                 perplexity_gap=number(row.get("perplexity_gap")),
                 perplexity_gap_standard_error=number(row.get("perplexity_gap_standard_error")),
             )
-            for row in profiles.measured(served.results.tables(), plan)
+            for row in profiles.measured(served.results.tables(), plan, length)
         ],
         python=profiles.plan_python(served.profiles.python_path(name), plan, given.length),
     )
