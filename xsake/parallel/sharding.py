@@ -62,8 +62,8 @@ def spec(axes: Axes, shape: Sequence[int] | None = None, mesh: AnyMesh | None = 
     With shape and mesh, a batch of one row stays whole, and so does a vocabulary that the mesh does
     not divide.
 
-    >>> spec(("layers", "embed", "heads", "head_size"))
-    PartitionSpec(None, 'fsdp', 'tensor', None)
+    >>> tuple(spec(("layers", "embed", "heads", "head_size")))
+    (None, 'fsdp', 'tensor', None)
     """
     found: list[Any] = []
     for number, name in enumerate(axes):

@@ -20,8 +20,8 @@ class Stragglers:
         """The median of the steps before, if this one took ten times as long; else None.
 
         >>> times = Stragglers()
-        >>> [times.median_if_slow(x) for x in (2, 1, 1, 1, 1, 9.9, 10.1)]
-        [None, None, None, None, None, None, 1]
+        >>> [times.median_if_slow(x) for x in (2.0, 1.0, 1.0, 1.0, 1.0, 9.9, 10.1)]
+        [None, None, None, None, None, None, 1.0]
         """
         known = self._seconds
         median = statistics.median(known) if len(known) >= LEAST else None
