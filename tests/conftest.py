@@ -31,7 +31,6 @@ if importlib.metadata.version("jax").startswith("0.10."):
 LONGEST_FIRST = [
     "tests/parallel/test_mesh.py",
     "tests/parallel/test_processes.py",
-    "tests/train/test_kill.py",
     "tests/parallel/test_context.py",
     "tests/backends/test_conformance.py",
     "tests/test_probes.py",

@@ -16,14 +16,14 @@ from xsake.observe.events import PlanSwapped, Resumed, TrainStep
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.second_python  # it spends its time in processes of its own
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # for ten kills, or two on a busy machine
 @pytest.mark.parametrize(
     ("steps", "kills", "seed"),
     [
         (20, 2, 0),
-        pytest.param(40, 3, 0, marks=pytest.mark.slow),
-        pytest.param(40, 10, 1, marks=pytest.mark.slow),
+        (40, 3, 0),
+        (40, 10, 1),
     ],
 )
 def test_a_killed_run_is_bit_identical_to_an_undisturbed_one(tmp_path, steps, kills, seed):
