@@ -29,7 +29,6 @@ if importlib.metadata.version("jax").startswith("0.10."):
 # Files are given to the workers in this order, then as they are collected: those that take longest
 # first, so that no worker is left with a long one at the end.
 LONGEST_FIRST = [
-    "tests/parallel/test_mesh.py",
     "tests/parallel/test_processes.py",
     "tests/parallel/test_context.py",
     "tests/backends/test_conformance.py",

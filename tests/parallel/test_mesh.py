@@ -36,10 +36,11 @@ def test_training_on_eight_devices_equals_training_on_one(tmp_path):
 @pytest.mark.parametrize(
     "shapes",
     [
-        pytest.param(["fsdp=2,context=2,tensor=2"], marks=pytest.mark.second_python),
-        pytest.param([], marks=pytest.mark.slow),
+        ["fsdp=2,context=2,tensor=2"],
+        [],
     ],
 )
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_twenty_steps_on_a_mesh_equal_those_on_one_device(shapes):
     """And devices hold their shares of the state, by bytes; a checkpoint is read on any mesh."""

@@ -28,9 +28,8 @@ from xsake.backends.options import XlaSteps
 from xsake.block_mask import BlockMask
 from xsake.masks.rule import Leaf, Tokens
 
-# Calls whose lists hold at most so many token pairs use one loop, and keep the order of memory. A
-# guess: with more, the loop for full blocks saves more time over many calls than it takes to
-# compile.
+# Calls whose lists hold at most so many token pairs use one loop. A guess: with more, the loop for
+# full blocks saves more time over many calls than it takes to compile.
 FEW_PAIRS = 1 << 22
 
 
@@ -273,7 +272,7 @@ def work_order(
 
     Returns one sequence of chunks, or up to `side_by_side` if there are many chunks. Row blocks
     with equally many visits stay in the order of memory: heads of the same tokens are neighbours.
-    With `one_loop` all do, because sorting takes long to compile.
+    With `one_loop` all do if heads share their lists, because sorting takes long to compile.
     """
     blocks = mask.kv_count.shape[2]
     total, most = sizes.B * blocks * sizes.N, max(1, steps.rows // mask.block[0])
@@ -283,7 +282,7 @@ def work_order(
     per_chunk = -(-total // chunks)  # chunks of equal size
     row = np.arange(total, dtype=np.int32)
     order: Any = row
-    if chunks > 1 and not steps.one_loop:
+    if chunks > 1 and (mask.kv_count.shape[1] > 1 or not steps.one_loop):
         b, i, n = _coordinates(row, blocks, sizes)
         at = list_index(mask, sizes, b, n) * blocks + i
         count, full = flat(mask.kv_count, at), flat(mask.full_count, at)
