@@ -55,7 +55,7 @@ def traffic() -> Iterator[Record]:
         ("window of 1,024 and the first 128 keys", sinks, "ring"),
         ("window of 1,024 and the first 128 keys", sinks, "gather"),
     ):
-        told = explain_context(q, k, k, rule, devices=DEVICES, method=method)
+        explained = explain_context(q, k, k, rule, devices=DEVICES, method=method)
         tokens = P(None, "context")
 
         def attend(q: Any, k: Any, v: Any, rule: Any = rule, method: str = method) -> Any:
@@ -66,7 +66,7 @@ def traffic() -> Iterator[Record]:
         sent = module["all-to-all" if method == "gather" else "collective-permute"]
         received = sent.bytes
         if method == "gather":  # without the requests, int32, and without a device's own part
-            requests = DEVICES * told.estimates[method].capacity * 4
+            requests = DEVICES * explained.estimates[method].capacity * 4
             received = (received - requests) * (DEVICES - 1) // DEVICES
         yield {
             "suite": "traffic",
@@ -78,8 +78,8 @@ def traffic() -> Iterator[Record]:
             "H": HEAD_SIZE,
             "collectives": sent.count,
             "received_bytes": received,
-            "estimated_bytes": told.estimates[method].received_bytes,
-            "all_gather_bytes": told.all_gather_bytes,
+            "estimated_bytes": explained.estimates[method].received_bytes,
+            "all_gather_bytes": explained.all_gather_bytes,
             "chosen_method": explain_context(q, k, k, rule, devices=DEVICES).method,
         }
 

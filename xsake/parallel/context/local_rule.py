@@ -99,13 +99,12 @@ def _lengths(rule: carrying.Lengths, at: dict[str, Array | None]) -> Rule:
         parts.append(
             whole if k is None else masks.at_positions(carrying.Prefix(rule.key_value), None, k)
         )
-    if rule.query is None:
-        pass
-    elif q is None or k is None:
-        parts.append(carrying.Lengths(rule.query, None))
-    else:
-        ids = jnp.where(q < rule.query[:, None], 0, -1)  # 0 sees every key, -1 none
-        parts.append(carrying.Documents(ids, jnp.zeros_like(k)))
+    if rule.query is not None:
+        if q is None or k is None:
+            parts.append(carrying.Lengths(rule.query, None))
+        else:
+            ids = jnp.where(q < rule.query[:, None], 0, -1)  # 0 sees every key, -1 none
+            parts.append(carrying.Documents(ids, jnp.zeros_like(k)))
     return combine(parts)
 
 
