@@ -20,9 +20,13 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per column
 
 def tiles(*dims, dtype):
     """Shared memory for products and copies: tiles of 8 rows of 128 bytes, swizzled."""
+    return plgpu.SMEM(dims, dtype, transforms=swizzled(dtype))
+
+
+def swizzled(dtype):
+    """How the elements of `tiles` lie in memory."""
     columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((ALIGNED, columns)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(dims, dtype, transforms=transforms)
+    return plgpu.TilingTransform((ALIGNED, columns)), plgpu.SwizzleTransform(128)
 
 
 def slot_of(t, stages):

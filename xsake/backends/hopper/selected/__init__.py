@@ -27,7 +27,7 @@ from xsake.backends.hopper import limits
 
 LOG2E = math.log2(math.e)
 BLOCK = 64  # keys of a kv block of the kernels; larger blocks are several of these
-GROUPS = (8, 16, 32, 64)  # query heads of a kv head; others are padded with zeros
+GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a kv head; others are padded with zeros
 MAX_HEAD = 128
 # Tokens whose parts are computed together: fewer, and tiles are less full; more, and their queries
 # do not stay in the L2 cache.

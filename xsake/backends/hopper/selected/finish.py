@@ -1,7 +1,7 @@
 """The end of the forward over selected blocks on Hopper (sm90): forced blocks, and all parts.
 
     first and last blocks, which neighbouring tokens share ─ S = Q Kᵀ ─ softmax ─ O = P V ─┐
-    parts [slots, g, Hv] ─ one TMA copy for each token and selection ──────────────────────┴─ out
+    parts [slots, g, Hv] ─ a copy for each token and selection (gather.py) ────────────────┴─ out
 
 Blocks that every token selects need no parts: the query heads of 64 / g neighbouring tokens are a
 tile of 64 rows, and two such tiles share the keys in shared memory.
@@ -21,11 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake import _jax
 from xsake.backends.hopper.layouts import LOG2E, ROW, ROWS, TILE, div_rem, slot_of, tiles
 from xsake.backends.hopper.selected import BLOCK
+from xsake.backends.hopper.selected.gather import Copies
 from xsake.backends.hopper.selected.spans import launch, over_columns, product, values
 
 COMPUTE_WGS = 2
 KV_STAGES = 2
 PART_STAGES = 3  # for each compute warpgroup
+LAG = 3  # tiles of parts of small groups that are copied before one is reported
 
 
 def finish(
@@ -52,18 +54,20 @@ def finish(
     kernel = _Kernel(q, k, v, slots, forced, scale, interpret)
     T, K, _ = slots.shape
     group, Hv = part.shape[1:]
+    token = jnp.minimum(begin[1] + jnp.arange(T, dtype=jnp.int32), kernel.length - 1)
+    rows = ((begin[0] * kernel.length + token) * K)[:, None] + jnp.arange(K, dtype=jnp.int32)
     out, total = launch(
         kernel,
         "xsake_finish",
         COMPUTE_WGS + 1,
-        (q, k, v, part, lse, slots.reshape(-1), begin),
+        (q, k, v, part, lse, slots.reshape(-1), rows.reshape(-1), begin),
         (
-            jax.ShapeDtypeStruct((T * K, group, Hv), q.dtype),
+            kernel.copies.stored(T, K, Hv, q.dtype),
             jax.ShapeDtypeStruct((K, T * group), jnp.float32),
         ),
         interpret,
     )
-    return out.reshape(T, K, group, Hv), total
+    return kernel.copies.by_token(out, T, K), total
 
 
 class _Kernel:
@@ -76,7 +80,8 @@ class _Kernel:
         self.Hv, self.kv_blocks = v.shape[-1], k.shape[1] // BLOCK
         self.initial, self.local = forced
         self.scale = scale
-        self.tokens = ROWS // self.group  # of a tile
+        self.copies = Copies(self.group)
+        self.tokens = self.copies.tokens  # of a tile
         self.unit = COMPUTE_WGS * self.tokens  # tokens of a unit of work: in one block
         self.runs = self.T // self.unit
         self.units = self.K * self.runs
@@ -93,15 +98,15 @@ class _Kernel:
             part_smem=tiles(slots, ROWS, self.Hv, dtype=dtype),
             out_smem=tiles(COMPUTE_WGS, ROWS, self.Hv, dtype=dtype),
             total_smem=plgpu.SMEM((COMPUTE_WGS, ROWS), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=self.unit),
+            q_ready=plgpu.Barrier(num_arrivals=COMPUTE_WGS * self.copies.arrivals),
             q_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             kv_ready=plgpu.Barrier(num_barriers=KV_STAGES, num_arrivals=2),
             kv_free=plgpu.Barrier(num_barriers=KV_STAGES, num_arrivals=COMPUTE_WGS),
-            part_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=self.tokens),
+            part_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=self.copies.arrivals),
             part_free=plgpu.Barrier(num_barriers=slots),
         )
 
-    def body(self, q, k, v, part, lse, slots, begin, out, total, **scratch):
+    def body(self, q, k, v, part, lse, slots, rows, begin, out, total, **scratch):
         """One CTA: what its warpgroups do."""
         wg = lax.axis_index("wg")
         b, first = begin[0], begin[1]
@@ -114,7 +119,7 @@ class _Kernel:
         @pl.when(wg == COMPUTE_WGS)
         def _():
             plgpu.set_max_registers(72, action="decrease")
-            self.memory(b, first, q, k, v, part, slots, **scratch)
+            self.memory(b, first, q, k, v, part, slots, rows, **scratch)
 
     def for_each_unit(self, visit, init):
         """carry = visit(turn, kv head, first token of the unit, counted from `first`, carry)."""
@@ -139,21 +144,35 @@ class _Kernel:
     # Memory warpgroup
 
     def memory(
-        self, b, first, q_gmem, k_gmem, v_gmem, part_gmem, slots_gmem,
+        self, b, first, q_gmem, k_gmem, v_gmem, part_gmem, slots_gmem, rows_gmem,
         *, q_smem, k_smem, v_smem, part_smem, q_ready, q_free, kv_ready, kv_free,
         part_ready, part_free, **_,
     ):  # fmt: skip
         """Copies queries, forced blocks and parts of every unit, as soon as slots are free."""
         copy = plgpu.copy_gmem_to_smem
 
-        def load(turn, head, begin, blocks):
+        def part_slot(wg, done):
+            return wg * PART_STAGES + slot_of(done, PART_STAGES)
+
+        def arrive(t):
+            done, wg = div_rem(t, COMPUTE_WGS)
+            plgpu.barrier_arrive(part_ready.at[part_slot(wg, done)])
+
+        def load(turn, head, begin, carry):
+            blocks, reported = carry
             pl.when(turn > 0)(lambda: plgpu.barrier_wait(q_free))
-            for i in range(self.unit):
-                t = jnp.minimum(first + begin + i, self.length - 1)
-                wg, at = divmod(i, self.tokens)
-                own = pl.ds(at * self.group, self.group)
-                row = (b * self.length + t) * self.K + head
-                copy(q_gmem.at[row], q_smem.at[wg, own], q_ready)
+            for wg in range(COMPUTE_WGS):
+                own = begin + wg * self.tokens
+                known = (jnp.minimum(first + own + i, self.length - 1) for i in range(self.tokens))
+                known = tuple((b * self.length + t) * self.K + head for t in known)
+                source = rows_gmem, own * self.K + head, self.K
+                self.copies.copy(q_gmem, q_smem.at[wg], q_ready, *source, found=known)
+            self.copies.commit()
+            if not self.copies.by_tma:
+                # Keys wait for the unit before: all its parts must have been reported.
+                reported = self.copies.report(turn * self.n * COMPUTE_WGS, reported, 0, arrive)
+                for _ in range(COMPUTE_WGS):
+                    plgpu.barrier_arrive(q_ready)
             current = lax.div(first + begin, jnp.int32(BLOCK))
             count = self.forced(current)
 
@@ -166,25 +185,26 @@ class _Kernel:
                 copy(k_gmem.at[b, keys, head], k_smem.at[slot], kv_ready.at[slot])
                 copy(v_gmem.at[b, keys, head], v_smem.at[slot], kv_ready.at[slot])
 
-            @pl.loop(0, self.n)
-            def _(s):
+            def load_parts(s, reported):
                 done = turn * self.n + s
                 for wg in range(COMPUTE_WGS):
-                    slot = wg * PART_STAGES + slot_of(done, PART_STAGES)
+                    slot = part_slot(wg, done)
                     read = functools.partial(plgpu.barrier_wait, part_free.at[slot])
                     pl.when(done >= PART_STAGES)(read)
-                    for i in range(self.tokens):
-                        row = ((begin + wg * self.tokens + i) * self.K + head) * self.n + s
-                        own = pl.ds(i * self.group, self.group)
-                        copy(
-                            part_gmem.at[slots_gmem[row]],
-                            part_smem.at[slot, own],
-                            part_ready.at[slot],
-                        )
+                    own = ((begin + wg * self.tokens) * self.K + head) * self.n + s
+                    self.copies.copy(
+                        *(part_gmem, part_smem.at[slot], part_ready.at[slot], slots_gmem, own),
+                        stride=self.K * self.n,
+                    )
+                    self.copies.commit()
+                    issued = done * COMPUTE_WGS + wg + 1
+                    reported = self.copies.report(issued, reported, LAG, arrive)
+                return reported
 
-            return blocks + count
+            return blocks + count, lax.fori_loop(0, self.n, load_parts, reported)
 
-        turns, blocks = self.for_each_unit(load, jnp.int32(0))
+        turns, (blocks, reported) = self.for_each_unit(load, (jnp.int32(0), jnp.int32(0)))
+        self.copies.report(turns * self.n * COMPUTE_WGS, reported, 0, arrive)
         if self.interpret:  # the interpreter requires a wait for every barrier phase
             plgpu.barrier_wait(q_free)
 
@@ -262,13 +282,7 @@ class _Kernel:
             plgpu.copy_smem_to_gmem(
                 total_smem.at[wg], total_gmem.at[head, rows], commit_group=False
             )
-            for i in range(self.tokens):
-                plgpu.copy_smem_to_gmem(
-                    out_smem.at[wg, pl.ds(i * self.group, self.group)],
-                    out_gmem.at[(begin + i) * self.K + head],
-                    commit_group=False,
-                )
-            plgpu.commit_smem_to_gmem_group()
+            self.copies.store(out_smem.at[wg], out_gmem, begin, head, self.K)
             return blocks + count
 
         self.for_each_unit(visit, jnp.int32(0))

@@ -30,11 +30,13 @@ from xsake.backends.hopper.layouts import (
     tiles,
 )
 from xsake.backends.hopper.ptx import opaque
+from xsake.backends.hopper.selected.gather import Copies
 from xsake.backends.hopper.selected.lists import TILE_ROWS, Tiles
 from xsake.backends.hopper.selected.spans import KeyBlocks, Spans, launch, limits_of
 
 COMPUTE_WGS = 2
 STAGES = 4  # tiles in flight
+LAG = 2  # tiles of small groups that are copied before a tile is reported
 SUM_COLUMNS = 32  # of dk and dv that are staged at a time
 
 
@@ -89,7 +91,8 @@ class _Kernel:
 
     def __init__(self, q, k, v, lists, scale, segments):
         self.group, self.H = q.shape[1:]
-        self.tokens = TILE_ROWS // self.group
+        self.copies = Copies(self.group)
+        self.tokens = self.copies.tokens
         self.kv_heads, self.Hv = k.shape[2], v.shape[-1]
         self.kv_blocks = k.shape[1] // ROWS
         self.scale = scale
@@ -98,7 +101,7 @@ class _Kernel:
 
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory and barriers of a CTA."""
-        copies = self.tokens + 1
+        arrivals = self.copies.arrivals + 1
         return dict(
             q_smem=tiles(STAGES, ROWS, self.H, dtype=dtype),
             d_out_smem=tiles(STAGES, ROWS, self.Hv, dtype=dtype),
@@ -108,8 +111,8 @@ class _Kernel:
             ds_smem=tiles(COMPUTE_WGS, ROWS, ROWS, dtype=dtype),
             dq_smem=tiles(COMPUTE_WGS, ROWS, self.H, dtype=dtype),
             sum_smem=tiles(COMPUTE_WGS, ROWS, SUM_COLUMNS, dtype=jnp.float32),
-            q_ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=copies),
-            d_out_ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=copies),
+            q_ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=arrivals),
+            d_out_ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=arrivals),
             q_free=plgpu.Barrier(num_barriers=STAGES),
             d_out_free=plgpu.Barrier(num_barriers=STAGES),
             kv_ready=plgpu.Barrier(num_barriers=1, num_arrivals=2),
@@ -145,27 +148,47 @@ class _Kernel:
         copy = plgpu.copy_gmem_to_smem
 
         def record(tile):
-            own_rows = (rows[tile * self.tokens + i] for i in range(self.tokens))
-            return block[tile], tuple(own_rows)
+            return block[tile], self.copies.record(rows, tile * self.tokens)
+
+        def arrive(t):
+            slot = slot_of(t, STAGES)
+            plgpu.barrier_arrive(q_ready.at[slot])
+            plgpu.barrier_arrive(d_out_ready.at[slot])
 
         def load(tile, found, done, carry):
-            (at, own_rows), (before, number) = found, carry
+            (at, own_rows), (before, number, reported) = found, carry
+            changed = at != before
             slot = slot_of(done, STAGES)
             values = pl.ds(tile * ROWS, ROWS)
 
             def fill(gmem, smem, value_gmem, value, ready, free):
                 pl.when(done >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
-                for i, row in enumerate(own_rows):
-                    own = pl.ds(i * self.group, self.group)
-                    copy(gmem.at[row], smem.at[slot, own], ready.at[slot])
+                self.copies.copy(
+                    gmem, smem.at[slot], ready.at[slot], rows, tile * self.tokens, found=own_rows
+                )
                 copy(value_gmem.at[values], statistics_smem.at[value], ready.at[slot])
 
-            fill(q_gmem, q_smem, lse_gmem, slot, q_ready, q_free)
-            pl.when(at != before)(lambda: keys.load(k_gmem, v_gmem, number, at))
-            fill(d_out_gmem, d_out_smem, delta_gmem, STAGES + slot, d_out_ready, d_out_free)
-            return at, number + (at != before).astype(jnp.int32)
+            def load_keys():
+                pl.when(changed)(lambda: keys.load(k_gmem, v_gmem, number, at))
 
-        spans.for_each_tile(record, load, (jnp.int32(-1), jnp.int32(0)))
+            fill(q_gmem, q_smem, lse_gmem, slot, q_ready, q_free)
+            if self.copies.by_tma:
+                load_keys()
+            fill(d_out_gmem, d_out_smem, delta_gmem, STAGES + slot, d_out_ready, d_out_free)
+            self.copies.commit()
+            if not self.copies.by_tma:
+                # Keys wait for the block before: all its tiles must have been reported.
+                reported = lax.cond(
+                    changed,
+                    lambda: self.copies.report(done + 1, reported, 1, arrive),
+                    lambda: self.copies.report(done + 1, reported, LAG, arrive),
+                )
+                load_keys()
+            return at, number + changed.astype(jnp.int32), reported
+
+        carry = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
+        total, (*_, reported) = spans.for_each_tile(record, load, carry)
+        self.copies.report(total, reported, 0, arrive)
 
     # Compute warpgroups
 

@@ -1,6 +1,6 @@
 """Adds the parts of every token's output on Hopper (sm90): a weighted sum of gathered rows.
 
-    parts [slots, g, Hv] ─ one TMA copy for each token and selection ─ Σ weight · part ─▶ out
+    parts [slots, g, Hv] ─ a copy for each token and selection (gather.py) ─ Σ weight · part ─▶ out
 
 A unit of work is 64 rows: the query heads of a kv head's group, of 64 / g neighbouring tokens.
 """
@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
 from xsake.backends.hopper.layouts import ROW, ROWS, TILE, div_rem, slot_of, tiles
+from xsake.backends.hopper.selected.gather import Copies
 from xsake.backends.hopper.selected.spans import over_columns
 
 PER_SM = 2
@@ -33,7 +34,8 @@ def merge(
     """
     _, group, Hv = part.shape
     T, K, n = slots.shape
-    tokens = ROWS // group
+    copies = Copies(group)
+    tokens = copies.tokens
     runs = T // tokens
     units = K * runs
     ctas = min(_jax.multiprocessors() * PER_SM, units)
@@ -50,14 +52,22 @@ def merge(
             turn, s = div_rem(step, n)
             head, first = unit(turn)
             slot = slot_of(step, STAGES)
-            for i in range(tokens):
-                row = slots_gmem[((first + i) * K + head) * n + s]
-                plgpu.copy_gmem_to_smem(
-                    part_gmem.at[row], part_smem.at[slot, pl.ds(i * group, group)], ready.at[slot]
-                )
+            own = (first * K + head) * n + s
+            copies.copy(part_gmem, part_smem.at[slot], ready.at[slot], slots_gmem, own, K * n)
+
+        def load_if(step):
+            pl.when(step < steps)(lambda: load(step))
+            copies.commit()
+
+        def wait(slot):
+            if copies.by_tma:
+                plgpu.barrier_wait(ready.at[slot])
+            else:
+                copies.wait(STAGES - 1)
 
         steps = turns * n
-        pl.loop(0, jnp.minimum(steps, STAGES))(load)
+        for step in range(STAGES):
+            load_if(jnp.int32(step))
 
         @pl.loop(0, turns)
         def _(turn):
@@ -71,10 +81,10 @@ def merge(
                     layout=ROW,
                     optimized=False,
                 )
-                plgpu.barrier_wait(ready.at[slot])
+                wait(slot)
                 x = plgpu.load(part_smem.at[slot], layout=TILE).astype(jnp.float32)
                 plgpu.commit_smem()  # orders this read before the copy that follows
-                pl.when(step + STAGES < steps)(lambda: load(step + STAGES))
+                load_if(step + STAGES)
                 weight = over_columns(weight, x)
                 return total + jnp.where(weight > 0, x * weight, 0.0)
 
@@ -83,23 +93,17 @@ def merge(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_smem[...] = total.astype(out_smem.dtype)
             plgpu.commit_smem()
-            for i in range(tokens):
-                plgpu.copy_smem_to_gmem(
-                    out_smem.at[pl.ds(i * group, group)],
-                    out_gmem.at[(first + i) * K + head],
-                    commit_group=False,
-                )
-            plgpu.commit_smem_to_gmem_group()
+            copies.store(out_smem, out_gmem, first, head, K)
 
         plgpu.wait_smem_to_gmem(0)
 
     out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((T * K, group, Hv), part.dtype),
+        out_type=copies.stored(T, K, Hv, part.dtype),
         scratch_types=dict(
             part_smem=tiles(STAGES, ROWS, Hv, dtype=part.dtype),
             out_smem=tiles(ROWS, Hv, dtype=part.dtype),
-            ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=tokens),
+            ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=copies.arrivals),
         ),
         grid=(ctas,),
         grid_names=("cta",),
@@ -110,4 +114,4 @@ def merge(
         ),
         **({"interpret": interpret} if interpret else {}),
     )(part, slots.reshape(-1), weights)
-    return out.reshape(T, K, group, Hv)
+    return copies.by_token(out, T, K)

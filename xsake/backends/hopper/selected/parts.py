@@ -2,8 +2,7 @@
 
     tile of 64 rows = the query heads of some tokens that selected kv block j      (lists.py)
 
-    memory warpgroup     K_j, V_j when the block changes; the queries of a tile, one TMA copy for
-                         each token                                          (runs ahead)
+    memory warpgroup     K_j, V_j when the block changes; the queries of a tile (gather.py), ahead
     compute warpgroups   in turns, a tile each: S = Q Kᵀ ─ softmax ─ O = P V ─▶ for every slot a
                          part of the output and its logsumexp
 
@@ -23,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake import _jax
 from xsake.backends.hopper.layouts import LOG2E, ROW, TILE, slot_of, tiles
 from xsake.backends.hopper.selected import BLOCK
+from xsake.backends.hopper.selected.gather import Copies
 from xsake.backends.hopper.selected.lists import TILE_ROWS, Tiles
 from xsake.backends.hopper.selected.spans import (
     KeyBlocks,
@@ -37,6 +37,7 @@ from xsake.backends.hopper.selected.spans import (
 COMPUTE_WGS = 3
 Q_STAGES = 6
 KV_STAGES = 2
+LAG = 3  # tiles of small groups that are copied before a tile is reported
 REGISTERS = 152, 48  # of a compute warpgroup, of the memory warpgroup
 
 
@@ -55,7 +56,7 @@ def parts(
     """For every slot: out [slots · g, Hv] in q's dtype, logsumexp in base 2, float32 [slots · g].
 
     q [B · T · K, g, H], k [B, S, K, H], v [B, S, K, Hv] with S a multiple of 64; g divides
-    64 and is at least 8. Segments first … first + segments - 1 are computed, which have at
+    64. Segments first … first + segments - 1 are computed, which have at
     most `most_tiles` tiles; slots are counted from their first one.
     """
     kernel = _Kernel(q, k, v, lists, scale, segments, interpret)
@@ -78,7 +79,8 @@ class _Kernel:
 
     def __init__(self, q, k, v, lists, scale, segments, interpret):
         self.group, self.H = q.shape[1:]
-        self.tokens = TILE_ROWS // self.group
+        self.copies = Copies(self.group)
+        self.tokens = self.copies.tokens
         self.kv_heads, self.Hv = k.shape[2], v.shape[-1]
         self.kv_blocks = k.shape[1] // BLOCK
         self.scale = scale
@@ -94,7 +96,7 @@ class _Kernel:
             v_smem=tiles(KV_STAGES, BLOCK, self.Hv, dtype=dtype),
             out_smem=tiles(COMPUTE_WGS, TILE_ROWS, self.Hv, dtype=dtype),
             lse_smem=plgpu.SMEM((COMPUTE_WGS, TILE_ROWS), jnp.float32),
-            q_ready=plgpu.Barrier(num_barriers=Q_STAGES, num_arrivals=self.tokens),
+            q_ready=plgpu.Barrier(num_barriers=Q_STAGES, num_arrivals=self.copies.arrivals),
             q_free=plgpu.Barrier(num_barriers=Q_STAGES),
             kv_ready=plgpu.Barrier(num_barriers=KV_STAGES, num_arrivals=2),
             kv_free=plgpu.Barrier(num_barriers=KV_STAGES, num_arrivals=COMPUTE_WGS),
@@ -125,21 +127,39 @@ class _Kernel:
         """Copies K and V once per block and the queries of every tile."""
 
         def record(tile):
-            own_rows = (rows[tile * self.tokens + i] for i in range(self.tokens))
-            return block[tile], tuple(own_rows)
+            return block[tile], self.copies.record(rows, tile * self.tokens)
+
+        def arrive(t):
+            plgpu.barrier_arrive(q_ready.at[slot_of(t, Q_STAGES)])
 
         def load(tile, found, done, carry):
-            (at, own_rows), (before, number) = found, carry
-            pl.when(at != before)(lambda: keys.load(k_gmem, v_gmem, number, at))
+            (at, own_rows), (before, number, reported) = found, carry
+            changed = at != before
+
+            def load_keys():
+                pl.when(changed)(lambda: keys.load(k_gmem, v_gmem, number, at))
+
+            if self.copies.by_tma:
+                load_keys()
             slot = slot_of(done, Q_STAGES)
             pl.when(done >= Q_STAGES)(lambda: plgpu.barrier_wait(q_free.at[slot]))
-            for i, row in enumerate(own_rows):
-                own = pl.ds(i * self.group, self.group)
-                plgpu.copy_gmem_to_smem(q_gmem.at[row], q_smem.at[slot, own], q_ready.at[slot])
-            return at, number + (at != before).astype(jnp.int32)
+            self.copies.copy(
+                q_gmem, q_smem.at[slot], q_ready.at[slot], rows, tile * self.tokens, found=own_rows
+            )
+            self.copies.commit()
+            if not self.copies.by_tma:
+                # Keys wait for the block before: all its tiles must have been reported.
+                reported = lax.cond(
+                    changed,
+                    lambda: self.copies.report(done + 1, reported, 1, arrive),
+                    lambda: self.copies.report(done + 1, reported, LAG, arrive),
+                )
+                load_keys()
+            return at, number + changed.astype(jnp.int32), reported
 
-        carry = jnp.int32(-1), jnp.int32(0)
-        total, (_, number) = spans.for_each_tile(record, load, carry)
+        carry = jnp.int32(-1), jnp.int32(0), jnp.int32(0)
+        total, (_, number, reported) = spans.for_each_tile(record, load, carry)
+        self.copies.report(total, reported, 0, arrive)
         if self.interpret:  # the interpreter requires a wait for every barrier phase
             for done, stages, free in ((total, Q_STAGES, q_free), (number, KV_STAGES, keys.free)):
 
