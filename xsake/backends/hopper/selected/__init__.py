@@ -29,9 +29,9 @@ LOG2E = math.log2(math.e)
 BLOCK = 64  # keys of a kv block of the kernels; larger blocks are several of these
 GROUPS = (2, 4, 8, 16, 32, 64)  # query heads of a kv head; others are padded with zeros
 MAX_HEAD = 128
-# Tokens whose parts are computed together: fewer, and tiles are less full; more, and their queries
-# do not stay in the L2 cache.
-FORWARD_CHUNK, BACKWARD_CHUNK = 4096, 8192
+# Rows (tokens times heads of a group) of a kv head whose parts are computed together: fewer, and
+# tiles are less full; more, and their queries do not stay in the L2 cache.
+FORWARD_CHUNK, BACKWARD_CHUNK = 1 << 16, 1 << 17
 MAX_PART_BYTES = 3 << 30  # of the parts of a chunk
 
 
@@ -133,7 +133,7 @@ def backward(
 class _Chunks:
     """A call cut into chunks of tokens, with arrays as the kernels take them."""
 
-    def __init__(self, call: SelectedCall, chunk: int, without: tuple[int, int] = (0, 0)):
+    def __init__(self, call: SelectedCall, rows: int, without: tuple[int, int] = (0, 0)):
         from xsake.backends.hopper.selected import lists
 
         self.B, self.T, S, N, self.K, H, Hv = call.sizes
@@ -146,7 +146,7 @@ class _Chunks:
             indices = without_forced(indices, *without)
         n, self.padded_keys = indices.shape[-1], -(-S // BLOCK) * BLOCK
         part_bytes = n * self.K * self.group * self.size * call.q.dtype.itemsize  # of a token
-        chunk = min(chunk, MAX_PART_BYTES // part_bytes, self.T)
+        chunk = min(rows // self.group, MAX_PART_BYTES // part_bytes, self.T)
         self.chunk = max(1, -(-chunk // lists.TILE_ROWS)) * lists.TILE_ROWS
         kv_blocks = self.padded_keys // BLOCK
         self.tiles = lists.tiles_of(indices, kv_blocks, BLOCK, self.tokens_of_tile, self.chunk)

@@ -36,7 +36,7 @@ from xsake.backends.hopper.selected.spans import KeyBlocks, Spans, launch, limit
 
 COMPUTE_WGS = 2
 STAGES = 4  # tiles in flight
-LAG = 2  # tiles of small groups that are copied before a tile is reported
+LAG = 1  # tiles of small groups that are copied before a tile is reported
 SUM_COLUMNS = 32  # of dk and dv that are staged at a time
 
 
