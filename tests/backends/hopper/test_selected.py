@@ -190,7 +190,7 @@ CASES = {
     "group 3, odd sizes": dict(N=6, K=2, H=72, Hv=40, T=333),
     "group 4, batch": dict(B=3, N=4, K=1, H=64, Hv=128, T=257),
     "group 2": dict(N=4, K=2, H=64, Hv=64, T=300, forced=(1, 1)),
-    "group 4, forced, several chunks": dict(N=8, K=2, H=128, Hv=128, T=9000, n=6, forced=(1, 2)),
+    "group 4, forced, long": dict(N=8, K=2, H=128, Hv=128, T=9000, n=6, forced=(1, 2)),
     "group 8": dict(N=16, K=2, H=128, Hv=128, T=512),
     "group 16": dict(N=16, K=1, H=128, Hv=128, T=500),
     "group 32": dict(N=32, K=1, H=64, Hv=64, T=200),
