@@ -1,15 +1,17 @@
 """A mask's rule as a kernel evaluates it: a function of index tiles, and int32 arrays per token.
 
-    masks.Rule ─ translate ─ KernelRule ─┬─ allows(b, n, q, k, rows, columns) -> bool tile
+    masks.Rule ─ translate ─ KernelRule ─┬─ allows(b, n, q, k, rows, columns, tiles) -> bool tile
                                          ├─ rows      int32 [B|1, T] each, read with the queries
-                                         └─ columns   int32 [B|1, S] each, read with the keys
+                                         ├─ columns   int32 [B|1, S] each, read with the keys
+                                         └─ tiles     bool [B|1, N|1, T|1, S|1] each, tile by tile
 
 Kernels evaluate a KernelRule, never a Rule. At present Mosaic GPU decides which operations a user's
 function may have (`_LOWERS`).
 
 Windows, and masks with intervals, become an interval of keys for each query (`by_query`), or of
 queries for each key (`by_key`). A kernel takes the one whose integers it reads once per work tile.
-Where the data may be out of order, the translated rule is its `otherwise`.
+Where the data may be out of order, the translated rule is its `otherwise`. A conjunction of windows
+and token arrays is an interval and tiles.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from xsake.masks.rule import And, Everything, Not, Or, Rule, Tokens
 class KernelRule(NamedTuple):
     """What decides inside a partial block.
 
-    allows(b, n, q, k, rows, columns) -> bool tile: b and n are scalars, q and k int32 tiles of
-    token indices, rows and columns int32 tiles of the arrays below.
+    allows(b, n, q, k, rows, columns, tiles) -> bool tile: b and n are scalars, q and k int32 tiles
+    of token indices, rows, columns and tiles are tiles of the arrays below.
     """
 
     allows: Callable[..., Array] | None
@@ -45,6 +47,8 @@ class KernelRule(NamedTuple):
     # arrays computes bounds(index).
     is_interval: bool = False
     bounds: Callable[[Any], tuple[Any, Any]] | None = None
+    # Token masks, bool [B|1, N|1, T|1, S|1] each. An interval rule allows what they all allow too.
+    tiles: tuple[Array, ...] = ()
     # What decides in batch rows where the first integers, of rows or columns, are negative.
     otherwise: KernelRule | None = None
 
@@ -56,26 +60,29 @@ class UnsupportedRuleError(ValueError):
     """A rule that needs more than integers per query and per key."""
 
 
-def why_not(rule: Rule | None, T: int, S: int) -> str | None:
-    """Why a kernel cannot evaluate the rule; None where it can."""
+def why_not(rule: Rule | None, T: int, S: int, *, reads_tiles: bool = False) -> str | None:
+    """Why a kernel cannot evaluate the rule; None where it can.
+
+    reads_tiles: the kernel reads tiles of token arrays.
+    """
     try:
-        translate(rule, T, S)
+        translate(rule, T, S, reads_tiles=reads_tiles)
     except UnsupportedRuleError as reason:
         return str(reason)
     return None
 
 
-def translate(rule: Rule | None, T: int, S: int) -> KernelRule | None:
+def translate(rule: Rule | None, T: int, S: int, *, reads_tiles: bool = False) -> KernelRule | None:
     """The rule for T queries and S keys; None where every pair of a partial block is allowed."""
     if rule is None or isinstance(rule, Everything):
         return None
-    found = _Values()
+    found = _Values(reads_tiles)
     expression = _translate(rule, found, T, S)
 
-    def allows(b: Any, n: Any, q: Any, k: Any, rows: Any, columns: Any) -> Any:
-        return expression(Tokens.at(b, n, q, k), rows, columns)
+    def allows(b: Any, n: Any, q: Any, k: Any, rows: Any, columns: Any, tiles: Any = ()) -> Any:
+        return expression(Tokens.at(b, n, q, k), rows, columns, tiles)
 
-    return KernelRule(allows, tuple(found.rows), tuple(found.columns))
+    return KernelRule(allows, tuple(found.rows), tuple(found.columns), tiles=tuple(found.tiles))
 
 
 def by_query(mask: BlockMask) -> KernelRule | None:
@@ -83,14 +90,14 @@ def by_query(mask: BlockMask) -> KernelRule | None:
     T, S = mask.shape
     if mask.intervals is not None:
         return KernelRule(None, rows=(mask.intervals[:, 0],), **_given_intervals(mask))
-    if (window := _window(mask.rule)) is None:
-        return translate(mask.rule, T, S)
-    left, right = window
+    if (found := _window_and_tiles(mask.rule)) is None:
+        return translate(mask.rule, T, S, reads_tiles=True)
+    (left, right), tiles = found
 
     def keys(q: Any) -> tuple[Any, Any]:
         return q - left, jnp.minimum(q + (right + 1), S)
 
-    return KernelRule(None, is_interval=True, bounds=keys)
+    return KernelRule(None, is_interval=True, bounds=keys, tiles=tiles)
 
 
 def by_key(mask: BlockMask) -> KernelRule | None:
@@ -99,14 +106,14 @@ def by_key(mask: BlockMask) -> KernelRule | None:
     if mask.intervals is not None:
         queries = intervals.transposed(mask.intervals, S)
         return KernelRule(None, columns=(queries[:, 0],), **_given_intervals(mask))
-    if (window := _window(mask.rule)) is None:
-        return translate(mask.rule, T, S)
-    left, right = window
+    if (found := _window_and_tiles(mask.rule)) is None:
+        return translate(mask.rule, T, S, reads_tiles=True)
+    (left, right), tiles = found
 
     def queries_of(k: Any) -> tuple[Any, Any]:  # none for a key past the last one
         return jnp.where(k < S, k - right, INT_MAX), k + (left + 1)
 
-    return KernelRule(None, is_interval=True, bounds=queries_of)
+    return KernelRule(None, is_interval=True, bounds=queries_of, tiles=tiles)
 
 
 def _given_intervals(mask: BlockMask) -> dict[str, Any]:
@@ -115,15 +122,23 @@ def _given_intervals(mask: BlockMask) -> dict[str, Any]:
     return {"is_interval": True, "otherwise": otherwise}
 
 
-def _window(rule: Rule | None) -> tuple[int, int] | None:
-    """(left, right) of a window or of a conjunction of windows; a far one stands for no limit."""
+Window = tuple[int, int]  # keys before and after a query; FAR stands for no limit
+
+
+def _window_and_tiles(rule: Rule | None) -> tuple[Window, tuple[Array, ...]] | None:
+    """A window, or a conjunction of windows and token arrays: (left, right), the arrays."""
     match rule:
         case positional.Window():
             left, right = (FAR if x is None else min(x, FAR) for x in (rule.left, rule.right))
-            return left, right
+            return (left, right), ()
+        case carrying.TokenArray():
+            return (FAR, FAR), (rule.mask,)
         case And():
-            a, b = _window(rule.a), _window(rule.b)
-            return None if a is None or b is None else (min(a[0], b[0]), min(a[1], b[1]))
+            a, b = _window_and_tiles(rule.a), _window_and_tiles(rule.b)
+            if a is None or b is None:
+                return None
+            (left, right), tiles = a
+            return (min(left, b[0][0]), min(right, b[0][1])), (*tiles, *b[1])
     return None
 
 
@@ -131,8 +146,11 @@ def form(mask: BlockMask) -> str:
     """What a kernel evaluates in a partial block, in words."""
     if mask.rule is None or isinstance(mask.rule, Everything):
         return "no rule"
-    if _window(mask.rule) is not None:
-        return "a window around each query"
+    if (found := _window_and_tiles(mask.rule)) is not None:
+        window, tiles = found
+        if not tiles:
+            return "a window around each query"
+        return "a token mask" + ("" if window == (FAR, FAR) else " and a window around each query")
     if mask.intervals is None:
         return "the rule, for every token pair"
     if intervals.always_intervals(mask.rule):
@@ -142,10 +160,12 @@ def form(mask: BlockMask) -> str:
 
 @dataclasses.dataclass
 class _Values:
-    """Integers per query and per key that a rule reads, collected while it is translated."""
+    """The arrays that a rule reads, collected while it is translated."""
 
+    reads_tiles: bool = False
     rows: list[Array] = dataclasses.field(default_factory=list)
     columns: list[Array] = dataclasses.field(default_factory=list)
+    tiles: list[Array] = dataclasses.field(default_factory=list)
 
     def row(self, values: Array) -> int:
         """The index of these values among those per query."""
@@ -157,6 +177,15 @@ class _Values:
         self.columns.append(_int32(values))
         return len(self.columns) - 1
 
+    def tile(self, rule: carrying.TokenArray) -> int:
+        """The index of a token array among those that are read tile by tile."""
+        if not self.reads_tiles:
+            raise UnsupportedRuleError(
+                f"cannot evaluate {rule}, only rules of positions, segment ids and lengths"
+            )
+        self.tiles.append(rule.mask)
+        return len(self.tiles) - 1
+
 
 def _int32(values: Array) -> Array:
     if values.dtype == jnp.int64:
@@ -166,8 +195,8 @@ def _int32(values: Array) -> Array:
     return values.astype(jnp.int32)
 
 
-# (tokens, integers per query, integers per key) -> bool tile
-Expression = Callable[[Tokens, Any, Any], Any]
+# (tokens, integers per query, integers per key, token arrays) -> bool tile
+Expression = Callable[[Tokens, Any, Any, Any], Any]
 
 # Operations on index tiles that Mosaic GPU lowers inside a kernel.
 _LOWERS = frozenset(
@@ -191,25 +220,29 @@ def _translate(rule: Rule, found: _Values, T: int, S: int) -> Expression:
             return lambda *at: jnp.where(a(*at), jnp.int32(0), jnp.int32(1)) > 0
         case carrying.Documents():
             i, j = found.row(rule.q_ids), found.column(rule.kv_ids)
-            return lambda tokens, rows, columns: (rows[i] == columns[j]) & (rows[i] >= 0)
+            return lambda tokens, rows, columns, tiles: (rows[i] == columns[j]) & (rows[i] >= 0)
+        case carrying.TokenArray():
+            at = found.tile(rule)
+            return lambda tokens, rows, columns, tiles: tiles[at]
         case carrying.Lengths():
             return _translate_lengths(rule, found, T, S)
         case carrying.Prefix():
             j = found.column(jnp.broadcast_to(rule.lengths[:, None], (rule.lengths.shape[0], S)))
-            return lambda tokens, rows, columns: tokens.k < columns[j]
+            return lambda tokens, rows, columns, tiles: tokens.k < columns[j]
         case carrying.Positioned():
             return _translate_positions(rule, found, inner(rule.a))
         case positional.Window() | positional.First() | positional.GlobalTokens():
-            return lambda tokens, rows, columns: rule.allows(tokens)
+            return lambda tokens, rows, columns, tiles: rule.allows(tokens)
         case positional.Chunked():
-            return lambda tokens, rows, columns: rule.allows(tokens)
+            return lambda tokens, rows, columns, tiles: rule.allows(tokens)
         case positional.Strided():
-            return lambda tokens, rows, columns: _strided(rule, tokens)
+            return lambda tokens, rows, columns, tiles: _strided(rule, tokens)
         case carrying.Custom() if not rule.arrays:
             _check_function(rule)
-            return lambda tokens, rows, columns: rule.allows(tokens)
+            return lambda tokens, rows, columns, tiles: rule.allows(tokens)
+    more = ", token arrays" if found.reads_tiles else ""
     raise UnsupportedRuleError(
-        f"cannot evaluate {rule}, only rules of positions, segment ids and lengths"
+        f"cannot evaluate {rule}, only rules of positions, segment ids and lengths{more}"
     )
 
 
@@ -225,10 +258,10 @@ def _translate_lengths(rule: carrying.Lengths, found: _Values, T: int, S: int) -
     parts: list[Expression] = []
     if rule.query is not None:
         i = found.row(jnp.arange(T) < rule.query[:, None])
-        parts.append(lambda tokens, rows, columns: rows[i] > 0)
+        parts.append(lambda tokens, rows, columns, tiles: rows[i] > 0)
     if rule.key_value is not None:
         j = found.column(jnp.arange(S) < rule.key_value[:, None])
-        parts.append(lambda tokens, rows, columns: columns[j] > 0)
+        parts.append(lambda tokens, rows, columns, tiles: columns[j] > 0)
     return lambda *at: parts[0](*at) & parts[-1](*at)
 
 
@@ -238,12 +271,12 @@ def _translate_positions(
     i = None if rule.q_positions is None else found.row(rule.q_positions)
     j = None if rule.kv_positions is None else found.column(rule.kv_positions)
 
-    def expression(tokens: Tokens, rows: Any, columns: Any) -> Any:
+    def expression(tokens: Tokens, rows: Any, columns: Any, tiles: Any) -> Any:
         if i is not None:
             tokens = tokens._replace(q=rows[i])
         if j is not None:
             tokens = tokens._replace(k=columns[j])
-        return inner(tokens, rows, columns)
+        return inner(tokens, rows, columns, tiles)
 
     return expression
 

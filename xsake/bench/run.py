@@ -22,6 +22,7 @@ from xsake.bench.suites import (
     Suite,
     cpu,
     hopper,
+    hopper_bias,
     hopper_features,
     hopper_nsa,
     model,
@@ -32,6 +33,7 @@ from xsake.bench.timing import provenance
 SUITES: dict[str, Suite] = {
     "cpu": cpu,
     "hopper": hopper,
+    "hopper-bias": hopper_bias,
     "hopper-features": hopper_features,
     "hopper-nsa": hopper_nsa,
     "model": model,
@@ -65,7 +67,7 @@ def run_suite(
         raise ValueError(f"suite {name!r} has no case with {only!r} in its name: {list(parts)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     facts, began = provenance() | {"quick": quick}, time.perf_counter()
-    if name in ("hopper", "hopper-nsa"):
+    if name in ("hopper", "hopper-bias", "hopper-nsa"):
         facts["versions"] |= peers.versions()
     result = _earlier(out, facts)
     records = [record for record in result["results"] if record["case"] in parts]

@@ -11,6 +11,7 @@
     scheduler.py           which CTA computes which work tile
     pipeline.py            TMA copies into rings of shared-memory tiles
     rule_tile.py           the rule inside a tile; interval_tile.py: an interval of columns per row
+    token_words.py         token masks as bits; bias_tile.py: a bias in a tile, and its gradient
     kernel.py              launch, roles and steps of the forward and both backward kernels
     barriers.py            which named barrier has which use
     layouts.py, ptx.py     register layouts and shared-memory tiles; inline PTX
@@ -59,22 +60,26 @@ def why_not(call: Call) -> str | None:
         return reason
     if call.q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16; this is {call.q.dtype}"
-    if call.bias is not None:
-        return "takes no bias"
     H, Hv = call.sizes.H, call.sizes.Hv
     if max(H, Hv) > limits.HEAD_SIZES[-1]:
         return f"takes heads of up to {limits.HEAD_SIZES[-1]}; these are {H} and {Hv}"
     if not set(call.mask.block) <= set(limits.BLOCKS):
         bq, bk = call.mask.block
         return f"takes blocks of 64 and 128; these are {bq} × {bk}"
-    return kernel_rule.why_not(call.mask.rule, *call.mask.shape)
+    return kernel_rule.why_not(call.mask.rule, *call.mask.shape, reads_tiles=True)
 
 
 def forward(call: Call) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
     settings = Settings(float(call.scale), call.soft_cap, call.options)
-    q, k, v = map(_pad_head, reverse_only("hopper", call.q, call.k, call.v))
-    out, logsumexp = _attention(settings, q, k, v, call.mask)
+    q, k, v, bias = reverse_only("hopper", call.q, call.k, call.v, call.bias)
+    q, k, v = map(_pad_head, (q, k, v))
+    if bias is None or _is_per_query(bias):
+        out, logsumexp = _attention(settings, q, k, v, call.mask, None)
+        if bias is not None:
+            out, logsumexp = _move_rows(out, logsumexp, bias)
+    else:
+        out, logsumexp = _attention(settings, q, k, v, call.mask, _kernel_bias(bias))
     return out[..., : call.sizes.Hv], logsumexp
 
 
@@ -86,8 +91,16 @@ def backward(
     run = first_order_only("hopper", functools.partial(run_backward, settings))
     rows = (out.astype(call.q.dtype), d_out.astype(call.q.dtype))
     q, k, v, out, d_out = map(_pad_head, (call.q, call.k, call.v, *rows))
-    saved = (q, k, v, call.mask, out, jnp.moveaxis(logsumexp, 2, 1))
-    dq, dk, dv = run(saved, (d_out, d_logsumexp))
+    bias = call.bias
+    if bias is not None:
+        if _is_per_query(bias):  # the kernels' logsumexp is that without the bias
+            by_row = _by_row(bias)
+            logsumexp = jnp.where(by_row == -jnp.inf, -jnp.inf, logsumexp - by_row)
+            bias = None
+        else:
+            bias = _kernel_bias(bias)
+    saved = (q, k, v, call.mask, out, jnp.moveaxis(logsumexp, 2, 1), bias)
+    dq, dk, dv, _ = run(saved, (d_out, d_logsumexp))
     return dq[..., : sizes.H], dk[..., : sizes.H], dv[..., : sizes.Hv]
 
 
@@ -95,6 +108,33 @@ def _pad_head(x: Array) -> Array:
     """x with zeros up to a head size that the kernels have: they add nothing to a product."""
     size = limits.padded_head_size(x.shape[-1])
     return x if size == x.shape[-1] else jnp.pad(x, ((0, 0),) * 3 + ((0, size - x.shape[-1]),))
+
+
+def _is_per_query(bias: Array) -> bool:
+    """Whether a bias has one value per query: it moves the logsumexp of a row and nothing else."""
+    return bias.shape[3] == 1
+
+
+def _by_row(bias: Array) -> Array:
+    """A bias [B|1, N|1, T|1, 1] in float32, broadcastable to [B, T, N]."""
+    return jnp.moveaxis(bias[..., 0].astype(jnp.float32), 1, 2)
+
+
+def _move_rows(out: Array, logsumexp: Array, bias: Array) -> tuple[Array, Array]:
+    """(out, logsumexp) with a bias per query; one of -inf hides all keys."""
+    by_row = _by_row(bias)
+    hidden = by_row == -jnp.inf
+    seen = (logsumexp != -jnp.inf) & ~hidden
+    # Neither sum nor gradient may meet an infinity.
+    moved = jnp.where(seen, logsumexp, 0) + jnp.where(hidden, 0, by_row)
+    out = jnp.where(hidden[..., None], jnp.zeros((), out.dtype), out)
+    return out, jnp.where(seen, moved, -jnp.inf)
+
+
+def _kernel_bias(bias: Array) -> Array:
+    """A bias [B|1, N|1, T|1, S] in a dtype that the kernels read."""
+    is_read = bias.shape[2] > 1 and bias.dtype in (jnp.bfloat16, jnp.float16)
+    return bias if is_read else bias.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,28 +148,41 @@ class Settings:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask
+    settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask, bias: Array | None
 ) -> tuple[Array, Array]:
-    out, logsumexp = run_forward(settings, q, k, v, mask)
+    out, logsumexp = run_forward(settings, q, k, v, mask, bias)
     return out, jnp.moveaxis(logsumexp, 1, 2)
 
 
 def _attention_fwd(settings: Settings, *primals: Any) -> Any:
-    q, k, v, mask = custom_vjp_primal_tree_values(primals)
+    q, k, v, mask, bias = custom_vjp_primal_tree_values(primals)
     run = first_order_only("hopper", functools.partial(run_forward, settings))
-    out, logsumexp = run(q, k, v, mask)
+    out, logsumexp = run(q, k, v, mask, bias)
+    wants_bias = bias is not None and primals[4].perturbed
     # The logsumexp is saved as the backward reads it, [B, N, T].
-    return (out, jnp.moveaxis(logsumexp, 1, 2)), (q, k, v, mask, out, logsumexp)
+    saved = _Saved((q, k, v, mask, out, logsumexp, bias), wants_bias)
+    return (out, jnp.moveaxis(logsumexp, 1, 2)), saved
 
 
 def _attention_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
-    run = first_order_only("hopper", functools.partial(run_backward, settings))
+    backward = functools.partial(run_backward, settings, wants_bias=saved.wants_bias)
+    run = first_order_only("hopper", backward)
     d_out, d_logsumexp = cotangents
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros(d_out.shape, d_out.dtype)
     if isinstance(d_logsumexp, SymbolicZero):  # the usual case: nobody asked for the logsumexp
         d_logsumexp = None
-    return (*run(saved, (d_out, d_logsumexp)), None)
+    *gradients, d_bias = run(saved.arrays, (d_out, d_logsumexp))
+    return (*gradients, None, d_bias)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What the forward saves for the backward."""
+
+    arrays: Any
+    wants_bias: bool = dataclasses.field(metadata={"static": True})  # its gradient is wanted
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -137,7 +190,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 @functools.partial(jax.jit, static_argnums=0)
 def run_forward(
-    settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask
+    settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask, bias: Array | None = None
 ) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, N, T]) for head sizes that the kernels have."""
     from xsake.backends.hopper import forward_kernel
@@ -152,17 +205,20 @@ def run_forward(
         rule=kernel_rule.by_query(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
+        bias=bias,
         tiling=tiling or tilings.measured_forward(Sizes.of(q, k, v), mask),
     )
     return unaliased(out, logsumexp)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run_backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) from what the forward saved and the cotangents of out and logsumexp."""
+@functools.partial(jax.jit, static_argnums=0, static_argnames="wants_bias")
+def run_backward(
+    settings: Settings, saved: Any, cotangents: Any, wants_bias: bool = False
+) -> tuple[Array, Array, Array, Array | None]:
+    """(dq, dk, dv, the bias's gradient or None) from what the forward saved and the cotangents."""
     from xsake.backends.hopper import backward_kernel
 
-    q, k, v, mask, out, logsumexp = saved
+    q, k, v, mask, out, logsumexp, bias = saved
     d_out, d_logsumexp = cotangents
     options = settings.options
     tiling = options.hopper_backward or tilings.measured_backward(Sizes.of(q, k, v), mask)
@@ -182,6 +238,9 @@ def run_backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array
         row_rule=kernel_rule.by_query(mask),
         scale=settings.scale,
         soft_cap=settings.soft_cap,
+        bias=bias,
+        wants_bias=wants_bias,
+        deterministic=options.deterministic,
         tiling=tiling,
     )
     return unaliased(*gradients)

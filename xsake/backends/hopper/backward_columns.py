@@ -55,6 +55,7 @@ class _Context(NamedTuple):
 
     index: Any  # flat index of the transposed lists
     rule_refs: Any  # the rule's arrays
+    bias_ref: Any  # or None
     outs: dict[str, Any]  # refs in global memory, by name
     scratch: _Scratch
 
@@ -67,13 +68,16 @@ def bytes_read_together(shape):
 
 
 class ColumnsKernel(GradientKernel):
-    """A work tile is a kv block; `results` are ("dk", "dv") or one of them."""
+    """A work tile is a kv block; `results` are ("dk", "dv") or one of them.
 
-    def __init__(self, shape, rule, tiling, *, results, fused, **static):
+    sums_bias: whether the kernel of dk also computes the gradient of a bias per key.
+    """
+
+    def __init__(self, shape, rule, tiling, *, results, fused, sums_bias=False, **static):
         H, Hv = shape.sizes.H, shape.sizes.Hv
         self.sizes = {name: {"dk": H, "dv": Hv}[name] for name in results}
         self.has_dk, self.has_dv = "dk" in results, "dv" in results
-        self.fused = fused
+        self.fused, self.sums_bias = fused, sums_bias and self.has_dk
         self.descending = tiling.descending
         if self.descending is None:
             self.descending = bytes_read_together(shape) > tiling.l2_bytes
@@ -109,7 +113,17 @@ class ColumnsKernel(GradientKernel):
         return self.has_dk and super().reuse_operand_smem
 
     def __call__(self, operands, zeros, counters, interpret):
-        """{"dk", "dv" or one of them, and "dq" if fused}: the gradients."""
+        """{"dk", "dv" or one of them, "dq" if fused, "bias_sums" if wanted}: the gradients."""
+        if not self.sums_bias:
+            return self.run(operands, zeros, counters, interpret)
+        B, _, _, N, *_ = self.shape.sizes
+        # Where both warpgroups have the same keys, each adds to sums of its own, in order.
+        sums = jax.new_ref(jnp.zeros((COMPUTE_WGS, B, N, self.shape.padded_keys), jnp.float32))
+        gradients = self.run((*operands, sums), zeros, counters, interpret)
+        return gradients | {"bias_sums": jax.freeze(sums).sum(axis=0)}
+
+    def run(self, operands, zeros, counters, interpret):
+        """The same without the sums."""
         B, _, _, N, *_ = self.shape.sizes
         q, k = operands[:2]
         out_type = tuple(
@@ -133,7 +147,11 @@ class ColumnsKernel(GradientKernel):
     @property
     def out_names(self) -> tuple[str, ...]:
         """The refs after the inputs: accumulators in global memory, then results."""
-        accumulators = *["sums"] * self.fused, *["counters"] * self.casts
+        accumulators = (
+            *["bias_sums"] * self.sums_bias,
+            *["sums"] * self.fused,
+            *["counters"] * self.casts,
+        )
         return *accumulators, *self.sizes, *["dq"] * self.casts
 
     def scratch(self, dtype) -> dict[str, Any]:
@@ -178,11 +196,12 @@ class ColumnsKernel(GradientKernel):
 
     def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **buffers):
         """One CTA: what its warpgroups do."""
-        rule_refs, written = self.rule.split(refs)
+        rule_refs, refs = self.rule.split(refs)
+        bias_ref, written = self.bias.split(refs)
         work, others = self.scheduler.work_of(table, buffers)
         scratch = _Scratch(**others)
         outs = dict(zip(self.out_names, written, strict=True))
-        context = _Context(index, rule_refs, outs, scratch)
+        context = _Context(index, rule_refs, bias_ref, outs, scratch)
         self.run_roles(
             lambda wg: self.compute(wg, work, context),
             lambda: self.memory(q, k, v, d_out, lse, delta, work, index, scratch),

@@ -10,8 +10,10 @@
     eight products, with a head of 256: ColumnsKernel runs twice, because the accumulators of dk
       and dv do not fit in registers together
 
-    p = 2^(s - lse) in base 2,  dp = d_out vT,  ds = p (dp - delta); with a soft cap, ds is also
-    multiplied by its derivative, 1 - tanh²(scale · q kT / cap)
+    p = 2^(s - lse) in base 2,  dp = d_out vT,  ds = p (dp - delta), which is the gradient of a bias
+    too; with a soft cap, ds is also multiplied by its derivative, 1 - tanh²(scale · q kT / cap)
+    a bias [B|1, N|1, T, S] whose gradient is wanted takes seven products: RowsKernel stores it;
+    that of one value per key is a sum in ColumnsKernel
 
 Both kernels are built like the forward: a memory warpgroup reads the list and runs ahead with TMA,
 two compute warpgroups have 64 rows (of keys, of queries) each and accumulate in registers. An empty
@@ -26,6 +28,7 @@ import jax.numpy as jnp
 
 from xsake.backends.hopper.backward_columns import ColumnsKernel
 from xsake.backends.hopper.backward_rows import RowsKernel
+from xsake.backends.hopper.bias_tile import bias_operands
 from xsake.backends.hopper.layouts import ALIGNED, pad_tokens, round_up
 from xsake.backends.hopper.limits import FUSED_SIZE
 from xsake.backends.hopper.prepare import prepare
@@ -56,21 +59,29 @@ def backward(
     row_rule: KernelRule | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    bias: jax.Array | None = None,
+    wants_bias: bool = False,
+    deterministic: bool = False,
     tiling: BackwardTiling = DEFAULT_TILING,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq [B, T, N, H], dk [B, S, K, H], dv [B, S, K, Hv] in the dtype of q.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """dq [B, T, N, H], dk [B, S, K, H], dv [B, S, K, Hv] in the dtype of q; that of the bias.
 
     q, out, d_out [B, T, N, H|Hv], k, v [B, S, K, H|Hv], lse and d_lse float32 [B, N, T] as the
     forward returns them. `lists` name the kv blocks of every row block, full ones first. A kernel
     over row blocks takes `row_rule` where it is given: the same rule in the form that suits it.
+    wants_bias: the last result is the gradient of the bias, in its shape and dtype; otherwise None.
+    deterministic: that gradient does not depend on the order in which heads are computed.
     """
     if tiling.cast not in CASTS:
         raise ValueError(f"cast is {tiling.cast!r}, which is none of {CASTS}")
     shape = Shape.of(q, k, v, lists, block)
     B, T, S, N, K, H, Hv = shape.sizes
     rule = rule or KernelRule(None)
-    fused = tiling.fused and shape.largest_head <= FUSED_SIZE
+    by_pairs = bias is not None and wants_bias and bias.shape[2] > 1
+    by_key = wants_bias and not by_pairs
+    d_bias = None
+    fused = tiling.fused and not by_pairs and shape.largest_head <= FUSED_SIZE
     prepared = prepare(
         out,
         lse,
@@ -87,25 +98,60 @@ def backward(
     common = dict(
         scale=1 / math.sqrt(H) if scale is None else scale,
         soft_cap=soft_cap,
+        bias=bias,
         interpret=interpret,
     )
+    bias_operand = bias_operands(bias, shape)
     statistics = prepared.lse, prepared.delta
     gradients: dict[str, jax.Array] = {}
     together = H + Hv <= MAX_COLUMNS
     for names in (("dk", "dv"),) if together else (("dk",), ("dv",)):
-        columns = ColumnsKernel(shape, rule, tiling, results=names, fused=fused, **common)
+        columns = ColumnsKernel(
+            shape, rule, tiling, results=names, fused=fused, sums_bias=by_key, **common
+        )
         lists_by_column = prepared.table, prepared.row_blocks
-        operands = (*padded, *statistics, *lists_by_column, *rule_operands(rule, shape))
+        of_rule = rule_operands(rule, shape, axis=1)
+        operands = (*padded, *statistics, *lists_by_column, *of_rule, *bias_operand)
         gradients |= columns(operands, prepared.zeros, prepared.counters, interpret)
     if not fused:
         table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
         rule = row_rule or rule
-        rows = RowsKernel(shape, rule, tiling, **common)
+        adds = False
+        if by_pairs:
+            d_bias, adds = _bias_zeros(bias, shape, deterministic or interpret)
+        rows = RowsKernel(shape, rule, tiling, adds=adds, **common)
         lists_by_row = table, lists.kv_index.reshape(-1)
-        operands = (*padded, *statistics, *lists_by_row, *rule_operands(rule, shape))
-        gradients["dq"] = rows(operands, interpret)
+        of_rule = rule_operands(rule, shape, axis=0)
+        operands = (*padded, *statistics, *lists_by_row, *of_rule, *bias_operand)
+        gradients["dq"], d_bias = rows(operands, d_bias, interpret)
+    if by_key:
+        d_bias = gradients["bias_sums"][:, :, None]
+    d_bias = _reduced(d_bias, bias) if wants_bias else None
     dk, dv = (_sum_heads(gradients[x][:, :S], shape.group) for x in ("dk", "dv"))
-    return gradients["dq"][:, :T], dk, dv
+    return gradients["dq"][:, :T], dk, dv, d_bias
+
+
+def _bias_zeros(bias, shape, in_order):
+    """(where the gradient of a bias is written, whether heads and batch rows are added there).
+
+    Otherwise heads and batch rows that share the bias have gradients of their own, whose sum is
+    taken later, in a fixed order; that takes as much memory as a bias that they do not share.
+    """
+    B, _, _, N, *_ = shape.sizes
+    full = B, N, shape.padded_rows, shape.padded_keys
+    is_shared = bias.shape[:2] != (B, N)
+    if is_shared and not in_order:
+        return jnp.zeros((*bias.shape[:2], *full[2:]), jnp.float32), True
+    return jnp.zeros(full, bias.dtype), False
+
+
+def _reduced(x, bias):
+    """The gradient of the bias from that of all its elements, or of their sums."""
+    axes = tuple(i for i, size in enumerate(bias.shape) if size == 1 and x.shape[i] > 1)
+    x = x[..., : bias.shape[2], : bias.shape[3]]
+    if axes:
+        x = x.sum(axes, dtype=jnp.float32, keepdims=True)
+    return x.astype(bias.dtype)
 
 
 def _sum_heads(x, group):

@@ -1,4 +1,7 @@
-"""dq of a row block over the kv blocks that it sees: the second kernel of the unfused backward."""
+"""dq of a row block over the kv blocks that it sees: the second kernel of the unfused backward.
+
+It also stores the gradient of a bias [B|1, N|1, T, S], which is ds before the soft cap's slope.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake.backends.hopper.bias_tile import store_tile
 from xsake.backends.hopper.gradient_kernel import GradientKernel
 from xsake.backends.hopper.handover import Handover
 from xsake.backends.hopper.layouts import COLUMN, COMPUTE_WGS, ROW, ROWS, slot_of, tiles
@@ -36,20 +40,45 @@ class _Scratch(NamedTuple):
     piece_taken: Any = None
 
 
-class RowsKernel(GradientKernel):
-    """A work tile is a row block."""
+class _Inputs(NamedTuple):
+    """What the compute role reads in global memory, and the gradient of the bias, if wanted."""
 
-    def __init__(self, shape, rule, tiling, **static):
-        step = tiling.key_step or min(shape.block[1], 64 if shape.largest_head > 128 else 128)
+    lse: Any
+    delta: Any
+    index: Any  # flat index of the lists
+    rule_refs: Any
+    bias_ref: Any
+    d_bias: Any = None
+
+
+class RowsKernel(GradientKernel):
+    """A work tile is a row block.
+
+    adds: several heads or batch rows share the bias, and their gradients are added in float32, in
+    any order.
+    """
+
+    def __init__(self, shape, rule, tiling, adds=False, **static):
+        # A tile of the bias needs registers that a step of 128 keys does not leave.
+        small = shape.largest_head > 128 or static["bias"] is not None
+        step = tiling.key_step or min(shape.block[1], 64 if small else 128)
         super().__init__(shape, rule, tiling, axis=0, step=step, **static)
+        self.adds = adds
         self.stages, self.v_stages = self.stages_of(tiling.key_stages)
 
-    def __call__(self, operands, interpret):
-        """dq."""
+    def __call__(self, operands, d_bias, interpret):
+        """(dq, the gradient of the bias); d_bias: zeros where it is written, or None."""
         q = operands[0]
         out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
-        name = "xsake_backward_dq"
-        return self.launch(name, self.body, operands, out_type, self.scratch(q.dtype), interpret)[0]
+        scratch = self.scratch(q.dtype)
+        if d_bias is None:
+            name = "xsake_backward_dq"
+            (dq,) = self.launch(name, self.body, operands, out_type, scratch, interpret)
+            return dq, None
+        written = jax.new_ref(d_bias)
+        operands, name = (*operands, written), "xsake_backward_dq_dbias"
+        (dq,) = self.launch(name, self.body, operands, out_type, scratch, interpret)
+        return dq, jax.freeze(written)
 
     def scratch(self, dtype) -> dict[str, Any]:
         """The types of `_Scratch`."""
@@ -76,11 +105,13 @@ class RowsKernel(GradientKernel):
 
     def body(self, q, k, v, d_out, lse, delta, table, index, *refs, **buffers):
         """One CTA: what its warpgroups do."""
-        rule_refs, (dq,) = self.rule.split(refs)
+        rule_refs, refs = self.rule.split(refs)
+        bias_ref, (*d_bias, dq) = self.bias.split(refs)
         work, others = self.scheduler.work_of(table, buffers)
         scratch = _Scratch(**others)
+        inputs = _Inputs(lse, delta, index, rule_refs, bias_ref, *d_bias)
         self.run_roles(
-            lambda wg: self.compute(wg, lse, delta, work, index, rule_refs, dq, scratch),
+            lambda wg: self.compute(wg, work, inputs, dq, scratch),
             lambda: self.memory(q, k, v, d_out, work, index, scratch),
         )
 
@@ -107,15 +138,13 @@ class RowsKernel(GradientKernel):
         v_ring = Ring(self.v_stages, lambda x: plgpu.barrier_wait(scratch.v_free.at[x]), load_v)
         stream(self, work, index, k_ring, v_ring, residents)
 
-    def compute(self, wg, lse_gmem, delta_gmem, work, index, rule_refs, dq_gmem, scratch):
+    def compute(self, wg, work, inputs, dq_gmem, scratch):
         """64 queries of every work tile: dq over its steps, then one store."""
         handover = Handover(scratch.piece_smem, scratch.piece_ready, scratch.piece_taken)
 
         def compute_tile(tile, done):
             steps = tile.count * self.splits
-            tile_steps = _TileSteps(
-                self, wg, tile, done, lse_gmem, delta_gmem, index, rule_refs, scratch
-            )
+            tile_steps = _TileSteps(self, wg, tile, done, inputs, scratch)
             H = self.shape.sizes.H
             (dq,) = self.accumulate_unless_empty(tile_steps.accumulate, tile, ((ROWS, H),))
             if self.reuse_operand_smem:
@@ -133,18 +162,17 @@ class RowsKernel(GradientKernel):
 class _TileSteps:
     """The steps of one work tile on one compute warpgroup; `done` steps came before."""
 
-    def __init__(
-        self, kernel, wg, work_tile, done, lse_gmem, delta_gmem, index, rule_refs, scratch
-    ):
+    def __init__(self, kernel, wg, work_tile, done, inputs, scratch):
         self.kernel, self.wg, self.work_tile, self.done = kernel, wg, work_tile, done
-        self.index, self.rule_refs, self.scratch = index, rule_refs, scratch
+        self.index, self.rule_refs, self.scratch = inputs.index, inputs.rule_refs, scratch
+        self.bias_ref, self.d_bias = inputs.bias_ref, inputs.d_bias
         self.first_query = kernel.first_row(work_tile, wg)
         self.queries = pl.ds(self.first_query, ROWS)
-        self.row_values = self.load_rows(kernel.rule, rule_refs)
-        self.decides = kernel.rule.decides(rule_refs, work_tile, self.first_query)
+        self.row_values = self.load_rows(kernel.rule, self.rule_refs)
+        self.decides = kernel.rule.decides(self.rule_refs, work_tile, self.first_query)
         self.lse, self.delta = (
             plgpu.load(x.at[work_tile.b, work_tile.n, self.queries], layout=ROW, optimized=False)
-            for x in (lse_gmem, delta_gmem)
+            for x in (inputs.lse, inputs.delta)
         )
 
     def accumulate(self, dq_ref):
@@ -162,20 +190,46 @@ class _TileSteps:
         kernel, scratch = self.kernel, self.scratch
         slot = slot_of(self.done + t, kernel.v_stages)
         v = scratch.v_smem.at[slot].transpose((1, 0))
+        bias = self.load_bias(t) if kernel.bias.loads_early else None
+        words = self.load_words(t) if masked is not None and kernel.rule.tile_arrays else ()
         s = self.issue_scores(t)
         plgpu.barrier_wait(scratch.v_ready.at[slot])
         if masked is None:
             dp = kernel.issue(kernel.own_rows(self.wg, scratch.d_out_smem), v)
         s = kernel.settle(s, wait_n=1 if masked is None else 0)
         lse = lax.broadcast_in_dim(self.lse, s.shape, [0])
-        _, slope = kernel.probabilities(s, lse, masked, functools.partial(self.keep, t))
+        if kernel.bias.exists and not kernel.bias.loads_early:
+            bias = self.load_bias(t)
+        keep = functools.partial(self.keep, t, words)
+        p, slope = kernel.probabilities(s, lse, masked, keep, bias)
         if masked is not None:  # dp is issued only now: the rule needed its registers
-            slope = lax.optimization_barrier(slope)
+            if kernel.soft_cap is None or self.d_bias is None:
+                p = slope = lax.optimization_barrier(slope)  # without a soft cap they are the same
+            else:
+                p, slope = lax.optimization_barrier((p, slope))
             dp = kernel.issue(kernel.own_rows(self.wg, scratch.d_out_smem), v)
         dp = kernel.settle(dp, 0)
         plgpu.barrier_arrive(scratch.v_free.at[slot])
-        ds = slope * (dp - lax.broadcast_in_dim(self.delta, s.shape, [0]))
-        return ds.astype(v.dtype)
+        change = dp - lax.broadcast_in_dim(self.delta, s.shape, [0])
+        if self.d_bias is not None:
+            self.store_d_bias(t, p * change)
+        return (slope * change).astype(v.dtype)
+
+    def load_bias(self, t):
+        """The bias of step t."""
+        at = self.work_tile, self.first_query, self.first_key(t)
+        return self.kernel.bias.load(self.bias_ref, *at, self.kernel.step)
+
+    def load_words(self, t):
+        """The token masks of step t."""
+        at = self.work_tile, self.first_query, self.first_key(t)
+        return self.kernel.rule.load_words(self.rule_refs.tiles, *at)
+
+    def store_d_bias(self, t, d_logits):
+        """The gradient of the bias in step t."""
+        kernel = self.kernel
+        at = self.work_tile, self.first_query, self.first_key(t)
+        store_tile(d_logits, self.d_bias, *at, adds=kernel.adds, interpret=kernel.interpret)
 
     def add(self, dq_ref, t, ds):
         """dq += ds k."""
@@ -198,13 +252,17 @@ class _TileSteps:
         """A rule's values of this warpgroup's 64 queries."""
         return rule.load(refs.rows, self.work_tile, self.first_query, ROWS, ROW)
 
-    def keep(self, t, p, rule):
+    def first_key(self, t):
+        """The first key of step t."""
+        return self.kernel.first_token(self.index, self.work_tile, t)
+
+    def keep(self, t, words, p, rule):
         """p of step t with zeros where the rule forbids."""
         refs, row_values, step = self.rule_refs, self.row_values, self.kernel.step
         if rule is not self.kernel.rule:
             refs = refs.otherwise
             row_values = self.load_rows(rule, refs)
-        first_key = self.kernel.first_token(self.index, self.work_tile, t)
+        first_key = self.first_key(t)
         column_values = rule.load(refs.columns, self.work_tile, first_key, step, COLUMN)
         at = self.work_tile, self.first_query, first_key
-        return rule.keep(p, 0.0, *at, (0, 1), row_values, column_values)
+        return rule.keep(p, 0.0, *at, (0, 1), row_values, column_values, words)

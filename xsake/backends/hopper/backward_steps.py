@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backends.hopper import backward_dq, barriers
+from xsake.backends.hopper.bias_tile import add_rows
 from xsake.backends.hopper.layouts import COLUMN, COMPUTE_WGS, PANEL, ROW, ROWS, slot_of
 
 DS_STAGES = 2  # dsT tiles of the fused form; a single one would need two barriers per step
@@ -23,12 +24,14 @@ class ColumnSteps:
 
     def __init__(self, kernel, wg, work_tile, done, context):
         self.kernel, self.wg, self.work_tile, self.done = kernel, wg, work_tile, done
-        self.index, self.rule_refs, self.outs, self.scratch = context
+        self.index, self.rule_refs, self.bias_ref, self.outs, self.scratch = context
         self.lse_smem, self.delta_smem = kernel.statistics(self.scratch)
         self.steps = work_tile.count * kernel.splits
         self.first_key = kernel.first_row(work_tile, wg)
         self.column_values = self.load_columns(kernel.rule, self.rule_refs)
         self.decides = kernel.rule.decides(self.rule_refs, work_tile, self.first_key)
+        # A bias per key is the same in all steps.
+        self.bias = self.load_bias_at(jnp.int32(0)) if kernel.bias.per_key else None
 
     def accumulate(self, *accumulators):
         """dk and dv, or one of them, over all steps."""
@@ -65,6 +68,7 @@ class ColumnSteps:
         kernel, scratch = self.kernel, self.scratch
         dtype = scratch.d_out_smem.dtype
         first_query = self.first_query(t) if kernel.loads_index_early else None
+        loaded = self.load_early(t, 0, masked)
         s = self.issue_scores(t)
         plgpu.barrier_wait(scratch.d_out_ready.at[self.d_out_slot(t)])
         # In a masked step of 64 queries, dp is issued after the rule, which needs the registers.
@@ -79,21 +83,27 @@ class ColumnSteps:
                 self.per_query, self.delta_smem.at[self.d_out_slot(t), columns]
             )
             s, lse = self.settle_and_load(s, int(dp_first) if at == 0 else None, lse, in_flight)
-            p, slope = kernel.probabilities(
-                self.part(s, at), lse, masked, functools.partial(self.keep, t, at)
-            )
+            bias, words = loaded
+            if at + ROWS < kernel.step:
+                loaded = self.load_early(t, at + ROWS, masked)
+            if kernel.bias.exists and not kernel.bias.loads_early:
+                bias = self.load_bias(t, at)
+            keep = functools.partial(self.keep, t, at, words)
+            p, slope = kernel.probabilities(self.part(s, at), lse, masked, keep, bias)
             if not kernel.has_dk:
                 pairs.append((p.astype(dtype), None))
                 continue
             if not dp_first:
                 p, slope = lax.optimization_barrier((p, slope))
                 dp = self.issue_dp(t)
-            p = p.astype(dtype) if kernel.has_dv else None
+            exact_p, p = p, p.astype(dtype) if kernel.has_dv else None
             dp, delta = self.settle_and_load(dp, 0 if at == 0 else None, delta, in_flight)
             if kernel.frees_v_early and at == 0:
                 pl.when(t == self.steps - 1)(lambda: plgpu.barrier_arrive(scratch.v_free))
-            ds = slope * (self.part(dp, at) - delta)
-            pairs.append((p, ds.astype(dtype)))
+            change = self.part(dp, at) - delta
+            if kernel.sums_bias:
+                self.add_bias_sums(exact_p * change)
+            pairs.append((p, (slope * change).astype(dtype)))
         if not kernel.has_dv:
             plgpu.barrier_arrive(scratch.d_out_free.at[self.d_out_slot(t)])
         return pairs, first_query
@@ -133,7 +143,33 @@ class ColumnSteps:
         """A rule's values of this warpgroup's 64 keys."""
         return rule.load(refs.columns, self.work_tile, self.first_key, ROWS, ROW)
 
-    def keep(self, t, at, p, rule):
+    def load_early(self, t, at, masked):
+        """(bias or None, token masks) of 64 queries: loads that arrive while products run."""
+        kernel, words = self.kernel, ()
+        if masked is not None and kernel.rule.tile_arrays:
+            tile_at = self.work_tile, self.first_key, self.first_query(t) + at
+            words = kernel.rule.load_words(self.rule_refs.tiles, *tile_at)
+        if kernel.bias.per_key:
+            return self.bias, words
+        return self.load_bias(t, at) if kernel.bias.loads_early else None, words
+
+    def load_bias(self, t, at):
+        """The bias of 64 queries, from query `at` of step t, and of this warpgroup's keys."""
+        return self.load_bias_at(self.first_query(t) + at)
+
+    def load_bias_at(self, first_query):
+        """The same by the index of the first query."""
+        at = self.work_tile, self.first_key, first_query
+        return self.kernel.bias.load(self.bias_ref, *at, ROWS)
+
+    def add_bias_sums(self, d_logits):
+        """Adds the sums over queries to the gradient of a bias per key."""
+        tile = self.work_tile
+        keys = pl.ds(self.first_key, ROWS)
+        sums = self.outs["bias_sums"].at[self.wg, tile.b, tile.n, keys]
+        add_rows(d_logits.sum(axis=1), sums, self.kernel.interpret)
+
+    def keep(self, t, at, words, p, rule):
         """pT of 64 queries, from query `at` of step t, with zeros where the rule forbids."""
         refs, column_values = self.rule_refs, self.column_values
         if rule is not self.kernel.rule:
@@ -142,7 +178,7 @@ class ColumnSteps:
         first_query = self.first_query(t) + at
         row_values = rule.load(refs.rows, self.work_tile, first_query, ROWS, COLUMN)
         tile_at = self.work_tile, first_query, self.first_key
-        return rule.keep(p, 0.0, *tile_at, (1, 0), row_values, column_values)
+        return rule.keep(p, 0.0, *tile_at, (1, 0), row_values, column_values, words)
 
     # Products
 

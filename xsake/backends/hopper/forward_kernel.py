@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backends.hopper import barriers
+from xsake.backends.hopper.bias_tile import bias_operands
 from xsake.backends.hopper.forward_steps import TileSteps, over_columns
 from xsake.backends.hopper.handover import Handover
 from xsake.backends.hopper.kernel import BlockKernel
@@ -60,12 +61,14 @@ def forward(
     rule: KernelRule | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    bias: jax.Array | None = None,
     tiling: ForwardTiling = DEFAULT_TILING,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the listed blocks: out [B, T, N, Hv] like q, logsumexp [B, N, T] float32.
 
-    q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]. A row that sees no key gets zeros and -inf.
+    q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S] of bfloat16, float16 or
+    float32; one value per key is float32. A row that sees no key gets zeros and -inf.
     """
     shape = Shape.of(q, k, v, lists, block)
     B, T, _, N, _, H, Hv = shape.sizes
@@ -78,12 +81,14 @@ def forward(
         tiling,
         scale=1 / math.sqrt(H) if scale is None else scale,
         soft_cap=soft_cap,
+        bias=bias,
         interpret=interpret,
     )
+    lists_and_rule = table, lists.kv_index.reshape(-1), *rule_operands(rule, shape, axis=0)
     out, lse = kernel.launch(
         "xsake_forward",
         kernel.body,
-        (q, k, v, table, lists.kv_index.reshape(-1), *rule_operands(rule, shape)),
+        (q, k, v, *lists_and_rule, *bias_operands(bias, shape)),
         (
             jax.ShapeDtypeStruct((B, q.shape[1], N, Hv), q.dtype),
             # Whole row blocks: the copy of a block's logsumexp needs no guard.
@@ -163,9 +168,11 @@ class _Kernel(BlockKernel):
         """One CTA: what its warpgroups do."""
         work, others = self.scheduler.work_of(table, buffers)
         scratch = _Scratch(**others)
-        rule_refs, outs = self.rule.split(refs)
+        rule_refs, others = self.rule.split(refs)
+        bias_ref, outs = self.bias.split(others)
+        inputs = index, rule_refs, bias_ref
         self.run_roles(
-            lambda wg: self.compute(wg, work, index, rule_refs, outs, scratch),
+            lambda wg: self.compute(wg, work, inputs, outs, scratch),
             lambda: self.memory(q_gmem, k_gmem, v_gmem, work, index, scratch),
         )
 
@@ -213,12 +220,12 @@ class _Kernel(BlockKernel):
 
     # Compute warpgroups
 
-    def compute(self, wg, work, index, rule_refs, outs, scratch):
+    def compute(self, wg, work, inputs, outs, scratch):
         """64 rows of every work tile: online softmax over its visits, then one store."""
 
         def compute_tile(tile, done):
             after = done + tile.count * self.splits
-            steps = self.steps_of(wg, tile, done, index, rule_refs, scratch)
+            steps = self.steps_of(wg, tile, done, *inputs, scratch)
             if self.alternate:  # a warpgroup without a step of its own waits for Q too
                 pl.when(tile.count > 0)(lambda: plgpu.barrier_wait(scratch.q_ready))
             acc, m, l = steps.overlapped() if self.tiling.overlap else steps.in_sequence()
@@ -236,14 +243,22 @@ class _Kernel(BlockKernel):
         pl.when(wg == 0)(lambda: self.await_turn(wg))
         plgpu.wait_smem_to_gmem(0)
 
-    def steps_of(self, wg, tile, done, index, rule_refs, scratch):
+    def steps_of(self, wg, tile, done, index, rule_refs, bias_ref, scratch):
         """The steps of a work tile; `done` steps of other work tiles came before."""
         q_rows = scratch.q_smem.at[pl.ds(0 if self.alternate else wg * ROWS, ROWS)]
         first_row = self.first_row(tile, wg)
         row_values = self.rule.load(rule_refs.rows, tile, first_row, ROWS, ROW)
         decides = self.rule.decides(rule_refs, tile, first_row)
 
-        def mask(s, t, rule):
+        def load_bias(t):
+            at = tile, first_row, self.first_token(index, tile, t)
+            return self.bias.load(bias_ref, *at, self.step)
+
+        def load_words(t):
+            at = tile, first_row, self.first_token(index, tile, t)
+            return self.rule.load_words(rule_refs.tiles, *at)
+
+        def mask(s, t, rule, words):
             """The scores of step t with -inf where the rule, or its otherwise, forbids."""
             refs, values = rule_refs, row_values
             if rule is not self.rule:  # the slower case, which leaves registers to the other one
@@ -252,10 +267,11 @@ class _Kernel(BlockKernel):
             first_key = self.first_token(index, tile, t)
             column_values = rule.load(refs.columns, tile, first_key, self.step, COLUMN)
             at = tile, first_row, first_key
-            return rule.keep(s, -jnp.inf, *at, (0, 1), values, column_values)
+            return rule.keep(s, -jnp.inf, *at, (0, 1), values, column_values, words)
 
         own_steps = self.own_steps(wg, tile, done)
-        return TileSteps(self, wg, done, own_steps, decides, mask, q_rows, scratch)
+        loads = load_bias, load_words
+        return TileSteps(self, wg, done, own_steps, decides, loads, mask, q_rows, scratch)
 
     def store(self, tile, wg, acc, m, l, outs, scratch):
         """out = acc / l and logsumexp = m + log l; zeros and -inf in rows that saw no key."""

@@ -1,6 +1,7 @@
 """The steps of one work tile of the forward, on one compute warpgroup: an online softmax.
 
-    S = Q Kᵀ ─ mask ─ m, l = running maximum (base 2), running sum ─ P = 2^(S - m) ─ acc += P V
+    S = Q Kᵀ + bias ─ mask ─ m, l = running maximum (base 2), running sum ─ P = 2^(S - m)
+    ─ acc += P V
 
 With `overlap`, a warpgroup issues the scores of its next step before the values of this one, so
 that its softmax overlaps with its own products too.
@@ -30,15 +31,17 @@ class TileSteps:
     done: steps of all work tiles before this one.
     own_steps: (first, full, count) as BlockKernel.own_steps returns them.
     decides: as RuleTile.decides returns it.
-    mask_step: (s, step of the work tile, rule) -> s with -inf where the rule forbids.
+    loads: two functions, step of the work tile -> its bias, its token masks, from global memory.
+    mask_step: (s, step of the work tile, rule, token masks) -> s with -inf where the rule forbids.
 
     A step's `masked` is the rule that masks it; None: no rule does.
     """
 
-    def __init__(self, kernel, wg, done, own_steps, decides, mask_step, q_rows, scratch):
+    def __init__(self, kernel, wg, done, own_steps, decides, loads, mask_step, q_rows, scratch):
         self.kernel, self.wg, self.done = kernel, wg, done
         self.decides = decides
         self.first, self.full, self.count = own_steps
+        self.load_bias, self.load_words = loads
         self.mask_step = mask_step
         self.q_rows, self.scratch = q_rows, scratch
         self.k_slots, self.v_slots = kernel.k_slots(scratch), kernel.v_slots(scratch)
@@ -55,9 +58,10 @@ class TileSteps:
 
         def step(t, carry, masked):
             acc, m, l = carry
+            loaded = self.load(t, masked)
             s = self.scores(t, self.kernel.pass_turn)
             self.free_k(t)
-            s = self.logits(s, t, masked)
+            s = self.logits(s, t, masked, loaded)
             p, m, l, shrink = self.softmax(s, m, l, masked)
             acc = self.rescale(acc, shrink)
             p, acc, m, l = lax.optimization_barrier((p.astype(self.dtype), acc, m, l))
@@ -92,12 +96,13 @@ class TileSteps:
 
         def run():
             acc, _, _ = self.init()
+            loaded = self.load(jnp.int32(0), self.kernel.rule.has_partial)
             self.await_k(jnp.int32(0))
             self.await_q()
             self.kernel.await_turn(self.wg)
             s = self.scores(jnp.int32(0), self.kernel.pass_turn)
             self.free_k(jnp.int32(0))
-            p, m, l = self.first_softmax(s)
+            p, m, l = self.first_softmax(s, loaded)
             acc, m, l, p = self.loop(1, self.overlapped_step, (acc, m, l, p.astype(self.dtype)))
             self.free_q()
             self.await_v(self.count - 1)
@@ -111,9 +116,10 @@ class TileSteps:
     def overlapped_step(self, t, carry, masked):
         """Issues the scores of step t, then the values of t - 1, whose p waits in registers."""
         acc, m, l, p = carry
+        loaded = self.load(t, masked)
 
         def softmax(s, m, l):
-            s = self.logits(s, t, masked)
+            s = self.logits(s, t, masked, loaded)
             p, m, l, shrink = self.softmax(s, m, l, masked)
             return m, l, shrink, p
 
@@ -137,6 +143,8 @@ class TileSteps:
                     # The rule's values per key need 32 registers, which p occupies until its
                     # product ends.
                     crowded = masked is not None and masked.column_arrays > 0
+                    bias = self.kernel.bias
+                    crowded = crowded or (bias.exists and not bias.loads_early)
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if crowded else 1)
                     self.free_k(t)
                     for ref, new in zip(new_refs, softmax(s, m, l), strict=True):
@@ -174,7 +182,7 @@ class TileSteps:
     def softmax(self, s, m, l, masked):
         """p = 2^(s - m_new), the new m and l, and the factor that rescales acc."""
         kernel = self.kernel
-        scale = (kernel.scale if kernel.soft_cap is None else kernel.soft_cap) * LOG2E
+        scale = LOG2E * (1.0 if kernel.bias.exists else self.scale)
         m_new = jnp.maximum(m, s.max(axis=1) * scale)
         if kernel.tiling.lazy_rescale:
             # m only has to be near the maximum: p stays below 2^lazy_rescale, far from overflow in
@@ -182,44 +190,63 @@ class TileSteps:
             m_new = jnp.where(m_new - m > kernel.tiling.lazy_rescale, m_new, m)
         # A row with nothing allowed so far keeps m = -inf; subtracting 0 instead makes its p and
         # shrink zeros, not NaN.
-        base = m_new if masked is None else jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        may_be_empty = masked is not None or kernel.bias.exists  # a bias may be -inf
+        base = jnp.where(m_new == -jnp.inf, 0.0, m_new) if may_be_empty else m_new
         p = jnp.exp2(s * scale - over_columns(base, s))
         shrink = jnp.exp2(m - base)  # rescales what was summed under the old maximum
         return p, m_new, l * shrink + p.sum(axis=1), shrink
 
-    def first_softmax(self, s):
+    def first_softmax(self, s, loaded):
         """(p, m, l) of a work tile's first step."""
         _, m, l = self.init()
         rule = self.kernel.rule if self.kernel.rule.has_partial else None
-        s = self.logits(s, jnp.int32(0), masked=None)
+        s = self.logits(s, jnp.int32(0), None, loaded)
         if rule is not None:
-            s = lax.cond(self.full > 0, lambda: s, lambda: self.mask_first(s, rule))
+            s = lax.cond(self.full > 0, lambda: s, lambda: self.mask_first(s, rule, loaded))
         p, m, l, _ = self.softmax(s, m, l, rule)
         return p, m, l
 
-    def mask_first(self, s, rule):
+    def mask_first(self, s, rule, loaded):
         """Scores of the first step, which is partial, with -inf where the rule forbids."""
         first = jnp.int32(0)
         if self.decides is None:
-            return self.mask(s, first, rule)
+            return self.mask(s, first, rule, loaded)
         return lax.cond(
             self.decides,
-            lambda: self.mask(s, first, rule),
-            lambda: self.mask(s, first, rule.otherwise),
+            lambda: self.mask(s, first, rule, loaded),
+            lambda: self.mask(s, first, rule.otherwise, loaded),
         )
 
-    def logits(self, s, t, masked):
-        """Logits of step t, divided by the scale or the soft cap; -inf where the rule forbids."""
+    @property
+    def scale(self) -> float:
+        """The factor of q kᵀ, or of the tanh of the soft cap."""
+        kernel = self.kernel
+        return kernel.scale if kernel.soft_cap is None else kernel.soft_cap
+
+    def load(self, t, masked):
+        """(bias or None, token masks) of step t: loads that arrive while products run."""
+        bias, words = None, ()
+        if self.kernel.bias.loads_early:
+            bias = self.load_bias(self.step_of(t))
+        if masked and self.kernel.rule.tile_arrays:
+            words = self.load_words(self.step_of(t))
+        return bias, words
+
+    def logits(self, s, t, masked, loaded):
+        """Logits of step t, divided by `scale` without a bias; -inf where the rule forbids."""
         kernel = self.kernel
         if kernel.soft_cap is not None:
             # tanh x = 1 - 2 / (1 + e^2x): tanh.approx errs by 5e-4, too much times a cap of 50.
             growth = jnp.exp2(s * (2 * LOG2E * kernel.scale / kernel.soft_cap))
             s = 1.0 - 2.0 / (1.0 + growth)
-        return s if masked is None else self.mask(s, t, masked)
+        if kernel.bias.exists:
+            bias = loaded[0] if kernel.bias.loads_early else self.load_bias(self.step_of(t))
+            s = kernel.bias.add(s * self.scale, bias)
+        return s if masked is None else self.mask(s, t, masked, loaded)
 
-    def mask(self, s, t, rule):
+    def mask(self, s, t, rule, loaded):
         """Scores of step t with -inf where the rule forbids."""
-        return self.mask_step(s, self.step_of(t), rule)
+        return self.mask_step(s, self.step_of(t), rule, loaded[1])
 
     def rescale(self, acc, shrink):
         """acc * shrink; lazily, a warp skips it when none of its rows has a new maximum."""

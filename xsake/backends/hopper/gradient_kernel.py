@@ -51,22 +51,29 @@ class GradientKernel(BlockKernel):
         for rule, first, end in self.rule.partial_steps(full, count, decides):
             pl.loop(first, end)(functools.partial(step, masked=rule))
 
-    def probabilities(self, s, lse, masked, keep):
+    def probabilities(self, s, lse, masked, keep, bias=None):
         """p, and p times the slope of the soft cap; both zero where the rule forbids.
 
-        masked: the rule of a partial step, or None. keep(p, rule): p, and 0 where it forbids.
+        masked: the rule of a partial step, or None. keep(p, rule): p, and 0 where it forbids. bias:
+        as BiasTile.load returns it.
         """
 
         def mask(p):
             return p if masked is None else keep(p, masked)
 
         if self.soft_cap is None:
-            p = mask(jnp.exp2(s * (self.scale * LOG2E) - lse))
+            if self.bias.exists:
+                p = mask(jnp.exp2(self.bias.add(s * self.scale, bias) * LOG2E - lse))
+            else:
+                p = mask(jnp.exp2(s * (self.scale * LOG2E) - lse))
             return p, p
         # tanh x = 1 - 2 / (1 + e^2x), as in the forward.
         growth = jnp.exp2(s * (2 * LOG2E * self.scale / self.soft_cap))
         capped = 1.0 - 2.0 / (1.0 + growth)
-        p = mask(jnp.exp2(capped * (self.soft_cap * LOG2E) - lse))
+        if self.bias.exists:
+            p = mask(jnp.exp2(self.bias.add(capped * self.soft_cap, bias) * LOG2E - lse))
+        else:
+            p = mask(jnp.exp2(capped * (self.soft_cap * LOG2E) - lse))
         return p, p * (1.0 - capped * capped)
 
     # Products

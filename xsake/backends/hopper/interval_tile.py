@@ -3,7 +3,7 @@
 A thread holds 2 neighbouring columns of every 8, of 2 rows. The columns that an interval keeps are
 consecutive among those of a thread: one integer has a bit for each of them, and the compiler turns
 its bits into predicates several at a time. Two comparisons for each element take about twice as
-long.
+long. Token masks are such integers already (token_words.py).
 """
 
 import jax.numpy as jnp
@@ -14,37 +14,44 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from xsake.backends.hopper.layouts import ROW, TILE
-from xsake.backends.hopper.ptx import asm, i32
+from xsake.backends.hopper.ptx import SCALAR, asm, i32
 
 GROUP, OWN = 8, 2  # columns of a group, of which a thread holds this many
 
 
-def keep_columns(x, lo, hi, fill):
-    """x [64, columns] with `fill` outside columns lo … hi - 1 of each row; lo, hi int32 [64]."""
+def keep_columns(x, lo, hi, fill, words=(), shift=0):
+    """x [64, columns] with `fill` outside columns lo … hi - 1 of each row; lo, hi int32 [64].
+
+    words: of token masks, which have to allow a column too; bit `shift` is that of column 0.
+    """
+    given = (*words, jnp.int32(shift)) if words else ()
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE, ROW, ROW),
+        arg_types=(TILE, ROW, ROW, *[ROW] * len(words), *[SCALAR] * bool(words)),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
     )
-    def emit(_, x, lo, hi):
+    def emit(_, x, lo, hi, *given):
         fill_value = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
-        limits = [[_scalar(r) for r in bound.registers.flat] for bound in (lo, hi)]
+        limits = [[scalar(r) for r in bound.registers.flat] for bound in (lo, hi)]
         bits = [_kept_bits(*both, x.shape[1]) for both in zip(*limits, strict=True)]
+        for word in given[:-1]:
+            of_rows = [arith.shrui(scalar(r), given[-1].registers[()]) for r in word.registers.flat]
+            bits = [arith.andi(*both) for both in zip(bits, of_rows, strict=True)]
         registers = np.empty_like(x.registers)
         for at in np.ndindex(x.registers.shape):
             group, row = at[1], at[4]
             register = x.registers[at]
             for lane in range(OWN):
-                kept = _bit(bits[row], group * OWN + lane)
+                kept = bit(bits[row], group * OWN + lane)
                 value = arith.select(kept, vector.extract(register, [], [lane]), fill_value)
                 register = vector.insert(value, register, [], [lane])
             registers[at] = register
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
-    return emit(x, lo, hi)
+    return emit(x, lo, hi, *given)
 
 
-def _scalar(register):
+def scalar(register):
     """The one element of a register."""
     if isinstance(register.type, ir.VectorType):
         return vector.extract(register, [], [0])
@@ -67,7 +74,7 @@ def _own_columns_before(column, columns):
     return arith.addi(whole, arith.minsi(arith.andi(column, i32(GROUP - 1)), i32(OWN)))
 
 
-def _bit(bits, number):
+def bit(bits, number):
     """Whether a bit is set."""
     one = arith.andi(bits, i32(1 << number if number < 31 else -(1 << 31)))
     return arith.cmpi(arith.CmpIPredicate.ne, one, i32(0))

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake.backends.hopper.bias_tile import BiasTile
 from xsake.backends.hopper.layouts import COMPUTE_WGS, ROWS
 from xsake.backends.hopper.rule_tile import RuleTile
 from xsake.backends.hopper.scheduler import Scheduler
@@ -33,12 +34,13 @@ class BlockKernel:
     descending = False  # whether full blocks are visited from the last to the first
     record_slots = 2  # for the records of the current and of the next work tile
 
-    def __init__(self, shape, rule, tiling, *, axis, step, scale, soft_cap, interpret):
+    def __init__(self, shape, rule, tiling, *, axis, step, scale, soft_cap, bias, interpret):
         self.shape = shape
         self.tiling = tiling
         self.scale, self.soft_cap = scale, soft_cap
         self.interpret = bool(interpret)
-        self.rule = RuleTile(rule, shape, self.interpret)
+        self.rule = RuleTile(rule, shape, axis, self.interpret)
+        self.bias = BiasTile(bias, axis, self.interpret)
         self.tile_block, self.visit_block = shape.block[axis], shape.block[1 - axis]
         if self.visit_block % step:
             raise ValueError(

@@ -9,6 +9,7 @@ the records of one case, so that an interrupted run can resume with the next cas
 
     cpu                    time against density, memory, mask construction; jax.nn as the peer
     hopper                 speed compared with peers, uneven heads, transposed lists
+    hopper_bias            bias and token masks, beside jax.nn on XLA and on cuDNN
     hopper_features        one case per feature, the xla backend on a GPU, memory
     hopper_nsa             Native Sparse Attention, part by part, beside open kernels
     model                  loading, prefill and decode of a checkpoint
