@@ -20,6 +20,7 @@ from xsake.bench.suites import (
     Part,
     Record,
     Suite,
+    costs,
     cpu,
     hopper,
     hopper_features,
@@ -30,6 +31,7 @@ from xsake.bench.suites import (
 from xsake.bench.timing import provenance
 
 SUITES: dict[str, Suite] = {
+    "costs": costs,
     "cpu": cpu,
     "hopper": hopper,
     "hopper-features": hopper_features,

@@ -136,6 +136,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@jax.named_scope("xsake_forward")
 def run_forward(
     settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask
 ) -> tuple[Array, Array]:
@@ -158,6 +159,7 @@ def run_forward(
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@jax.named_scope("xsake_backward")
 def run_backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) from what the forward saved and the cotangents of out and logsumexp."""
     from xsake.backends.hopper import backward_kernel

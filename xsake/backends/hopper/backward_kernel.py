@@ -71,18 +71,19 @@ def backward(
     B, T, S, N, K, H, Hv = shape.sizes
     rule = rule or KernelRule(None)
     fused = tiling.fused and shape.largest_head <= FUSED_SIZE
-    prepared = prepare(
-        out,
-        lse,
-        d_out,
-        d_lse,
-        lists,
-        shape,
-        tiling,
-        zeros=H if fused else None,
-        counts=fused and tiling.cast == "kernel",
-        interpret=interpret,
-    )
+    with jax.named_scope("delta_and_lists"):
+        prepared = prepare(
+            out,
+            lse,
+            d_out,
+            d_lse,
+            lists,
+            shape,
+            tiling,
+            zeros=H if fused else None,
+            counts=fused and tiling.cast == "kernel",
+            interpret=interpret,
+        )
     padded = tuple(pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (q, k, v, d_out))
     common = dict(
         scale=1 / math.sqrt(H) if scale is None else scale,
@@ -96,14 +97,17 @@ def backward(
         columns = ColumnsKernel(shape, rule, tiling, results=names, fused=fused, **common)
         lists_by_column = prepared.table, prepared.row_blocks
         operands = (*padded, *statistics, *lists_by_column, *rule_operands(rule, shape))
-        gradients |= columns(operands, prepared.zeros, prepared.counters, interpret)
+        with jax.named_scope("dk_dv_dq" if fused else "_".join(names)):
+            gradients |= columns(operands, prepared.zeros, prepared.counters, interpret)
     if not fused:
-        table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
+        with jax.named_scope("work_table"):
+            table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
         rule = row_rule or rule
         rows = RowsKernel(shape, rule, tiling, **common)
         lists_by_row = table, lists.kv_index.reshape(-1)
         operands = (*padded, *statistics, *lists_by_row, *rule_operands(rule, shape))
-        gradients["dq"] = rows(operands, interpret)
+        with jax.named_scope("dq"):
+            gradients["dq"] = rows(operands, interpret)
     dk, dv = (_sum_heads(gradients[x][:, :S], shape.group) for x in ("dk", "dv"))
     return gradients["dq"][:, :T], dk, dv
 
