@@ -51,7 +51,10 @@ class Explanation:
         elif self.asked is not None:
             words[self.asked] = f"asked for, but {self.reasons[self.asked]}"
         for name, seconds in self.estimates.items():
-            words[name] += f"; estimated {1e3 * seconds:.3g} ms for a forward and a backward"
+            words[name] += (
+                f"; estimated {1e3 * seconds:,.1f} ms for a forward and a backward, with "
+                f"compilation spread over {costs.CALLS:,} calls"
+            )
         return words
 
 
