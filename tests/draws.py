@@ -21,7 +21,7 @@ from tests import oracle
 from tests.specs import Slot, fill, slots, to_rule
 from xsake import BlockMask, _jax
 
-BACKENDS = ("xla", "reference")
+BACKENDS = ("xla", "dense", "reference")
 
 # max |error| / max |reference|, for outputs and gradients.
 #   float32: as in tests/backends/test_conformance.py, which gives the reason.

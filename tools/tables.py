@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools import certificate_tables, nsa_tables, parallel_tables, task_tables
+from tools import certificate_tables, first_call_tables, nsa_tables, parallel_tables, task_tables
 
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -453,6 +453,8 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "train-profile": train_profile,
     "hads-speed": hads_speed,
     "hads-profile": hads_profile,
+    "costs": functools.partial(of_cells, first_call_tables.costs),
+    "first-call": functools.partial(of_cells, first_call_tables.first_call),
     "cost": functools.partial(of_cells, parallel_tables.cost),
     "parallel-rows": functools.partial(of_cells, parallel_tables.rows),
     "parallel-heads": functools.partial(of_cells, parallel_tables.heads),

@@ -3,8 +3,9 @@
     q [B, T, N, H] ─┐
     k [B, S, K, H] ─┼─ check ─ choose ─┬─ backends/hopper/       Mosaic GPU, sm90
     v [B, S, K, Hv]─┤                  ├─ backends/xla/          any device, visits live blocks
-    BlockMask ──────┘                  ├─ backends/tpu/          Mosaic TPU, by name only
-                                       └─ backends/reference.py  any device, T x S in memory
+    BlockMask ──────┘                  ├─ backends/dense.py      any device, T x S in memory
+                                       ├─ backends/tpu/          Mosaic TPU, by name only
+                                       └─ backends/reference.py  any device, the definition
                                                └─▶ out, logsumexp ─ sinks ─ out
 
 Everything that limits which keys a query sees (mask, is_causal, windows, lengths, segments,
@@ -19,9 +20,7 @@ out · eᴸ / (eᴸ + Σ exp(sink)), with L the logsumexp.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -31,32 +30,14 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake import masks
-from xsake.backends import (
-    Call,
-    Sizes,
-    accumulator,
-    hopper,
-    kernel_rule,
-    reference,
-    run_forward,
-    tpu,
-    with_sinks,
-    xla,
-)
+from xsake.backends import Call, Sizes, accumulator, run_forward, with_sinks
+from xsake.backends.choice import BACKENDS, Explanation, choose, is_empty
 from xsake.backends.options import Options
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.integers import integers
 from xsake.masks.rule import Rule, check_fits, combine, result_sizes
 
 __all__ = ["Explanation", "dot_product_attention", "explain"]
-
-# Fastest first. A backend is a module with two functions: why_not(call) and forward(call).
-BACKENDS: dict[str, ModuleType] = {
-    "hopper": hopper,
-    "xla": xla,
-    "tpu": tpu,  # by name only: xla comes first until these kernels have run on a TPU
-    "reference": reference,
-}
 
 Tensor = Array | np.ndarray
 Abstract = Tensor | jax.ShapeDtypeStruct
@@ -188,30 +169,6 @@ def dot_product_attention(
     return (out, logsumexp) if return_residual else out
 
 
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The chosen backend, and for each backend why it cannot run the call, None if it can.
-
-    `chosen` is None if the backend `asked` for by name cannot run the call, which then raises.
-    `partial_blocks` is what the kernels of `hopper` evaluate in partial blocks, if it is chosen.
-    """
-
-    chosen: str | None
-    reasons: dict[str, str | None]
-    asked: str | None = None
-    partial_blocks: str | None = None
-
-    def __str__(self) -> str:
-        width = max(map(len, self.reasons))
-        words = {name: why or "can run" for name, why in self.reasons.items()}
-        if self.chosen is not None:
-            form = self.partial_blocks
-            words[self.chosen] = "chosen" + ("" if form is None else f"; partial blocks: {form}")
-        elif self.asked is not None:
-            words[self.asked] = f"asked for, but {self.reasons[self.asked]}"
-        return "\n".join(f"{name:<{width}}  {why}" for name, why in words.items())
-
-
 def explain(
     query: Abstract,
     key: Abstract,
@@ -257,30 +214,10 @@ class _Question(str):
         return 0
 
 
-def choose(asked: str | None, call: Call) -> Explanation:
-    """The backend for a call: the one asked for by name, or the first that can run it."""
-    if asked is not None and asked not in BACKENDS:
-        raise ValueError(
-            f"implementation {asked!r} is not one of {list(BACKENDS)}; "
-            "leave it out for the fastest that can run"
-        )
-    if _is_empty(call):
-        return Explanation(None, dict.fromkeys(BACKENDS, "is not run: an axis is empty"), asked)
-    reasons = {name: backend.why_not(call) for name, backend in BACKENDS.items()}
-    able = [name for name, why in reasons.items() if why is None and asked in (None, name)]
-    chosen = able[0] if able else None
-    form = kernel_rule.form(call.mask) if chosen == "hopper" else None
-    return Explanation(chosen, reasons, asked, form)
-
-
-def _is_empty(call: Call) -> bool:
-    return 0 in call.sizes[:3]
-
-
 def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
     """(out, logsumexp) by the chosen backend."""
     explanation = choose(asked, call)
-    if _is_empty(call):
+    if is_empty(call):
         B, T, _, N, _, _, Hv = call.sizes
         out = jnp.zeros((B, T, N, Hv), call.q.dtype)
         return out, jnp.full((B, T, N), -jnp.inf, accumulator(call.q.dtype))

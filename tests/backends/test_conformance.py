@@ -14,8 +14,8 @@ import xsake
 from tests import oracle
 from tests.draws import FAST_COMPILATION
 from xsake import _jax, masks
-from xsake.attention import BACKENDS
 from xsake.backends import Options, hopper
+from xsake.backends.choice import BACKENDS
 from xsake.backends.options import XlaSteps
 from xsake.bench.cases import CONFORMANCE, Case
 
@@ -78,11 +78,12 @@ LARGE_STEPS_ON_A_CPU = {
     "bias per query",
     "bfloat16 head blocks",
 }
-# The formulas of `reference` know nothing of blocks: what differs is the dtype, the sizes, bias,
-# sinks, the soft cap and where the mask comes from.
-REFERENCE_ON_A_CPU = {
+# The formulas of `dense` and `reference` know nothing of blocks: what differs is the dtype, the
+# sizes, bias, sinks, the soft cap and where the mask comes from.
+DENSE_ON_A_CPU = {
     "one token",
     "more keys than queries",
+    "window, causal",
     "grouped heads",
     "values half as wide",
     "kv-head blocks",
@@ -95,6 +96,15 @@ REFERENCE_ON_A_CPU = {
     "soft cap and bias",
     "several sinks, documents",
     "float16",
+    "bfloat16 head blocks",
+}
+REFERENCE_ON_A_CPU = {
+    "more keys than queries",
+    "values half as wide",
+    "lengths",
+    "token mask",
+    "soft cap and bias",
+    "several sinks, documents",
     "bfloat16 head blocks",
 }
 # Sizes and rules that matter to the Hopper kernels. To `xla` these are sizes like any other, and it
@@ -124,7 +134,8 @@ IN_THREE_LOOPS = {
 }
 assert {case.name for case in CONFORMANCE} >= IN_LARGE_STEPS
 assert IN_LARGE_STEPS >= LARGE_STEPS_ON_A_CPU
-assert {case.name for case in CONFORMANCE} >= REFERENCE_ON_A_CPU | FOR_HOPPER | IN_THREE_LOOPS
+assert {case.name for case in CONFORMANCE} >= DENSE_ON_A_CPU | FOR_HOPPER | IN_THREE_LOOPS
+assert DENSE_ON_A_CPU >= REFERENCE_ON_A_CPU
 
 
 def marks_of(case: Case, way: str) -> list[pytest.MarkDecorator]:
@@ -132,6 +143,7 @@ def marks_of(case: Case, way: str) -> list[pytest.MarkDecorator]:
         return [pytest.mark.optimized]
     is_here = {
         LARGE_STEPS: case.name in LARGE_STEPS_ON_A_CPU,
+        "dense": case.name in DENSE_ON_A_CPU,
         "reference": case.name in REFERENCE_ON_A_CPU,
         "xla": case.name not in FOR_HOPPER,
         "tpu": _jax.platform() == "tpu",  # tests/backends/tpu/ interprets the kernels
@@ -281,7 +293,7 @@ def exact_jax_nn(*args, **named):
         return jax.nn.dot_product_attention(*args, **named)
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", ["xla", "dense"])
 @pytest.mark.parametrize(
     "extra",
     [
@@ -338,7 +350,7 @@ def many_inputs():
     return (q, k, v, bias, sinks, d_out, d_lse), np.arange(21)[None] // 8
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", ["xla", "dense", "reference"])
 def test_float64_stays_float64_throughout(backend):
     """Within 1e-12, some thousand roundings of 1e-16: any float32 on the way would make it 1e-8."""
     arrays, ids = many_inputs()
@@ -356,7 +368,7 @@ def test_float64_stays_float64_throughout(backend):
         assert oracle.relative_error(x, y) <= 1e-12, name
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", ["xla", "dense", "reference"])
 def test_nothing_relies_on_rank_promotion(backend):
     """Some users make JAX raise where arrays of different rank are combined."""
     arrays, ids = many_inputs()
@@ -366,7 +378,7 @@ def test_nothing_relies_on_rank_promotion(backend):
     assert out.shape == arrays[0].shape
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", ["xla", "dense"])
 def test_three_axes_mean_a_batch_of_one(backend):
     """[T, N, H] in, [T, N, Hv] and [T, N] out, as jax.nn allows."""
     x = jax.random.normal(jax.random.key(0), (40, 3, 8))

@@ -10,8 +10,8 @@ import pytest
 from tests import oracle
 from tests.conditions import needs_gpu, needs_newer_jax
 from xsake import BlockMask, Options, masks
-from xsake.attention import BACKENDS
 from xsake.backends import Call, hopper, tpu
+from xsake.backends.choice import BACKENDS
 
 B, T, N, K = 1, 64, 4, 2
 
@@ -51,8 +51,9 @@ def largest_error(name, H, dtype, block) -> float:
     return max(oracle.relative_error(ours[key], expected[key]) for key in ours)
 
 
-def test_parts_of_the_keys_add_up_to_the_gradients():
-    assert largest_error("xla", 8, jnp.float32, (16, 8)) <= 1e-5
+@pytest.mark.parametrize("backend", ["xla", "dense"])
+def test_parts_of_the_keys_add_up_to_the_gradients(backend):
+    assert largest_error(backend, 8, jnp.float32, (16, 8)) <= 1e-5
 
 
 @pytest.mark.second_python

@@ -20,6 +20,7 @@ from xsake.bench.suites import (
     Part,
     Record,
     Suite,
+    costs,
     cpu,
     hopper,
     hopper_bias,
@@ -31,6 +32,7 @@ from xsake.bench.suites import (
 from xsake.bench.timing import provenance
 
 SUITES: dict[str, Suite] = {
+    "costs": costs,
     "cpu": cpu,
     "hopper": hopper,
     "hopper-bias": hopper_bias,

@@ -102,6 +102,8 @@ class BlockMask:
     # Whether the lists lie row after row. A mask made by hand, or by `dataclasses.replace`, has
     # False.
     is_packed: bool = dataclasses.field(default=False, init=False, metadata={"static": True})
+    # Whether every block in which the rule allows a token pair is listed: the rule is the mask.
+    is_rule: bool = dataclasses.field(default=False, init=False, metadata={"static": True})
 
     # ------------------------------------------------------------------------------- constructors
 
@@ -145,11 +147,11 @@ class BlockMask:
         bound, size = rule.upper_bound(), largest_capacity(rule, grid)
         spans = bound.spans(grid)
         if spans is None or bound != rule or size > MAX_CONSTANT:
-            return _made(lists_of_rule(rule, grid, size), rule, grid, holds_all=True)
+            return _made(lists_of_rule(rule, grid, size), rule, grid, True, is_rule=True)
         # Known now, also under jit: a compiled call spends no time on them.
         *arrays, _ = lists_from_spans(spans, grid, size, np)
         lists = Lists._make([*map(jnp.asarray, arrays), None])
-        return _of_lists(lists, None, rule, grid.shape, grid.block)
+        return _of_lists(lists, None, rule, grid.shape, grid.block, is_rule=True)
 
     @staticmethod
     def from_dense(
@@ -206,10 +208,8 @@ class BlockMask:
     ) -> BlockMask:
         """From FlexAttention's arrays: counts [B, H, Tb] and padded lists [B, H, Tb, Sb].
 
-        Full blocks have arrays of their own.
-
-        `mask_mod` is a rule or a function of (b, h, q, k). The S side has kv_indices.shape[-1]
-        blocks, unless `shape` says otherwise.
+        Full blocks have arrays of their own. `mask_mod` is a rule or a function of (b, h, q, k).
+        The S side has kv_indices.shape[-1] blocks, unless `shape` says otherwise.
         """
         block = block_sizes(block)
         if (full_kv_indices is None) != (full_kv_num_blocks is None):
@@ -294,7 +294,7 @@ class BlockMask:
         """
         own_batch, own_heads = self.kv_count.shape[:2]
         grid = dataclasses.replace(self.grid, batch=batch or own_batch, heads=heads or own_heads)
-        return token_map(self.lists, self.rule, grid)
+        return token_map(None if self.is_rule else self.lists, self.rule, grid)
 
     def density(self, against: Rule | None = None) -> Array:
         """Blocks visited ÷ blocks that causality allows (÷ all, if the rule is not causal).
@@ -319,7 +319,7 @@ class BlockMask:
         rule = self.rule.a if isinstance(self.rule, Swapped) else self.rule and Swapped(self.rule)
         pairs = self.intervals
         pairs = None if pairs is None else intervals.transposed(pairs, self.shape[1])
-        return _of_lists(lists, pairs, rule, self.shape[::-1], self.block[::-1])
+        return _of_lists(lists, pairs, rule, self.shape[::-1], self.block[::-1], self.is_rule)
 
     __array_ufunc__ = None  # NumPy leaves `array & mask` to the mask
 
@@ -347,7 +347,8 @@ class BlockMask:
         rule = numbered(other, grid)
         lists = narrowed(self.lists, rule, grid)
         both = rule if self.rule is None else self.rule & rule
-        return _of_lists(lists, self._intervals_with(rule, both), both, self.shape, self.block)
+        pairs = self._intervals_with(rule, both)
+        return _of_lists(lists, pairs, both, self.shape, self.block, self.is_rule)
 
     __rand__ = __and__  # rule & mask, array & mask
 
@@ -375,7 +376,7 @@ class BlockMask:
         if pairs is not None and pairs.shape[0] > 1:
             pairs = pairs[b][None]
         lists = Lists._make([*picked, overflow])
-        return _of_lists(lists, pairs, rule, self.shape, self.block)
+        return _of_lists(lists, pairs, rule, self.shape, self.block, self.is_rule)
 
     def partition_spec(
         self,
@@ -400,7 +401,7 @@ class BlockMask:
             pairs = PartitionSpec(rows, None, None, None)
         overflow = None if self.overflow is None else PartitionSpec()
         specs = BlockMask(spec, spec, spec, spec, overflow, rule, self.shape, self.block, pairs)
-        return _marked(specs, self.is_packed)
+        return _marked(specs, self.is_packed, self.is_rule)
 
     # ------------------------------------------------------------------------------------ pictures
 
@@ -447,17 +448,19 @@ def _of_lists(
     rule: Rule | None,
     shape: tuple[int, int],
     block: tuple[int, int],
+    is_rule: bool = False,
 ) -> BlockMask:
-    start, count, full, index, overflow = lists
-    return _marked(BlockMask(start, count, full, index, overflow, rule, shape, block, pairs), True)
+    return _marked(BlockMask(*lists, rule, shape, block, pairs), True, is_rule)
 
 
-def _marked(mask: BlockMask, is_packed: bool) -> BlockMask:
-    object.__setattr__(mask, "is_packed", is_packed)
+def _marked(mask: BlockMask, is_packed: bool, is_rule: bool) -> BlockMask:
+    mask.__dict__.update(is_packed=is_packed, is_rule=is_rule)
     return mask
 
 
-def _made(lists: Lists, rule: Rule | None, grid: Grid, holds_all: bool) -> BlockMask:
+def _made(
+    lists: Lists, rule: Rule | None, grid: Grid, holds_all: bool, is_rule: bool = False
+) -> BlockMask:
     """A BlockMask of these lists; a list that was cut raises, unless it is traced.
 
     holds_all: the capacity is an upper bound, so that no list can be cut.
@@ -472,7 +475,7 @@ def _made(lists: Lists, rule: Rule | None, grid: Grid, holds_all: bool) -> Block
     if is_known or holds_all:
         lists = lists._replace(overflow=None)
     pairs = intervals.intervals_with_data(rule, grid.shape)
-    return _of_lists(cut_to_capacity(lists), pairs, rule, grid.shape, grid.block)
+    return _of_lists(cut_to_capacity(lists), pairs, rule, grid.shape, grid.block, is_rule)
 
 
 def _intersection(one: BlockMask, two: BlockMask) -> BlockMask:
@@ -493,4 +496,5 @@ def _intersection(one: BlockMask, two: BlockMask) -> BlockMask:
     rules = [mask.rule for mask in (one, two) if mask.rule is not None]
     rule = combine(rules) if rules else None
     pairs = intervals.intervals_with_data(rule, one.shape)
-    return _of_lists(both(one.lists, two.lists, grid), pairs, rule, one.shape, one.block)
+    lists, is_rule = both(one.lists, two.lists, grid), one.is_rule and two.is_rule
+    return _of_lists(lists, pairs, rule, one.shape, one.block, is_rule)

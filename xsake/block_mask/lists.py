@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from xsake.masks.integers import integers
-from xsake.masks.rule import Grid, Rule, Spans, Tokens
+from xsake.masks.rule import EVERYTHING, Grid, Rule, Spans, Tokens
 
 
 class Lists(NamedTuple):
@@ -41,6 +41,7 @@ def starts_of(count: Array | np.ndarray, xp: Any = jnp) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
+@jax.named_scope("block_lists")
 def lists_of_rule(rule: Rule, grid: Grid, capacity: int) -> Lists:
     """Lists of all blocks in which the rule may allow a token pair."""
     spans = rule.spans(grid)
@@ -50,6 +51,7 @@ def lists_of_rule(rule: Rule, grid: Grid, capacity: int) -> Lists:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
+@jax.named_scope("block_lists")
 def lists_of_blocks(blocks: Array, rule: Rule, grid: Grid, capacity: int) -> Lists:
     """The blocks marked True [B, N, nq, nk], without those that the rule empties."""
     live, full = rule.classify(grid)
@@ -57,6 +59,7 @@ def lists_of_blocks(blocks: Array, rule: Rule, grid: Grid, capacity: int) -> Lis
 
 
 @functools.partial(jax.jit, static_argnums=(2,))
+@jax.named_scope("block_lists")
 def narrowed(lists: Lists, rule: Rule, grid: Grid) -> Lists:
     """The lists without the blocks that the rule empties, for the grid's batch; M stays."""
 
@@ -72,6 +75,7 @@ def narrowed(lists: Lists, rule: Rule, grid: Grid) -> Lists:
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
+@jax.named_scope("block_lists")
 def transposed(lists: Lists, n_columns: int) -> Lists:
     """The transposed lists: the row blocks that visit each kv block. M stays."""
     capacity, n_rows = lists.kv_index.shape[-1], lists.kv_count.shape[-1]
@@ -120,16 +124,23 @@ def block_map(lists: Lists, nq: int, nk: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(2,))
-def token_map(lists: Lists, rule: Rule | None, grid: Grid) -> Array:
-    """Every token pair, bool [B|1, N|1, T, S], for the grid's batch and heads."""
+def token_map(lists: Lists | None, rule: Rule | None, grid: Grid) -> Array:
+    """Every token pair, bool [B|1, N|1, T, S], for the grid's batch and heads.
+
+    Without lists, the rule alone decides.
+    """
     (T, S), (bq, bk) = grid.shape, grid.block
+    index = jnp.ogrid[: grid.batch, : grid.heads, :T, :S]
+    if lists is None:
+        allowed = (rule or EVERYTHING).allows(Tokens.at(*index))
+        lead = np.broadcast_shapes(allowed.shape, (1, 1, T, S))[:2]
+        return jnp.broadcast_to(allowed, (*lead, T, S))
     classes = block_map(lists, *grid.counts)
     if (own := classes.shape[1]) not in (1, grid.heads):
         classes = jnp.repeat(classes, grid.heads // own, axis=1)
     tokens = jnp.repeat(jnp.repeat(classes, bq, axis=2), bk, axis=3)[:, :, :T, :S]
     if rule is None:
         return tokens > 0
-    index = jnp.ogrid[: grid.batch, : grid.heads, :T, :S]
     return (tokens == 2) | (tokens == 1) & rule.allows(Tokens.at(*index))
 
 

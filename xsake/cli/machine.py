@@ -33,10 +33,20 @@ def doctor() -> None:
     for name, value in {**facts["versions"], **facts["machine"]}.items():
         table.add_row(name, str(value))
     table.add_row("devices", ", ".join(map(str, jax.devices())))
+    table.add_row("compilation cache", compilation_cache())
     console.print(table)
     dtype = fast_dtype()
     q = jax.ShapeDtypeStruct((1, 4096, 8, 64), dtype)
     console.print(reasons(xsake.explain(q, q, q, is_causal=True), f"4,096 tokens, {dtype}"))
+
+
+def compilation_cache() -> str:
+    """The folder in which JAX keeps compiled programs for later processes, or how to have one."""
+    config = jax.config.values
+    folder = config["jax_compilation_cache_dir"]
+    if folder and config["jax_enable_compilation_cache"]:
+        return f"on: {folder}"
+    return "off; JAX_COMPILATION_CACHE_DIR=FOLDER keeps compiled programs for the next process"
 
 
 def bench(

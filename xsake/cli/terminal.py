@@ -29,8 +29,8 @@ def fast_dtype() -> str:
 def reasons(explanation: xsake.Explanation, call: str) -> Table:
     """Whether each backend can run a call and why not, with the chosen one marked."""
     table = Table("backend", "this machine", title=f"causal attention, {call}")
-    for name, why in explanation.reasons.items():
-        table.add_row(name, "chosen" if name == explanation.chosen else why or "can run")
+    for name, words in explanation.words().items():
+        table.add_row(name, words)
     return table
 
 

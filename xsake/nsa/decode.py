@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from xsake.attention import Tensor, check_qkv
 from xsake.backends import accumulator
-from xsake.backends.xla.products import operand, product
+from xsake.backends.products import operand, product
 from xsake.masks.integers import integers, size_of
 from xsake.masks.rule import Leaf
 from xsake.nsa.attention import choose, combine

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from xsake import _jax
 from xsake.backends import accumulator
 from xsake.backends.hopper.selected import choose as hopper
-from xsake.backends.xla.products import operand, product
+from xsake.backends.products import operand, product
 from xsake.nsa.compress import Pooled
 from xsake.nsa.sequences import Sequences
 from xsake.selection import top_indices

@@ -22,8 +22,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake import _jax
-from xsake.attention import Abstract, Explanation, dot_product_attention
+from xsake.attention import Abstract, dot_product_attention
 from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
+from xsake.backends.choice import Explanation
 from xsake.backends.hopper import selected as hopper
 from xsake.backends.options import Options
 from xsake.backends.xla import selected as xla

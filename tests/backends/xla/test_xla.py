@@ -14,8 +14,8 @@ from tests.backends.test_conformance import run as run_case
 from tests.draws import FAST_COMPILATION
 from tests.test_probes import assert_near, assert_same_bits, random_arrays, run
 from xsake import BlockMask, Options, _jax, masks
-from xsake.attention import BACKENDS
 from xsake.backends import Call, Sizes
+from xsake.backends.choice import BACKENDS
 from xsake.backends.options import XlaSteps
 from xsake.backends.xla import cpu_jax_0_10 as xla_chains
 from xsake.backends.xla import output

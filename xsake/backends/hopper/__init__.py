@@ -189,6 +189,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@jax.named_scope("xsake_forward")
 def run_forward(
     settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask, bias: Array | None = None
 ) -> tuple[Array, Array]:
@@ -212,6 +213,7 @@ def run_forward(
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="wants_bias")
+@jax.named_scope("xsake_backward")
 def run_backward(
     settings: Settings, saved: Any, cotangents: Any, wants_bias: bool = False
 ) -> tuple[Array, Array, Array, Array | None]:

@@ -82,18 +82,19 @@ def backward(
     by_key = wants_bias and not by_pairs
     d_bias = None
     fused = tiling.fused and not by_pairs and shape.largest_head <= FUSED_SIZE
-    prepared = prepare(
-        out,
-        lse,
-        d_out,
-        d_lse,
-        lists,
-        shape,
-        tiling,
-        zeros=H if fused else None,
-        counts=fused and tiling.cast == "kernel",
-        interpret=interpret,
-    )
+    with jax.named_scope("delta_and_lists"):
+        prepared = prepare(
+            out,
+            lse,
+            d_out,
+            d_lse,
+            lists,
+            shape,
+            tiling,
+            zeros=H if fused else None,
+            counts=fused and tiling.cast == "kernel",
+            interpret=interpret,
+        )
     padded = tuple(pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (q, k, v, d_out))
     common = dict(
         scale=1 / math.sqrt(H) if scale is None else scale,
@@ -112,9 +113,11 @@ def backward(
         lists_by_column = prepared.table, prepared.row_blocks
         of_rule = rule_operands(rule, shape, axis=1)
         operands = (*padded, *statistics, *lists_by_column, *of_rule, *bias_operand)
-        gradients |= columns(operands, prepared.zeros, prepared.counters, interpret)
+        with jax.named_scope("dk_dv_dq" if fused else "_".join(names)):
+            gradients |= columns(operands, prepared.zeros, prepared.counters, interpret)
     if not fused:
-        table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
+        with jax.named_scope("work_table"):
+            table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
         rule = row_rule or rule
         adds = False
         if by_pairs:
@@ -123,7 +126,8 @@ def backward(
         lists_by_row = table, lists.kv_index.reshape(-1)
         of_rule = rule_operands(rule, shape, axis=0)
         operands = (*padded, *statistics, *lists_by_row, *of_rule, *bias_operand)
-        gradients["dq"], d_bias = rows(operands, d_bias, interpret)
+        with jax.named_scope("dq"):
+            gradients["dq"], d_bias = rows(operands, d_bias, interpret)
     if by_key:
         d_bias = gradients["bias_sums"][:, :, None]
     d_bias = _reduced(d_bias, bias) if wants_bias else None

@@ -73,7 +73,8 @@ def forward(
     shape = Shape.of(q, k, v, lists, block)
     B, T, _, N, _, H, Hv = shape.sizes
     q, k, v = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (q, k, v))
-    table = work_table(lists, B, N, shape.sizes.K, shape.kv_bytes, tiling, interpret)
+    with jax.named_scope("work_table"):
+        table = work_table(lists, B, N, shape.sizes.K, shape.kv_bytes, tiling, interpret)
     rule = rule or KernelRule(None)
     kernel = _Kernel(
         shape,

@@ -16,11 +16,9 @@ few token pairs have one loop for all visits, which is less to compile.
 
     chunks.py          row blocks that are processed together, and what a step reads for them
     bias.py            reads a bias by blocks, and sums its gradient by blocks
-    products.py        products and logits of blocks
     output.py          the forward
     gradients.py       the backward: chunks of kv blocks by the transposed lists
     selected.py        attention to lists of blocks of single queries (nsa)
-    cpu_exp.py         exp on a CPU
     cpu_jax_0_10.py    the forward on CPUs with JAX before 0.11
 """
 
@@ -40,7 +38,7 @@ from xsake.backends.xla.bias import BiasBlocks, has_own_bias
 from xsake.backends.xla.chunks import device_steps
 from xsake.backends.xla.gradients import gradients
 from xsake.backends.xla.output import Inputs
-from xsake.backends.xla.products import Settings
+from xsake.backends.xla.settings import Settings
 from xsake.block_mask import BlockMask
 
 
@@ -105,6 +103,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@jax.named_scope("xsake_forward")
 def _output(
     settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
 ) -> tuple[Array, Array]:

@@ -27,9 +27,9 @@ from jax import Array, lax
 
 from xsake import _jax
 from xsake.backends import Sizes, accumulator, kv_head, list_index, quotient, remainder
+from xsake.backends.products import logits, operand, scaled
 from xsake.backends.xla.chunks import Visit
 from xsake.backends.xla.output import Inputs, Online, masked, update
-from xsake.backends.xla.products import logits, operand, scaled
 from xsake.block_mask import BlockMask
 from xsake.block_mask.lists import entries_of
 
@@ -66,7 +66,7 @@ def visit_chains(inputs: Inputs) -> tuple[Array, Array]:
             b, n, i, j = (x[c] for x in (at.b, at.n, at.i, at.j))
             q_rows = _block(q, b, i, n, bq)
             k_rows, v_rows = (_block(x, b, j, kv_head(n, sizes), bk) for x in (k, v))
-            s = logits(settings, q_rows, k_rows, scale, dtype)
+            s = logits(q_rows, k_rows, scale, settings.soft_cap, dtype)
             s_masked = masked(s[None], at.of_chain(c), mask, biases)[0]
             after, made = update(Online(*(x[c] for x in before)), s_masked, v_rows)
             states.append(after)

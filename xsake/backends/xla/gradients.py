@@ -18,14 +18,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake.backends import Sizes, accumulator, kv_head
+from xsake.backends.cpu_exp import exp
+from xsake.backends.products import logits, operand, product, scaled, sum_last
 from xsake.backends.xla.bias import BiasBlocks
 from xsake.backends.xla.chunks import Chunk, Visit, add, put, take, work_order, zeros
-from xsake.backends.xla.cpu_exp import exp
-from xsake.backends.xla.products import Settings, logits, operand, product, scaled, sum_last
+from xsake.backends.xla.settings import Settings
 from xsake.block_mask import BlockMask
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@jax.named_scope("xsake_backward")
 def gradients(settings: Settings, saved: Any, cotangents: Any) -> Any:
     """(dq, dk, dv, dbias) from what the forward saved and the cotangents of its results."""
     q, k, v, bias, mask, out, logsumexp = saved
@@ -102,7 +104,7 @@ class Given:
 
         ds and d_capped are the gradients of the logits before and after the soft cap.
         """
-        capped = logits(self.settings, queries.q, keys.k, scale, self.dtype)
+        capped = logits(queries.q, keys.k, scale, self.settings.soft_cap, self.dtype)
         s = capped if self.biases is None else capped + self.biases.at(visit).astype(self.dtype)
         p = exp(s - queries.level)
         dp = product("rqh,rkh->rqk", queries.d_out, keys.v, self.dtype)
@@ -133,6 +135,7 @@ def _no_sum(settings: Settings, shape: tuple[int, ...], dtype: Any) -> Array | N
     return jnp.zeros(shape, dtype) if settings.steps.one_loop else None
 
 
+@jax.named_scope("dk_dv")
 def _visit_columns(given: Given) -> tuple[Array | None, Array, Array, Array | None]:
     """(dq, dk, dv, dbias), float32; dq is None where it has a pass of its own."""
     settings, sizes, mask, dtype = given.settings, given.sizes, given.mask, given.dtype
@@ -190,6 +193,7 @@ def _add_visit(given: Given, visit: Visit, keys: KeySide, scale: float, sums: Su
     return Sums(dq, dbias, dk, _plus(dv, product("rqk,rqh->rkh", p, queries.d_out, dtype)))
 
 
+@jax.named_scope("dq")
 def _dq_by_rows(given: Given) -> Array:
     """dq [B, T, N, H] in float32, each row block by the list that the forward visits."""
     settings, sizes, mask, dtype = given.settings, given.sizes, given.mask, given.dtype

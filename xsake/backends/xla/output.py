@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake.backends import Sizes, accumulator, kv_head
+from xsake.backends.cpu_exp import exp
+from xsake.backends.products import logits, operand, product, scaled, sum_last
 from xsake.backends.xla.bias import BiasBlocks
 from xsake.backends.xla.chunks import Chunk, Visit, put, take, work_order, zeros
-from xsake.backends.xla.cpu_exp import exp
-from xsake.backends.xla.products import Settings, logits, operand, product, scaled, sum_last
+from xsake.backends.xla.settings import Settings
 from xsake.block_mask import BlockMask
 
 
@@ -84,7 +85,7 @@ def visit_chunks(inputs: Inputs) -> tuple[Array, Array]:
 
         def step(visit: Visit, state: Online | None) -> Online:
             k_rows, v_rows = (operand(take(x, visit.b, visit.k_tokens(mask), head)) for x in (k, v))
-            s = logits(settings, q_rows, k_rows, scale, dtype)
+            s = logits(q_rows, k_rows, scale, settings.soft_cap, dtype)
             return update(state, masked(s, visit, mask, biases), v_rows)[0]
 
         before = Online.nothing((len(chunk.b), bq), Hv, dtype) if steps.one_loop else None

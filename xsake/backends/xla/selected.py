@@ -24,9 +24,9 @@ from jax import Array, lax
 
 from xsake import _jax
 from xsake.backends import SelectedCall, accumulator
-from xsake.backends.xla.cpu_exp import exp
+from xsake.backends.cpu_exp import exp
+from xsake.backends.products import operand, product, sum_last
 from xsake.backends.xla.output import Online, update
-from xsake.backends.xla.products import operand, product, sum_last
 
 # Query rows of a step, summed over the tiles of all batch rows and kv heads: a CPU's step stays in
 # cache, a GPU's amortizes its launches. A row is one query of one query head.

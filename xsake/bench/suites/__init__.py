@@ -7,6 +7,7 @@ A suite of `xsake bench --suite NAME` is a module with a function
 and an entry in `run.SUITES`. Its records are dictionaries with units in the names; a part measures
 the records of one case, so that an interrupted run can resume with the next case.
 
+    costs                  seconds of a call by `xla` and by `dense`, for the choice between them
     cpu                    time against density, memory, mask construction; jax.nn as the peer
     hopper                 speed compared with peers, uneven heads, transposed lists
     hopper_bias            bias and token masks, beside jax.nn on XLA and on cuDNN
@@ -21,6 +22,7 @@ The other modules are programs, python -m xsake.bench.suites.NAME:
     hads_table             HADS on one model: calibration, table of methods, speed
     tasks                  long-context tasks, perplexity, and which heads carry the answers
     parallel               what split sequences send, how evenly devices work
+    first_call             seconds of first calls: to trace, lower, compile and run once
     head_roles             previous-token, induction and sink heads of the shipped model
     sparse_training        a model trained with dense attention, NSA and MSA, compared
     train_step             seconds, tokens/s and memory of whole training steps

@@ -35,18 +35,17 @@ from jaxtyping import Float, Int
 from xsake import _jax, masks
 from xsake.attention import (
     Abstract,
-    Explanation,
     Mask,
     Tensor,
     Window,
     block_for,
     check_qkv,
     check_sinks,
-    choose,
     number,
     per_token,
 )
 from xsake.backends import Sizes, scale_gradient, with_sinks
+from xsake.backends.choice import Explanation, choose
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask

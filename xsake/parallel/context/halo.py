@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xsake.attention import BACKENDS
 from xsake.backends import run_forward
+from xsake.backends.choice import BACKENDS
 from xsake.parallel.context.local_mask import LocalMask
 from xsake.parallel.context.ring import Settings, fetched
 

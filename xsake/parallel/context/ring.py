@@ -25,8 +25,8 @@ from jax import Array, lax
 from jax.sharding import get_abstract_mesh
 
 from xsake import _jax
-from xsake.attention import BACKENDS
 from xsake.backends import Call, accumulator, reverse_only, run_forward
+from xsake.backends.choice import BACKENDS
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.parallel.context.local_mask import LocalMask

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xsake import _jax
-from xsake.backends.xla.cpu_exp import exp
+from xsake.backends.cpu_exp import exp
 
 STEP = np.finfo(np.float32).eps
 

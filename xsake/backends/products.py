@@ -1,24 +1,13 @@
-"""Products and logits of blocks, in a precision that is fast and accurate on each device."""
+"""Products and logits in plain JAX, in a precision that is fast and accurate on each device."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake import _jax
-from xsake.backends.options import XlaSteps
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is fixed when the loop is compiled."""
-
-    scale: float
-    soft_cap: float | None
-    steps: XlaSteps
 
 
 def operand(x: Array) -> Array:
@@ -27,7 +16,7 @@ def operand(x: Array) -> Array:
 
 
 def product(spec: str, a: Array, b: Array, dtype: Any) -> Array:
-    """A batched product of blocks, summed in `dtype`; a GPU does not round float32 to TF32."""
+    """A batched product, summed in `dtype`; a GPU does not round float32 to TF32."""
     exact = lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else None
     return jnp.einsum(spec, a, b.astype(a.dtype), preferred_element_type=dtype, precision=exact)
 
@@ -44,7 +33,7 @@ def scaled(x: Array, scale: float, dtype: Any) -> tuple[Array, float]:
     return (x * scale, 1.0) if x.dtype == dtype else (x, scale)
 
 
-def logits(settings: Settings, q: Array, k: Array, scale: float, dtype: Any) -> Array:
-    """scale · q kᵀ of blocks, soft-capped."""
+def logits(q: Array, k: Array, scale: float, soft_cap: float | None, dtype: Any) -> Array:
+    """scale · q kᵀ, soft-capped."""
     s = product("...qh,...kh->...qk", q, k, dtype) * scale
-    return s if settings.soft_cap is None else settings.soft_cap * jnp.tanh(s / settings.soft_cap)
+    return s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
