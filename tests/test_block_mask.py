@@ -345,6 +345,13 @@ def test_masks_and_rules_and_arrays_intersect_in_any_order():
         assert (
             full_size(both.to_dense(), sizes) == full_size(one.to_dense(), sizes) & tokens
         ).all()
+    # a mask that all heads share, and an array by head
+    of_heads = np.random.default_rng(5).random((1, 3, 64, 64)) < 0.9
+    assert two.kv_count.shape[1] == 1
+    each = two & of_heads
+    assert each.kv_count.shape[1] == 3
+    see = full_size(two.to_dense(), sizes) & of_heads
+    assert (full_size(each.to_dense(), sizes) == see).all()
 
 
 def test_derived_masks_carry_intervals(monkeypatch):

@@ -19,7 +19,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools import certificate_tables, first_call_tables, nsa_tables, parallel_tables, task_tables
+from tools import (
+    certificate_tables,
+    first_call_tables,
+    nsa_tables,
+    parallel_tables,
+    task_tables,
+    tpu_tables,
+)
 
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -459,6 +466,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "parallel-rows": functools.partial(of_cells, parallel_tables.rows),
     "parallel-heads": functools.partial(of_cells, parallel_tables.heads),
     "parallel-traffic": functools.partial(of_cells, parallel_tables.traffic),
+    "tpu-estimate": functools.partial(of_cells, tpu_tables.estimate),
     "tasks": functools.partial(of_cells, task_tables.accuracy),
     **{
         f"tasks-{cells.__name__}": functools.partial(of_cells, cells)

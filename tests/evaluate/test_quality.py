@@ -1,27 +1,36 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.hads.draws import attention, dense, tokens_of
+from tests.hads.draws import SOFTMAXES, attention, dense, tokens_of
 from tests.hads.test_correction import BLOCK, T, by_definition, problem
 from xsake.evaluate.quality import compare, compare_predictions, mean_and_error, paired_gap
 
+corrections = functools.partial(compare, block=BLOCK, corrected=jnp.array([True, False]))
 
-def test_quality_is_that_of_the_masked_softmax():
+
+@pytest.mark.parametrize("kind", SOFTMAXES)
+def test_quality_is_that_of_the_masked_softmax(kind):
     """KL, recall and projected errors of a T x T softmax in float64; odd length, GQA."""
     q, k, v, keep, _ = problem()
     kernel = attention(T)[3]
     everything = jnp.ones_like(keep)
-    got = compare(q, k, v, kernel, jnp.stack([keep, everything]), block=BLOCK)
-    p, out = dense(q, k, v)
+    both = jnp.stack([everything, keep])
+    got = corrections(q, k, v, kernel, both, softmax=SOFTMAXES[kind])
+    got = jax.tree.map(lambda x: x[::-1], got)
+    p, out = dense(q, k, v, SOFTMAXES[kind])
     w, values = np.asarray(kernel, np.float64), np.repeat(np.asarray(v, np.float64), 2, axis=1)
     visible = np.where(tokens_of(keep, BLOCK, T), p, 0)
-    kept = visible.sum(-1)
+    sinks = 1 - p.sum(-1)
+    kept = visible.sum(-1) + sinks
     sparse = visible / kept[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
         # the definition, Σ sparse ln(sparse / dense), which is -ln(mass kept)
-        kl = np.nansum(np.where(sparse > 0, sparse * np.log(sparse / p), 0), -1).mean(-1)
+        kl = np.nansum(np.where(sparse > 0, sparse * np.log(sparse / p), 0), -1)
+    kl = (kl - sinks / kept * np.log(kept)).mean(-1)
     np.testing.assert_allclose(got.kl[0], kl, rtol=1e-4)
     np.testing.assert_allclose(got.recall[0], kept.mean(-1), rtol=1e-5)
     change = np.einsum("nts,snh->nth", sparse, values) - out
@@ -34,13 +43,14 @@ def test_quality_is_that_of_the_masked_softmax():
     np.testing.assert_allclose(got.error[1], 0, atol=1e-9)
 
 
-def test_the_error_with_centroids_is_that_of_corrected_attention():
+@pytest.mark.parametrize("kind", SOFTMAXES)
+def test_the_error_with_centroids_is_that_of_corrected_attention(kind):
     q, k, v, keep, _ = problem()
     kernel = attention(T)[3]
     both = jnp.stack([keep, keep])
-    got = compare(q, k, v, kernel, both, block=BLOCK, corrected=jnp.array([True, False]))
-    w, out = np.asarray(kernel, np.float64), dense(q, k, v)[1]
-    change = by_definition(q, k, v, np.asarray(keep)).transpose(1, 0, 2) - out
+    got = corrections(q, k, v, kernel, both, softmax=SOFTMAXES[kind])
+    w, out = np.asarray(kernel, np.float64), dense(q, k, v, SOFTMAXES[kind])[1]
+    change = by_definition(q, k, v, np.asarray(keep), SOFTMAXES[kind]).transpose(1, 0, 2) - out
     norm = (np.einsum("nth,nhw->tw", out, w) ** 2).sum()
     layer = (np.einsum("nth,nhw->tw", change, w) ** 2).sum() / norm
     np.testing.assert_allclose(got.error[0], layer, rtol=1e-3)

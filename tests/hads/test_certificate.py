@@ -42,21 +42,25 @@ certify = jax.jit(
         bound=False,
         implementation="reference",
     ),
-    static_argnames=("threshold", "criterion", "guarantee", "correct", "bound"),
+    static_argnames=("threshold", "criterion", "guarantee", "correct", "bound", "logits_soft_cap"),
 )
 
 
-def by_definition(q, k, v, mask):
+def by_definition(q, k, v, mask, logits_soft_cap=np.inf, sinks=None):
     """(dense output, sparse output [B, T, N, H], dropped mass [B, T, N]) in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
-    weight = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H))
+    logits = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H)
+    if np.isfinite(logits_soft_cap):
+        logits = logits_soft_cap * np.tanh(logits / logits_soft_cap)
+    weight = np.exp(logits)
+    of_sinks = 0 if sinks is None else np.exp(np.asarray(sinks, np.float64))[:, None]
     rule = masks.everything() if mask.rule is None else mask.rule
     whole = BlockMask.from_rule(rule, (T, T), batch=B, heads=N, block=BLOCK)
     found = []
     for each in (whole, mask):
         visible = weight * np.asarray(each.to_dense(batch=B, heads=N))
-        total = visible.sum(-1)
+        total = visible.sum(-1) + of_sinks
         out = np.einsum("bnts,bsnh->btnh", visible, v)
         safe = np.moveaxis(np.where(total > 0, total, 1), 1, 2)
         found += [out / safe[..., None], np.moveaxis(total, 1, 2)]
@@ -70,13 +74,22 @@ def by_window(x):
     return np.stack([x[:, i : i + WINDOW].mean(1) for i in range(0, T, WINDOW)], -1)
 
 
+CAPPED = {"logits_soft_cap": 2.0, "sinks": jnp.array([0.5, 2.0, -1.0, 3.0])}
+
+
 @pytest.mark.parametrize(
-    "name", ["causal", "documents", pytest.param("array", marks=pytest.mark.slow)]
+    ("name", "how"),
+    [
+        ("causal", {}),
+        ("documents", {}),
+        pytest.param("array", {}, marks=pytest.mark.slow),
+        pytest.param("documents", CAPPED, marks=pytest.mark.second_python),
+    ],
 )
-def test_the_report_is_of_the_given_mask_and_threshold_0_is_dense_attention(name):
+def test_the_report_is_of_the_given_mask_and_threshold_0_is_dense_attention(name, how):
     q, k, v, mask = problem(RULES[name])
-    out, report = certify(q, k, v, mask, jax.random.key(1), threshold=0.0, bound=True)
-    dense, sparse, mass = by_definition(q, k, v, mask)
+    out, report = certify(q, k, v, mask, jax.random.key(1), threshold=0.0, bound=True, **how)
+    dense, sparse, mass = by_definition(q, k, v, mask, **how)
     np.testing.assert_allclose(out, dense, atol=2e-5)
     np.testing.assert_array_equal(report.density, 1)
     assert (np.asarray(report.density_given) < 1).all()

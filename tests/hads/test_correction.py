@@ -1,10 +1,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from tests.hads.draws import attention, dense
-from xsake import block_scores, dot_product_attention, selection
+from tests.hads.draws import SOFTMAXES, attention, capped, dense
+from xsake import block_scores, dot_product_attention, masks, selection
 from xsake.hads import corrected_attention, row_blocks
+from xsake.hads.chunks import PLAIN
 
 BLOCK, T, N_ROWS = 16, 100, 7
 
@@ -16,31 +18,44 @@ def problem(count=3, sharp=2.0):
     return q, k, v, keep, selection.to_mask(keep, T, BLOCK)
 
 
-def by_definition(q, k, v, keep):
-    """Softmax over visited tokens and one centroid of size 16 for each dropped block before."""
+def by_definition(q, k, v, keep, softmax=PLAIN):
+    """Softmax over visited tokens and one centroid of size 16 for each dropped block before.
+
+    A dropped block has a centroid if all queries of the row block see all of it.
+    """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, 2, axis=1) for x in (k, v))
+    window = T if softmax.window is None else int(softmax.window)
     out = np.zeros((T, 4, 8))
     for t in range(T):
         for n in range(4):
             logits, values = [], []
+            if softmax.sinks is not None:
+                logits, values = [float(softmax.sinks[n])], [np.zeros(8)]
             for j in range(t // BLOCK + 1):
-                keys = slice(j * BLOCK, min((j + 1) * BLOCK, t + 1))
+                keys = slice(max(j * BLOCK, t - window + 1), min((j + 1) * BLOCK, t + 1))
                 if keep[n, t // BLOCK, j]:
-                    logits += list(k[keys, n] @ q[t, n] / np.sqrt(8))
+                    logits += list(capped(k[keys, n] @ q[t, n] / np.sqrt(8), softmax))
                     values += list(v[keys, n])
-                else:
-                    logits.append(k[keys, n].mean(0) @ q[t, n] / np.sqrt(8) + np.log(BLOCK))
+                elif min((t // BLOCK + 1) * BLOCK, T) - j * BLOCK <= window:
+                    logit = capped(k[keys, n].mean(0) @ q[t, n] / np.sqrt(8), softmax)
+                    logits.append(logit + np.log(BLOCK))
                     values.append(v[keys, n].mean(0))
             p = np.exp(np.array(logits) - max(logits))
             out[t, n] = p @ np.array(values) / p.sum()
     return out
 
 
-def test_dropped_blocks_stand_in_as_their_centroids():
+@pytest.mark.parametrize("kind", SOFTMAXES)
+def test_dropped_blocks_stand_in_as_their_centroids(kind):
     q, k, v, keep, mask = problem()
-    got = corrected_attention(q[None], k[None], v[None], mask)[0]
-    np.testing.assert_allclose(got, by_definition(q, k, v, np.asarray(keep)), atol=2e-5)
+    softmax = SOFTMAXES[kind]
+    if softmax.window is not None:
+        mask = mask & masks.sliding_window(int(softmax.window) - 1, 0)
+    cap = None if softmax.soft_cap is None else float(softmax.soft_cap)
+    how = {"logits_soft_cap": cap, "sinks": softmax.sinks}
+    got = corrected_attention(q[None], k[None], v[None], mask, **how)[0]
+    np.testing.assert_allclose(got, by_definition(q, k, v, np.asarray(keep), softmax), atol=2e-5)
 
 
 def test_nothing_dropped_is_plain_attention():

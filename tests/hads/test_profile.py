@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.hads.draws import attention, blocks_of, dense, tokens_of
+from tests.hads.draws import SOFTMAXES, attention, blocks_of, dense, spread, tokens_of
 from xsake import block_scores, selection
 from xsake.hads import Profile, budget, calibrate, files, measure, profile, row_blocks
 from xsake.hads.partial import Partial
@@ -26,30 +26,35 @@ def some_order(n, seed):
     return jnp.asarray(np.random.default_rng(seed).random((4, n, n)), jnp.float32)
 
 
-def measured(q, k, v, kernel):
+def measured(q, k, v, kernel, softmax):
     n = row_blocks.count_blocks(len(q), BLOCK)
     before = some_order(n, 1), some_order(n, 2)
-    return measure(q, k, v, kernel, block=BLOCK, curves=CURVES, before=before)
+    how = {"block": BLOCK, "curves": CURVES, "before": before, "softmax": softmax}
+    return measure(q, k, v, kernel, **how)
 
 
-@pytest.mark.parametrize("T", [100, 9])
-def test_streamed_statistics_equal_the_direct_ones(T):
+def outcomes(softmax, T, block):
+    """How many blocks of keys, and sinks, each query sees."""
+    first = 0 if softmax.window is None else np.maximum(np.arange(T) - int(softmax.window) + 1, 0)
+    return np.arange(T) // block - first // block + (1 if softmax.sinks is None else 2)
+
+
+@pytest.mark.parametrize(("T", "kind"), [(100, "plain"), (9, "plain"), (100, "cap, window, sinks")])
+def test_streamed_statistics_equal_the_direct_ones(T, kind):
     """Entropies, mass and sensitivity of a T x T softmax in float64, at even and odd lengths."""
     q, k, v, kernel = attention(T)
-    got = measured(q, k, v, kernel)
-    p, out = dense(q, k, v)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        entropy = -np.nansum(np.where(p > 0, p * np.log(p), 0), -1)
-        entropy = (entropy[:, 1:] / np.log(np.arange(2, T + 1))).mean(-1)
-    np.testing.assert_allclose(got.entropy, entropy, rtol=1e-5, atol=1e-5)
+    softmax = SOFTMAXES[kind]
+    got = measured(q, k, v, kernel, softmax)
+    p, out = dense(q, k, v, softmax)
+    sinks = 1 - p.sum(-1)
+    entropy = spread(p, sinks)[:, 1:] / np.log(outcomes(softmax, T, 1)[1:])
+    np.testing.assert_allclose(got.entropy, entropy.mean(-1), rtol=1e-5, atol=1e-5)
     mass = blocks_of(p, BLOCK)
     np.testing.assert_allclose(got.mass, row_means(mass, T), atol=1e-5)
+    np.testing.assert_allclose(got.retained[:, -1], 1, atol=1e-5)
     if T > BLOCK:
-        late = mass[:, BLOCK:]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            spread = -np.where(late > 0, late * np.log(late), 0).sum(-1)
-        seen = np.arange(BLOCK, T) // BLOCK + 1
-        np.testing.assert_allclose(got.block_entropy, (spread / np.log(seen)).mean(-1), atol=1e-5)
+        late = spread(mass, sinks)[:, BLOCK:] / np.log(outcomes(softmax, T, BLOCK)[BLOCK:])
+        np.testing.assert_allclose(got.block_entropy, late.mean(-1), atol=1e-5)
     w, values = np.asarray(kernel, np.float64), np.repeat(np.asarray(v, np.float64), 2, axis=1)
     norm = (np.einsum("nth,nhw->tw", out, w) ** 2).sum(-1).mean()
     np.testing.assert_allclose(got.norm, norm, rtol=1e-4)
@@ -60,14 +65,22 @@ def test_streamed_statistics_equal_the_direct_ones(T):
     np.testing.assert_allclose(got.sensitivity[:, :, j], want, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("selector", ["oracle", "static", "mean_query"])
-def test_cost_curves_are_what_dropping_blocks_costs(selector):
+@pytest.mark.parametrize(
+    ("selector", "kind"),
+    [
+        ("oracle", "plain"),
+        ("static", "plain"),
+        ("mean_query", "plain"),
+        ("static", "cap, window, sinks"),
+    ],
+)
+def test_cost_curves_are_what_dropping_blocks_costs(selector, kind):
     """For every count: KL and projected output error of the renormalised sparse softmax."""
     T, n = 100, 7
     q, k, v, kernel = attention(T)
-    p, out = dense(q, k, v)
+    p, out = dense(q, k, v, SOFTMAXES[kind])
     mass = blocks_of(p, BLOCK)
-    got = measured(q, k, v, kernel)
+    got = measured(q, k, v, kernel, SOFTMAXES[kind])
     orders = {
         "oracle": (got.mass, got.sensitivity),
         "static": (some_order(n, 1), some_order(n, 2)),
@@ -81,6 +94,7 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector):
         for policy, scores in zip(("kl", "output"), orders, strict=True):
             keep = np.asarray(selection.keep_top(scores, counts))
             kept = np.einsum("ntj,ntj->nt", mass, np.repeat(keep, BLOCK, 1)[:, :T])
+            kept += 1 - p.sum(-1)
             if policy == "kl":
                 want = row_means(-np.log(kept), T)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,10 @@ from safetensors.numpy import load_file
 
 from tests.model import checkpoints
 from tests.model.checkpoints import FIXTURES
+from xsake.evaluate import methods
+from xsake.evaluate.table import measure_methods
+from xsake.hads import make
+from xsake.hads.chunks import attention_weights
 from xsake.model import Config, Rope, Transformer, generate, parameter_shapes
 from xsake.model.huggingface import load, save
 from xsake.model.observer import Observer
@@ -137,10 +142,45 @@ def test_experts_are_refused(tmp_path):
         load(folder, tokenizer=False)
 
 
-def test_hads_refuses_caps_and_sinks():
-    with pytest.raises(ValueError, match=r"this model has soft_cap = 1\.5 and sinks = False"):
-        Observer(gemma("gemma2"))
-    assert Observer(gemma("gemma3_text")).layers == 2
+def observed_attention(layer, seen, distance):
+    """The largest distance of p · v, as HADS computes p, to what the layer computed."""
+    p, _, _ = attention_weights(seen.q[0], seen.k[0], 0, seen.q.shape[1], seen.softmax)
+    v = jnp.repeat(seen.v[0], seen.q.shape[2] // seen.v.shape[2], axis=1)
+    return distance.at[layer].set(jnp.abs(jnp.einsum("nts,snh->tnh", p, v) - seen.out[0]).max())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_hads_measures_the_attention_that_each_layer_has(kind):
+    """Caps, sinks, and the window of some layers."""
+    model = MODELS[kind]()
+    tokens, _ = checkpoints.expected(kind)
+    distance = jnp.zeros(model.config.layers)
+    found = jax.jit(lambda model: model.observe(tokens[:1], observed_attention, distance))(model)
+    assert found.max() < 1e-6
+
+
+@pytest.mark.second_python
+@pytest.mark.parametrize(
+    "kind", ["gemma2", "gpt_oss_attention", pytest.param("gemma3_text", marks=pytest.mark.slow)]
+)
+def test_plans_are_calibrated_made_and_measured(kind):
+    """A plan at density 1 is the model itself, and one at 0.7 costs what the dense pass says."""
+    model = MODELS[kind]()
+    subject = Observer(model)
+    documents = np.random.default_rng(0).integers(0, model.config.vocab_size, (3, 32))
+    profile = subject.profile(documents[:2], block=4, curves=("mean_query", "oracle"))
+    assert np.isfinite(profile.cost("kl", "mean_query")).all()
+    whole, sparse = (methods.of_plan(make(profile, density, "kl"), 32) for density in (1.0, 0.7))
+    oracle = methods.at_density(profile, 0.7, 32, names=["oracle/kl"])
+    found = measure_methods(subject, [whole, sparse, *oracle], [documents[2]], 4)
+    assert [row["realised_density_ratio"] for row in found] == pytest.approx(
+        [1, 0.7, 0.7], abs=0.01
+    )
+    assert found[0]["kl"] < 1e-6
+    assert abs(found[0]["perplexity_gap"]) < 1e-5
+    assert found[2]["kl"] < found[1]["kl"]
+    logits = model(documents[2:], mask=make(profile, 1.0, "kl"))
+    assert far(logits, np.asarray(model(documents[2:]), np.float64)) < 1e-5
 
 
 @pytest.mark.parametrize(

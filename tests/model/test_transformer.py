@@ -253,7 +253,7 @@ def test_observing_hands_over_what_each_layer_computed(options):
     N, K, H = 4, 2, 16
     sizes = [(2, T, N, H), (2, T, K, H), (2, T, K, H), (2, T, N, H), (N, H, 32)]
     carry = Observation(*(jnp.zeros((layers, *size)) for size in sizes))
-    q, k, v, out, kernel = jit(lambda m, t: m.observe(t, fold, carry))(watched, tokens())
+    q, k, v, out, kernel, _ = jit(lambda m, t: m.observe(t, fold, carry))(watched, tokens())
     assert (kernel == weights(watched.config)["layers.out.kernel"]).all()
     k, v = (np.repeat(x, N // K, axis=3) for x in (k, v))
     s = np.einsum("lbqnh,lbknh->lbnqk", q, k) / np.sqrt(H)

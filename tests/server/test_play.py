@@ -64,7 +64,7 @@ def seen(reader, read):
 
 
 def layer_of(seen, layer):
-    return Activations(*(x[layer] for x in seen[1]))
+    return jax.tree.map(lambda x: x[layer], seen[1])
 
 
 def asked(client, read, path, method="hads", density=DENSITY, **more):
@@ -100,7 +100,7 @@ def test_a_text_is_read_in_tokens_that_cover_it(read, story, reader):
 
 def test_entropies_are_those_of_the_library(read, seen):
     for layer in (0, 5):
-        found = hads.measure(*layer_of(seen, layer), block=BLOCK, curves=())
+        found = hads.measure(*layer_of(seen, layer)[:4], block=BLOCK, curves=())
         assert np.asarray(read["entropy"][layer]) == pytest.approx(
             np.asarray(found.entropy), abs=CLOSE
         )
@@ -119,7 +119,7 @@ def test_blocks_mass_and_kl_are_those_of_the_library(shipped_client, read, reade
     layer, head = 4, 1
     shown = asked(shipped_client, read, f"heads/{layer}/{head}", method)
     assert np.array_equal(shown["chosen"], kept[layer, head])
-    quality = compare(*layer_of(seen, layer), jnp.asarray(kept[layer])[None], block=BLOCK)
+    quality = compare(*layer_of(seen, layer)[:4], jnp.asarray(kept[layer])[None], block=BLOCK)
     assert np.asarray(found["kl"][layer]) == pytest.approx(np.asarray(quality.kl[0]), abs=CLOSE)
     recall = np.asarray(quality.recall[0])
     assert np.asarray(found["recall"][layer]) == pytest.approx(recall, abs=CLOSE)
@@ -154,7 +154,7 @@ def test_words_along_the_text_are_compared_as_the_library_compares_them(
 
     @jax.jit
     def passes(weights):
-        def choose(layer, q, k, v, kernel):
+        def choose(layer, *attention):
             return selection.to_mask(kept[layer], len(tokens), BLOCK)
 
         dense = subject.hidden(weights, tokens)

@@ -90,7 +90,9 @@ def test_a_loss_in_parts_equals_the_loss_at_once(whole, stream):
     assert_close(other, gradient)
 
 
-def test_the_loss_is_that_of_the_logits(whole, stream):
+@pytest.mark.parametrize("cap", [None, pytest.param(0.05, marks=pytest.mark.second_python)])
+def test_the_loss_is_that_of_the_logits(whole, stream, cap):
+    whole = changed(whole, model__final_soft_cap=cap)
     batch = stream.batch(1, 3)
     loss, count, _ = gradient_of(whole, batch)
     model = step.transformer(whole, step.initial(whole).parameters)

@@ -97,7 +97,7 @@ class BlockMask:
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (T, S) in tokens
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (block_q, block_k)
     # int32 [B|1, 1, 2, T] | None: the keys that the rule allows a query, from the first integer to
-    # before the second (masks/intervals.py); on GPUs, for rules with arrays that are of that kind
+    # before the second (masks/intervals.py); on GPUs and TPUs, for rules with arrays of that kind
     intervals: Leaf = None
     # Whether the lists lie row after row. A mask made by hand, or by `dataclasses.replace`, has
     # False.
@@ -327,7 +327,7 @@ class BlockMask:
         """Narrows the mask: blocks that `other` empties are dropped, the others reclassified.
 
         `other` is a rule, a bool array as `masks.array` takes it, or a BlockMask with blocks of the
-        same size.
+        same size. A mask that all heads share and an array by head give each head lists of its own.
         """
         if isinstance(other, (Array, np.ndarray)):
             other = masks.array(other)
@@ -336,14 +336,15 @@ class BlockMask:
         if not isinstance(other, Rule):
             return NotImplemented
         own, grid = self.kv_count.shape[:2], self.grid
-        batch = max(own[0], carried_sizes(other)[0])
-        for name, size, asked in zip(("batch rows", "heads"), (batch, own[1]), (0, 1), strict=True):
+        carried_batch, carried_heads = carried_sizes(other)
+        batch, heads = max(own[0], carried_batch), carried_heads if own[1] == 1 else own[1]
+        for name, size, asked in zip(("batch rows", "heads"), (batch, heads), (0, 1), strict=True):
             if size == 1 and result_sizes(other, 2, 2, by_number=True)[asked] > 1:
                 raise ValueError(
-                    f"{other} distinguishes {name}, but this mask is shared by all {name}; "
-                    "build it with BlockMask.from_rule(rule, shape, batch=…, heads=…)"
+                    f"{other} distinguishes {name}, but this mask is shared by all {name}; build "
+                    "one mask of both rules: BlockMask.from_rule(a & b, shape, batch=…, heads=…)"
                 )
-        grid = dataclasses.replace(grid, batch=batch)
+        grid = dataclasses.replace(grid, batch=batch, heads=heads)
         rule = numbered(other, grid)
         lists = narrowed(self.lists, rule, grid)
         both = rule if self.rule is None else self.rule & rule

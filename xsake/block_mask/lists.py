@@ -61,10 +61,13 @@ def lists_of_blocks(blocks: Array, rule: Rule, grid: Grid, capacity: int) -> Lis
 @functools.partial(jax.jit, static_argnums=(2,))
 @jax.named_scope("block_lists")
 def narrowed(lists: Lists, rule: Rule, grid: Grid) -> Lists:
-    """The lists without the blocks that the rule empties, for the grid's batch; M stays."""
+    """The lists without the blocks that the rule empties, for the grid's batch and heads; M stays.
+
+    Lists of one head serve all of them.
+    """
 
     def widened(x: Array) -> Array:
-        return jnp.broadcast_to(x, (grid.batch, *x.shape[1:]))
+        return jnp.broadcast_to(x, (grid.batch, grid.heads, *x.shape[2:]))
 
     wide = Lists._make([*map(widened, lists[:4]), lists.overflow])
     rows, columns, full, live = entries_of(wide)

@@ -28,6 +28,7 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 
 from xsake import block_scores, selection
 from xsake.hads import Certify, Profile, baselines, budget, make, row_blocks
+from xsake.hads.chunks import PLAIN, Softmax
 from xsake.hads.plan import Plan, gains
 from xsake.hads.statistics import measure
 
@@ -43,6 +44,7 @@ class Activations(NamedTuple):
     k: Float[Array, "T K H"]
     v: Float[Array, "T K Hv"]
     kernel: Float[Array, "N Hv width"] | None  # the output projection; only "sensitivity" reads it
+    softmax: Softmax = PLAIN
 
 
 @jax.tree_util.register_dataclass
@@ -108,11 +110,12 @@ def indices_in(sources: tuple[str, ...]) -> Int[Array, " sources"]:
 def scores_of(source: str, seen: Activations, block: int) -> Float[Array, "N n n"]:
     """Scores of a source that looks at the input, float32."""
     if source == "vertical_slash":
-        return baselines.vertical_slash(seen.q, seen.k, block)
+        return baselines.vertical_slash(seen.q, seen.k, block, softmax=seen.softmax)
     if source == "mass":
-        return baselines.oracle(seen.q, seen.k, block)
+        return baselines.oracle(seen.q, seen.k, block, seen.softmax)
     if source == "sensitivity":
-        return measure(*seen, block=block, curves=()).sensitivity
+        *given, softmax = seen
+        return measure(*given, block=block, curves=(), softmax=softmax).sensitivity
     return block_scores.estimate(source, seen.q, seen.k, block)
 
 

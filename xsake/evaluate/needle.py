@@ -30,6 +30,7 @@ from xsake.evaluate.methods import Activations, Method, sources_of
 from xsake.evaluate.quality import mean_and_error
 from xsake.evaluate.table import to_json
 from xsake.hads import row_blocks
+from xsake.hads.chunks import Softmax
 from xsake.hads.profile import hash_of
 from xsake.model.observer import Observer
 
@@ -100,9 +101,11 @@ def _sparse(
 ) -> tuple[Array, Array, Array]:
     """(right, loss, the density that was used; 0 where nothing is certified)."""
 
-    def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
-        blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block, sources)
-        return selection.to_mask(blocks, q.shape[1], block)
+    def choose(
+        layer: Any, q: Array, k: Array, v: Array, kernel: Array, softmax: Softmax
+    ) -> BlockMask:
+        seen = Activations(q[0], k[0], v[0], kernel, softmax)
+        return selection.to_mask(method.blocks(layer, seen, block, sources), q.shape[1], block)
 
     used = jnp.zeros(())
     if method.certify is None:

@@ -3,7 +3,7 @@
 On the dense model's activations, layer by layer, so that methods are compared on the same q, k, v:
 
     kl      KL(sparse ‖ dense) of attention = -ln(mass kept), mean over queries
-    recall  mass kept, mean over queries
+    recall  mass kept, mean over queries; sinks are always kept
     error   ‖(sparse - dense output) W‖² ÷ ‖dense output W‖², summed over queries before dividing
 
 End to end, where the input of every layer comes from the sparse layers below it:
@@ -26,7 +26,7 @@ from jax import Array, lax
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from xsake.hads import chunks, row_blocks
-from xsake.hads.chunks import Chunk, Chunks
+from xsake.hads.chunks import PLAIN, Chunk, Chunks, Softmax
 from xsake.hads.statistics import AnyArray, factors
 
 
@@ -61,6 +61,7 @@ def compare(
     *,
     block: int,
     corrected: Bool[Array, " M"] | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Quality:
     """Quality of M block selections; dense attention is computed once for all of them.
 
@@ -73,10 +74,11 @@ def compare(
       block: tokens per block.
       corrected: selections whose dropped blocks are replaced by their centroids; kl and recall
         are computed without this correction.
+      softmax: the layer's soft cap, window and sinks.
     """
     T, N, _ = q.shape
     M = blocks.shape[0]
-    cut = chunks.cut(q, k, block)
+    cut = chunks.cut(q, k, block, softmax=softmax)
     sequence = _prepare(cut, v, kernel, blocks, corrected)
 
     def add_chunk(sums: Quality, number: Array) -> tuple[Quality, Array]:
@@ -119,10 +121,9 @@ def _compare_chunk(
     parts = jnp.einsum("nrjs,jsnh->nrjh", chunk.p, sequence.values)
     dense = parts.sum(2)
     visited = cut.part(sequence.visited, chunk, 2).astype(jnp.float32)
-    before = jnp.arange(cut.n) < (chunk.first + jnp.arange(cut.per_chunk))[:, None]
-    replaced = (1 - visited) * before * sequence.corrected[:, None, None, None]
-    weight = _centroid_weights(chunk, sequence)
-    kept = _sum_blocks(visited, mass)
+    replaced = (1 - visited) * _whole(cut, chunk) * sequence.corrected[:, None, None, None]
+    weight = _centroid_weights(chunk, sequence, cut.softmax)
+    kept = chunk.with_sinks(_sum_blocks(visited, mass))
     total = kept + _sum_blocks(replaced, weight)
     out = _sum_blocks(visited, parts)
     centroids = weight[..., None] * jnp.moveaxis(sequence.mean_values, 1, 0)[:, None]
@@ -140,13 +141,24 @@ def _compare_chunk(
     return sums, (layer**2).sum()
 
 
-def _centroid_weights(chunk: Chunk, sequence: _Sequence) -> Float[Array, "N Q n"]:
+def _whole(cut: Chunks, chunk: Chunk) -> Bool[Array, "R n"]:
+    """The blocks that all queries of a row block see as a whole: before it, and in the window."""
+    row, column = chunk.first + jnp.arange(cut.per_chunk)[:, None], jnp.arange(cut.n)
+    before = column < row
+    if cut.softmax.window is None:
+        return before
+    end = jnp.minimum((row + 1) * cut.block, cut.length)
+    return before & (end - column * cut.block <= cut.softmax.window)
+
+
+def _centroid_weights(chunk: Chunk, sequence: _Sequence, softmax: Softmax) -> Float[Array, "N Q n"]:
     """What each block's centroid adds to the softmax: block · exp(q · k̄ / √H - logsumexp)."""
     Q, N, H = chunk.q.shape
     n, K, _ = sequence.mean_keys.shape
     grouped = chunk.q.astype(jnp.float32).reshape(Q, K, N // K, H)
     logits = jnp.einsum("rkgh,jkh->kgrj", grouped, sequence.mean_keys).reshape(N, Q, n)
-    return chunk.p.shape[-1] * jnp.exp(logits / math.sqrt(H) - chunk.logsumexp[..., None])
+    logits = softmax.capped(logits / math.sqrt(H))
+    return chunk.p.shape[-1] * jnp.exp(logits - chunk.logsumexp[..., None])
 
 
 def _sum_blocks(

@@ -41,6 +41,7 @@ from xsake.evaluate.quality import (
     mean_and_error,
 )
 from xsake.hads import Profile, row_blocks
+from xsake.hads.chunks import PLAIN, Softmax
 from xsake.hads.profile import hash_of
 from xsake.hads.subject import Subject
 
@@ -159,7 +160,8 @@ def _dense_pass(
     M, layers, N, _ = methods.counts.shape
 
     def fold(layer: Any, seen: Any, carry: Any) -> Any:
-        given = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel)
+        softmax = getattr(seen, "softmax", PLAIN)
+        given = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel, softmax)
         each = jnp.arange(M)
         blocks = methods.given[each, layer]
         if sources[1:]:
@@ -167,7 +169,7 @@ def _dense_pass(
             index = jnp.maximum(indices_in(sources)[methods.source] - 1, 0)
             kept = selection.keep_top(scores[index], methods.counts[each, layer])
             blocks = jnp.where((methods.source == 0)[:, None, None, None], blocks, kept)
-        quality = compare(*given, blocks, block=block, corrected=corrected)
+        quality = compare(*given[:4], blocks, block=block, corrected=corrected, softmax=softmax)
         by_layer, counts = carry
         by_layer = jax.tree.map(lambda xs, x: xs.at[layer].set(x), by_layer, quality)
         return by_layer, counts + blocks.sum((1, 2, 3), dtype=jnp.int32)
@@ -197,9 +199,11 @@ def _sparse_pass(
 ) -> Predictions:
     """Predictions of the model under one method's masks, compared with the dense ones."""
 
-    def choose(layer: Any, q: Array, k: Array, v: Array, kernel: Array) -> BlockMask:
-        blocks = method.blocks(layer, Activations(q[0], k[0], v[0], kernel), block, sources)
-        return selection.to_mask(blocks, q.shape[1], block)
+    def choose(
+        layer: Any, q: Array, k: Array, v: Array, kernel: Array, softmax: Softmax
+    ) -> BlockMask:
+        seen = Activations(q[0], k[0], v[0], kernel, softmax)
+        return selection.to_mask(method.blocks(layer, seen, block, sources), q.shape[1], block)
 
     sparse = subject.sparse_hidden(weights, tokens, choose, method.corrected)
     return compare_predictions(

@@ -28,7 +28,7 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 
 from xsake import selection
 from xsake.hads import budget, row_blocks
-from xsake.hads.chunks import attention_weights
+from xsake.hads.chunks import PLAIN, Softmax, attention_weights
 from xsake.hads.statistics import block_mass
 
 # pattern: how its blocks are allocated, see the table above
@@ -118,7 +118,11 @@ def fixed(
 
 
 def vertical_slash(
-    q: Float[ArrayLike, "T N H"], k: Float[ArrayLike, "T K H"], block: int, last: int = 64
+    q: Float[ArrayLike, "T N H"],
+    k: Float[ArrayLike, "T K H"],
+    block: int,
+    last: int = 64,
+    softmax: Softmax = PLAIN,
 ) -> Float[Array, "N n n"]:
     """Scores of blocks by the columns and diagonals that the last queries attend to.
 
@@ -130,7 +134,7 @@ def vertical_slash(
     T, N, _ = q.shape
     n = row_blocks.count_blocks(T, block)
     last = min(last, T)
-    p, _, positions = attention_weights(q[T - last :], k, T - last, T)
+    p, _, positions = attention_weights(q[T - last :], k, T - last, T, softmax)
     p = jnp.pad(p, ((0, 0), (0, 0), (0, n * block - T)))
     columns = p.reshape(N, last, n, block).sum((1, 3)) / last
     away = (positions[:, None] - jnp.arange(n * block)) // block  # blocks between query and key
@@ -140,6 +144,8 @@ def vertical_slash(
     return jnp.log(columns[:, None, :] + diagonals[:, np.maximum(row - column, 0)] + 1e-30)
 
 
-def oracle(q: Float[Array, "T N H"], k: Float[Array, "T K H"], block: int) -> Float[Array, "N n n"]:
+def oracle(
+    q: Float[Array, "T N H"], k: Float[Array, "T K H"], block: int, softmax: Softmax = PLAIN
+) -> Float[Array, "N n n"]:
     """Log of this input's true block mass: it costs as much as dense attention."""
-    return jnp.log(block_mass(q, k, block) + 1e-30)
+    return jnp.log(block_mass(q, k, block, softmax=softmax) + 1e-30)

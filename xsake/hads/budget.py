@@ -21,6 +21,7 @@ from scipy.optimize import isotonic_regression  # type: ignore[import-untyped]
 from xsake.hads import row_blocks
 
 POLICIES = ("uniform", "entropy", "kl", "output")
+ROUNDING = 1e-4  # of a row block's mass, summed in float32; what it lacks beyond is that of sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +152,15 @@ def surrogate(
 ) -> Float[np.ndarray, "*batch n n"]:
     """Approximate KL by number of blocks kept, as if every query had its row block's mean mass.
 
-        cost[..., i, c - 1] = -ln(mass of the c best blocks of row block i)
+        cost[..., i, c - 1] = -ln(mass of the c best blocks of row block i and of its sinks)
 
     It is at most the mean KL of the same blocks, because -ln is convex. It is convex in c for
-    counts that include the forced blocks.
+    counts that include the forced blocks. The mass of sinks is what the blocks lack to 1.
     """
-    kept = np.cumsum(_in_order(np.asarray(mass, np.float64), band), -1)
+    mass = np.asarray(mass, np.float64)
+    sinks = 1 - mass.sum(-1, keepdims=True)
+    sinks = np.where(sinks > ROUNDING, sinks, 0)
+    kept = np.cumsum(_in_order(mass, band), -1) + sinks
     return np.maximum(-np.log(np.clip(kept, 1e-30, None)), 0)
 
 

@@ -24,9 +24,9 @@ from jaxtyping import Bool, Float, Int
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from xsake import masks
-from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
-from xsake.hads.correction import merged
+from xsake.hads.chunks import Softmax
+from xsake.hads.correction import attend, merged
 from xsake.hads.mass_bounds import bounds
 from xsake.masks.carrying import Documents, at_queries
 from xsake.masks.rule import And, Everything, Grid, Rule, Tokens, cut
@@ -123,6 +123,8 @@ def certified_attention(
     bound: bool = True,
     every: int = EVERY,
     window: int = WINDOW,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Report]:
     """Block-sparse attention and a report of its distance to dense attention under mask.rule.
@@ -147,18 +149,19 @@ def certified_attention(
       bound: whether the bound is computed and reported.
       every: one query in so many is sampled; divides the block or is a multiple of it.
       window: queries of a window of the report; a multiple of `every`.
+      logits_soft_cap: as for `dot_product_attention`.
+      sinks: [N], as for `dot_product_attention`; their mass is never dropped.
       implementation: of `dot_product_attention` with the mask; the sampled queries take the fastest
         that can run.
     """
     _check(query, key, mask, threshold, criterion, guarantee, correct, bound, every, window)
     rule = masks.everything() if mask.rule is None else mask.rule
     B, T, N, _ = query.shape
-    out, logsumexp = dot_product_attention(
-        query, key, value, mask=mask, return_residual=True, implementation=implementation
-    )
-    given = (query, key, value) if correct else lax.stop_gradient((query, key, value))
+    how: Any = {"logits_soft_cap": logits_soft_cap, "implementation": implementation}
+    out, logsumexp = attend(query, key, value, mask, sinks=sinks, **how)
+    given = query, key, value, sinks
     sample = sample_queries(rng, B, T, every)
-    exact = _sampled(given, sample, rule)
+    exact = _sampled(given if correct else lax.stop_gradient(given), sample, rule, logits_soft_cap)
     here = _at(out, sample).astype(jnp.float32), _at(logsumexp, sample)
     error = exact[0] - here[0]
     mass = dropped_mass(here[1], exact[1])
@@ -167,16 +170,15 @@ def certified_attention(
     limits = None
     if bound:
         constants = lax.stop_gradient((query, key, logsumexp))
-        limits = bounds(*constants, dropped, mask.block)
+        limits = bounds(*constants, dropped, mask.block, Softmax(logits_soft_cap))
     compared = mass
     if criterion == "error":
         size = (exact[0] ** 2).sum(-1)
         compared = jnp.sqrt((error**2).sum(-1) / jnp.where(size > 0, size, 1))
     fails = _failing(compared, limits, dropped, mask, threshold, guarantee, every)
     if threshold is not None or guarantee is not None:
-        out = _done_densely(
-            (query, key, value), out, logsumexp, dropped & fails[..., None], mask, implementation
-        )
+        more = dropped & fails[..., None]
+        out = _done_densely((query, key, value), out, logsumexp, more, mask, how)
     if correct:
         served = _served(rule, sample, T, N, every) & ~_by_query(fails, mask.block[0], T)
         out = _corrected(out, error, served, sample, every)
@@ -263,12 +265,16 @@ def dropped_mass(
 
 
 def _sampled(
-    given: tuple[Array, Array, Array], sample: Int[Array, "B G"], rule: Rule
+    given: tuple[Array, Array, Array, Array | None],
+    sample: Int[Array, "B G"],
+    rule: Rule,
+    soft_cap: float | None,
 ) -> tuple[Float[Array, "B G N Hv"], Float[Array, "B G N"]]:
     """(out, logsumexp) of the sampled queries over all keys that the rule allows, float32."""
-    query, key, value = given
-    out, logsumexp = dot_product_attention(
-        _at(query, sample), key, value, mask=at_queries(rule, sample), return_residual=True
+    query, key, value, sinks = given
+    mask = at_queries(rule, sample)
+    out, logsumexp = attend(
+        _at(query, sample), key, value, mask, logits_soft_cap=soft_cap, sinks=sinks
     )
     return out.astype(jnp.float32), logsumexp
 
@@ -400,17 +406,14 @@ def _done_densely(
     logsumexp: Float[Array, "B T N"],
     blocks: Bool[Array, "B N nq nk"],
     mask: BlockMask,
-    implementation: str | None,
+    how: dict[str, Any],
 ) -> Float[Array, "B T N Hv"]:
     """`out` with attention over more blocks merged into it; nothing is computed without any."""
 
     def more(operands: Any) -> Array:
         (query, key, value), out, logsumexp, blocks = operands
         rest = BlockMask.from_dense(blocks, mask.rule, shape=mask.shape, block=mask.block)
-        other = dot_product_attention(
-            query, key, value, mask=rest, return_residual=True, implementation=implementation
-        )
-        return merged(out, logsumexp, *other)
+        return merged(out, logsumexp, *attend(query, key, value, rest, **how))
 
     operands = (given, out, logsumexp, blocks)
     return lax.cond(blocks.any(), more, lambda operands: operands[1], operands)

@@ -6,11 +6,13 @@
 
 The softmax runs over the visited tokens and one centroid for every dropped block before the
 diagonal. This adds T · n products of q and k, n = T / block. Gradients flow through both parts.
+A sink is a key whose value is 0: merging needs a logsumexp that includes it.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,33 @@ from jaxtyping import Bool, Float
 
 from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
+from xsake.hads.chunks import PLAIN, Softmax
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    mask: Any,
+    *,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """(out, logsumexp of logits and sinks) of `dot_product_attention`."""
+    out, logsumexp = dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        return_residual=True,
+        implementation=implementation,
+    )
+    if sinks is not None:
+        logsumexp = jnp.logaddexp(logsumexp, sinks.astype(jnp.float32))
+    return out, logsumexp
 
 
 def corrected_attention(
@@ -27,6 +56,8 @@ def corrected_attention(
     value: Float[Array, "B T K Hv"],
     mask: BlockMask,
     *,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Block-sparse causal attention that approximates dropped blocks by their centroids.
@@ -36,7 +67,9 @@ def corrected_attention(
       key: likewise.
       value: likewise.
       mask: causal, with square blocks. Dropped blocks before the diagonal are represented by their
-        centroids; blocks after it stay dropped.
+        centroids if its rule allows all of the block; others stay dropped.
+      logits_soft_cap: as for `dot_product_attention`; of the centroids' logits, too.
+      sinks: [N], as for `dot_product_attention`.
       implementation: of `dot_product_attention`.
     """
     block = mask.block[1]
@@ -44,11 +77,11 @@ def corrected_attention(
         raise ValueError(
             f"a corrected mask needs square blocks and T = S, got {mask.block} and {mask.shape}"
         )
-    out, logsumexp = dot_product_attention(
-        query, key, value, mask=mask, return_residual=True, implementation=implementation
-    )
+    how: Any = {"logits_soft_cap": logits_soft_cap, "sinks": sinks}
+    out, logsumexp = attend(query, key, value, mask, implementation=implementation, **how)
     dropped = dropped_blocks(mask)
-    more, more_logsumexp = attend_centroids(query, key, value, dropped, block)
+    softmax = Softmax(logits_soft_cap)
+    more, more_logsumexp = attend_centroids(query, key, value, dropped, block, softmax)
     return merged(out, logsumexp, more, more_logsumexp)
 
 
@@ -68,10 +101,14 @@ def merged(
 
 
 def dropped_blocks(mask: BlockMask) -> Bool[Array, "#B heads n n"]:
-    """Blocks before the diagonal that the mask does not visit; heads is N, K or 1."""
+    """Blocks before the diagonal that the mask does not visit; heads is N, K or 1.
+
+    Only those that the rule allows as a whole: a centroid would show what it hides of the others.
+    """
     classes = mask.blocks()
     n = classes.shape[-1]
-    return (classes == 0) & jnp.tri(n, k=-1, dtype=bool)
+    dropped = (classes == 0) & jnp.tri(n, k=-1, dtype=bool)
+    return dropped if mask.rule is None else dropped & mask.rule.classify(mask.grid)[1]
 
 
 def attend_centroids(
@@ -80,6 +117,7 @@ def attend_centroids(
     value: Float[Array, "B T K Hv"],
     dropped: Bool[Array, "#B heads n n"],
     block: int,
+    softmax: Softmax = PLAIN,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """(out, logsumexp) of attention over the centroids of dropped blocks, float32.
 
@@ -96,7 +134,8 @@ def attend_centroids(
         for x in (key, value)
     )
     q = jnp.pad(query.astype(jnp.float32), padding).reshape(B, n, block, K, N // K, H)
-    logits = jnp.einsum("bitkgh,bjkh->bkgitj", q, keys) / math.sqrt(H) + math.log(block)
+    logits = jnp.einsum("bitkgh,bjkh->bkgitj", q, keys) / math.sqrt(H)
+    logits = softmax.capped(logits) + math.log(block)
     heads = dropped.shape[1]
     wide = jnp.repeat(dropped, N // heads if heads > 1 else N, axis=1)
     live = wide.reshape(-1, K, N // K, n, 1, n)

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float
 
+from xsake.hads.chunks import PLAIN, Softmax
 from xsake.masks.rule import cut
 
 LOGITS_AT_ONCE = 1 << 24  # upper bounds of logits in memory at a time
@@ -19,6 +20,7 @@ def bounds(
     logsumexp: Float[Array, "B T N"],
     dropped: Bool[Array, "B N nq nk"],
     block: tuple[int, int],
+    softmax: Softmax = PLAIN,
 ) -> Float[Array, "B N T"]:
     """An upper bound on the dropped mass of every query, float32.
 
@@ -27,7 +29,7 @@ def bounds(
 
     with the minimum and maximum over a block's keys as in Quest. It is tight where the keys of a
     block are alike in every channel, and far too large where they are not. The cost is 2/block_k of
-    that of q·kᵀ.
+    that of q·kᵀ. A soft cap rises with the logit, so that the capped bound is one of the capped.
     """
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     bq, bk = block
@@ -44,7 +46,8 @@ def bounds(
             "btkgh,bjkh->bkgtj", both, keys,
             preferred_element_type=jnp.float32, precision=precision,
         )  # fmt: skip
-        upper = upper.reshape(B, N, bq, -1) / np.sqrt(H).astype(np.float32) + log_tokens
+        upper = softmax.capped(upper.reshape(B, N, bq, -1) / np.sqrt(H).astype(np.float32))
+        upper += log_tokens
         total = jax.nn.logsumexp(jnp.where(drops[:, :, None], upper, -jnp.inf), axis=-1)
         L = jnp.swapaxes(L, 1, 2).astype(jnp.float32)
         some = total > -jnp.inf

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int, PyTree
 
 from xsake import _files
 from xsake.hads import budget, files, row_blocks
+from xsake.hads.chunks import PLAIN
 from xsake.hads.partial import Partial
 from xsake.hads.statistics import (
     CURVES,
@@ -182,7 +183,8 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], n: int) -> None:
 # ---------------------------------------------------------------------------------------- calibrate
 
 # observe(weights, tokens [1, T], fold, carry) -> carry calls fold(layer, attention, carry) for
-# every layer, where attention has q, k, v [1, T, …] and kernel [N, Hv, width]; layer may be traced.
+# every layer, where attention has q, k, v [1, T, …] and kernel [N, Hv, width], and `softmax`, a
+# `chunks.Softmax`, unless it is plain; layer may be traced.
 Observe = Callable[[Any, Any, Callable[[Any, Any, Any], Any], Any], Any]
 
 
@@ -303,6 +305,7 @@ def _one_document(
             band=band,
             curves=curves,
             before=jax.tree.map(lambda x: x[layer], before),
+            softmax=getattr(seen, "softmax", PLAIN),
         )
         known = jax.tree.map(lambda every, x: every.at[layer].set(x), known, statistics)
         return known, visits.at[jnp.minimum(layer, layers)].add(1)

@@ -8,6 +8,8 @@
 A cost curve is measured, not modelled. cost["kl"]["pooled"][h, i, c - 1] is the mean over queries
 of -ln(mass kept) if row block i keeps the c blocks that the selector `pooled` ranks highest.
 cost["output"] is the head's mean ‖(sparse - dense output) W‖² ÷ the layer's mean ‖dense output W‖².
+Soft caps, windows and sinks (`chunks.Softmax`) are those of the layer. The mass of sinks is kept
+whatever is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from jaxtyping import Float, Int
 
 from xsake import block_scores, selection
 from xsake.hads import chunks, row_blocks
-from xsake.hads.chunks import Chunk, Chunks
+from xsake.hads.chunks import PLAIN, Chunk, Chunks, Softmax
 
 DENSITIES = np.arange(1, 21) / 20  # of the retained-mass curves
 SELECTORS = ("static", *block_scores.ESTIMATES)  # ways to rank the blocks of a row block
@@ -81,6 +83,7 @@ def measure(
     band: int = 0,
     curves: tuple[str, ...] = ("oracle",),
     before: tuple[Float[Array, "N n n"], Float[Array, "N n n"]] | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Statistics:
     """Statistics of one sequence in one layer; causal, any length, memory linear in it.
 
@@ -98,9 +101,10 @@ def measure(
       curves: selectors to measure `cost` for. "oracle" ranks by this input's own mass (for
         "output" by its own sensitivity).
       before: mean (mass, sensitivity) of other documents, by which "static" ranks.
+      softmax: the layer's soft cap, window and sinks.
     """
     T = q.shape[0]
-    cut = chunks.cut(q, k, block)
+    cut = chunks.cut(q, k, block, softmax=softmax)
     root, unit = factors(kernel)
     values = _projected_values(v, root, block)
     rankings = _rankings(cut, q, k, band, curves, before)
@@ -115,13 +119,12 @@ def measure(
         }
         ranks["kl"]["oracle"] = selection.ranks(mass, band, chunk.first)
         ranks["output"]["oracle"] = selection.ranks(sensitivity, band, chunk.first)
-        keys = jnp.maximum(chunk.positions + 1, 2).astype(jnp.float32)
-        blocks = jnp.maximum(chunk.positions // block + 1, 2).astype(jnp.float32)
+        keys, blocks = (softmax.outcomes(chunk.positions, size) for size in (1, block))
         return _ChunkStatistics(
             mass=mass,
             sensitivity=sensitivity,
-            entropy=entropy(chunk.p.reshape(*chunk.p.shape[:2], -1)) / jnp.log(keys),
-            block_entropy=entropy(parts.mass) / jnp.log(blocks),
+            entropy=chunk.entropy(chunk.p.reshape(*chunk.p.shape[:2], -1)) / jnp.log(keys),
+            block_entropy=chunk.entropy(parts.mass) / jnp.log(blocks),
             cost={
                 "kl": {name: _kl_cost(chunk, parts, ranks["kl"][name]) for name in curves},
                 "output": {
@@ -131,7 +134,10 @@ def measure(
             norm=(jnp.einsum("nrh,nhw->rw", parts.total, unit) ** 2).sum(-1),
         )
 
-    return _joined(lax.map(measure_chunk, jnp.arange(cut.chunks)), T, cut.n, block)
+    found = _joined(lax.map(measure_chunk, jnp.arange(cut.chunks)), T, cut.n, block)
+    if softmax.sinks is None:
+        return found
+    return found._replace(retained=found.retained + (1 - found.mass.sum(-1)).mean(-1)[:, None])
 
 
 def _projected_values(
@@ -183,7 +189,7 @@ def _sensitivity(chunk: Chunk, parts: _Parts) -> Float[Array, "N R n"]:
 
 
 def _kept(
-    parts: _Parts, ranks: Int[Array, "N R n"]
+    chunk: Chunk, parts: _Parts, ranks: Int[Array, "N R n"]
 ) -> tuple[Float[Array, "N R n n"], Float[Array, "N Q n"]]:
     """Which blocks the c highest ranked are, [N, R, c - 1, j], and the mass that each query keeps.
 
@@ -194,19 +200,21 @@ def _kept(
     kept = jnp.einsum(
         "nrqj,nrcj->nrqc", parts.mass.reshape(N, R, -1, n), chosen, precision="highest"
     )
-    return chosen, jnp.maximum(kept.reshape(N, -1, n), 1e-30)
+    kept = kept.reshape(N, -1, n)
+    kept = kept if chunk.sinks is None else kept + chunk.sinks[..., None]
+    return chosen, jnp.maximum(kept, 1e-30)
 
 
 def _kl_cost(chunk: Chunk, parts: _Parts, ranks: Int[Array, "N R n"]) -> Float[Array, "N R n"]:
     """Mean -ln(mass kept) of each row block, for every count of blocks kept."""
-    _, kept = _kept(parts, ranks)
+    _, kept = _kept(chunk, parts, ranks)
     return chunk.mean(jnp.maximum(-jnp.log(kept), 0))
 
 
 def _output_cost(chunk: Chunk, parts: _Parts, ranks: Int[Array, "N R n"]) -> Float[Array, "N R n"]:
     """Mean ‖(sparse - dense output) W‖² of each row block, for every count of blocks kept."""
     N, R, n = ranks.shape
-    chosen, kept = _kept(parts, ranks)
+    chosen, kept = _kept(chunk, parts, ranks)
     Hv = parts.output.shape[-1]
     sums = jnp.einsum("nrqjh,nrcj->nrqch", parts.output.reshape(N, R, -1, n, Hv), chosen)
     error = sums.reshape(N, -1, n, Hv) / kept[..., None] - parts.total[:, :, None]
@@ -245,9 +253,10 @@ def block_mass(
     k: Float[Array, "T K H"],
     block: int,
     queries_at_once: int = chunks.QUERIES_AT_ONCE,
+    softmax: Softmax = PLAIN,
 ) -> Float[Array, "N n n"]:
     """The mass of `measure` alone: mean attention of every row block to every kv block."""
-    cut = chunks.cut(q, k, block, queries_at_once)
+    cut = chunks.cut(q, k, block, queries_at_once, softmax)
 
     def mass(number: Array) -> Array:
         chunk = cut.attend(number)
@@ -282,8 +291,3 @@ def retained_mass(
     counts = np.ceil(densities * row_blocks.ceilings(n)[:, None] - 1e-9).astype(np.int32)
     indices = jnp.broadcast_to(counts - 1, (*mass.shape[:-1], len(densities)))
     return jnp.take_along_axis(best, indices, -1).mean(-2)
-
-
-def entropy(p: Float[Array, "*batch outcomes"]) -> Float[Array, "*batch"]:
-    """-Σ p ln p over the last axis, 0 ln 0 = 0."""
-    return -(p * jnp.log(jnp.maximum(p, 1e-37))).sum(-1)

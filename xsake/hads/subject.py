@@ -30,7 +30,8 @@ class Subject(Protocol):
     ) -> Any:
         """carry = fold(layer, attention, carry) over the layers of a dense pass of tokens [1, T].
 
-        `attention` has q, k, v [1, T, …] and kernel [N, Hv, width], the output projection.
+        `attention` has q, k, v [1, T, …] and kernel [N, Hv, width], the output projection; and
+        `softmax`, a `hads.chunks.Softmax`, if it has a soft cap, windows or sinks.
         """
 
     def hidden(self, weights: Any, tokens: Array) -> Array:
@@ -39,9 +40,10 @@ class Subject(Protocol):
     def sparse_hidden(
         self, weights: Any, tokens: Array, choose: Callable[..., BlockMask], corrected: bool = False
     ) -> Array:
-        """`hidden` with the BlockMask that choose(layer, q, k, v, kernel) returns in each layer.
+        """`hidden` with sparse attention, by the mask that `choose` returns in each layer.
 
-        With `corrected`, centroids replace the dropped blocks.
+        choose(layer, q, k, v, kernel, softmax) takes what `attention` has in `observe`. With
+        `corrected`, centroids replace the dropped blocks.
         """
 
     def logits(self, weights: Any, hidden: Array) -> Array:

@@ -60,8 +60,8 @@ def intervals_with_data(rule: Rule | None, shape: tuple[int, int]) -> Array | No
 
 
 def are_read() -> bool:
-    """Whether a kernel reads intervals: on GPUs only, so that other devices do not compute them."""
-    return _jax.platform() == "gpu"
+    """Whether a kernel reads intervals: on GPUs and TPUs; CPUs do not compute them."""
+    return _jax.platform() in ("gpu", "tpu")
 
 
 def always_intervals(rule: Rule) -> bool:

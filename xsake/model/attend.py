@@ -31,8 +31,9 @@ from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
 from xsake.decode import CacheReader, Chosen
 from xsake.hads import Plan
+from xsake.hads.chunks import Softmax
 from xsake.masks.rule import Rule
-from xsake.model.config import Config
+from xsake.model.config import LARGEST, Config
 from xsake.model.kv_cache import KVCache
 from xsake.model.on_mesh import split_attention
 from xsake.parallel import context_attention, context_mask
@@ -318,6 +319,15 @@ def visible(config: Config, windowed: bool) -> Rule:
         return masks.causal()
     assert config.window is not None
     return masks.sliding_window(config.window - 1, 0)
+
+
+def softmax_of(config: Config, layer: Any, sinks: Array | None = None) -> Softmax:
+    """The layer's soft cap, window and sinks, for HADS."""
+    cap = None if config.soft_cap is None else jnp.float32(config.soft_cap)
+    if config.window is None:
+        return Softmax(cap, None, sinks)
+    sizes = [config.window if config.windowed(i) else LARGEST for i in range(config.layers)]
+    return Softmax(cap, jnp.asarray(sizes, jnp.int32)[layer], sinks)
 
 
 def narrowed(

@@ -118,11 +118,6 @@ class Config:
         return self.window is not None and among
 
     @property
-    def is_plain(self) -> bool:
-        """Whether attention is softmax(scale · q kᵀ) v, without a cap or sinks."""
-        return self.soft_cap is None and not self.sinks
-
-    @property
     def is_sparse(self) -> bool:
         """Whether attention selects its own blocks."""
         return self.attention != "dense"

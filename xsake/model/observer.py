@@ -15,8 +15,9 @@ from jax import Array
 
 from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, calibrate, certified_attention, corrected_attention
+from xsake.hads.chunks import Softmax
 from xsake.model import Transformer
-from xsake.model.attend import by_mask, by_window, narrowed
+from xsake.model.attend import by_mask, by_window, narrowed, softmax_of
 from xsake.model.transformer import document_positions
 
 
@@ -31,12 +32,6 @@ class Observer:
             raise ValueError(
                 "HADS plans dense attention, but this model has attention = "
                 f"{model.config.attention!r}, which selects its own blocks; use a dense model"
-            )
-        if not model.config.is_plain:
-            raise ValueError(
-                "HADS measures softmax(q kᵀ / sqrt(H)), but this model has "
-                f"soft_cap = {model.config.soft_cap} and sinks = {model.config.sinks}; "
-                "use a model without them"
             )
         self.graph, self.weights = nnx.split(model)
         self.layers, self.heads = model.config.layers, model.config.heads
@@ -72,30 +67,44 @@ class Observer:
     ) -> Array:
         """`hidden` with sparse attention, by the BlockMask that `choose` returns in each layer.
 
-        choose(layer, q, k, v, kernel) takes q, k, v [1, T, …] and the output projection
-        [N, Hv, width]. With `corrected`, centroids replace the dropped blocks.
+        choose(layer, q, k, v, kernel, softmax) takes q, k, v [1, T, …], the output projection
+        [N, Hv, width] and the layer's soft cap, window and sinks. With `corrected`, centroids
+        replace the dropped blocks.
         """
         model = nnx.merge(self.graph, weights)
-        T, how = len(tokens), self.implementation
+        T, how = len(tokens), self._how(model)
 
-        def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-            mask = choose(layer, q, k, v, model.layer(layer).out.kernel[...])
-            if corrected:
-                return corrected_attention(q, k, v, mask, implementation=how), state
-            by_chosen = by_mask(model.config, mask, 1, T, implementation=how)
-            return by_chosen(layer, q, k, v, state)
+        def attend(
+            layer: Any, q: Array, k: Array, v: Array, state: Any, sinks: Array | None = None
+        ) -> tuple[Array, Any]:
+            mask = choose(layer, q, k, v, *_kernel_and_softmax(model, layer, sinks))
+            if not corrected:
+                by_chosen = by_mask(model.config, mask, 1, T, implementation=self.implementation)
+                return by_chosen(layer, q, k, v, state, sinks)
+
+            def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
+                own = narrowed(mask, model.config, windowed)
+                return corrected_attention(q, k, v, own, sinks=sinks, **how)
+
+            return by_window(model.config, layer, of_window, q, k, v), state
 
         return model.run(tokens[None], document_positions(1, T), attend)[0][0]
+
+    def _how(self, model: Transformer) -> dict[str, Any]:
+        cap = model.config.soft_cap
+        return {"logits_soft_cap": cap, "implementation": self.implementation}
 
     def certified_hidden(
         self, weights: Any, tokens: Array, choose: Callable[..., BlockMask], certify: Certify
     ) -> tuple[Array, Array]:
         """`sparse_hidden` by certified attention, and the density that it used, float32."""
         model = nnx.merge(self.graph, weights)
-        T = len(tokens)
+        T, how = len(tokens), self._how(model)
 
-        def attend(layer: Any, q: Array, k: Array, v: Array, used: Any) -> tuple[Array, Any]:
-            mask = choose(layer, q, k, v, model.layer(layer).out.kernel[...])
+        def attend(
+            layer: Any, q: Array, k: Array, v: Array, used: Any, sinks: Array | None = None
+        ) -> tuple[Array, Any]:
+            mask = choose(layer, q, k, v, *_kernel_and_softmax(model, layer, sinks))
 
             def of_window(windowed: bool, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
                 out, report = certified_attention(
@@ -109,7 +118,8 @@ class Observer:
                     guarantee=certify.guarantee,
                     correct=certify.correct,
                     bound=certify.guarantee is not None,
-                    implementation=self.implementation,
+                    sinks=sinks,
+                    **how,
                 )
                 return out, report.density.mean()
 
@@ -122,3 +132,9 @@ class Observer:
     def logits(self, weights: Any, hidden: Array) -> Array:
         """float32 [R, vocab] of hidden [R, width]."""
         return nnx.merge(self.graph, weights).logits(hidden)
+
+
+def _kernel_and_softmax(
+    model: Transformer, layer: Any, sinks: Array | None
+) -> tuple[Array, Softmax]:
+    return model.layer(layer).out.kernel[...], softmax_of(model.config, layer, sinks)

@@ -53,8 +53,9 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from xsake.hads.chunks import PLAIN, Softmax
 from xsake.model import rope
-from xsake.model.attend import Attend, ModelMask, by_mask
+from xsake.model.attend import Attend, ModelMask, by_mask, softmax_of
 from xsake.model.config import Config
 from xsake.model.modules import Axes, Linear, Norm, constant, normal
 from xsake.model.sparse.attend import by_blocks, with_index_loss
@@ -79,6 +80,7 @@ class Observation(NamedTuple):
     v: Array  # [B, T, K, H]
     out: Array  # [B, T, N, H], what enters the output projection
     kernel: Array  # [N, H, width], the output projection
+    softmax: Softmax = PLAIN  # soft cap, window and sinks
 
 
 class SparseObservation(NamedTuple):
@@ -202,10 +204,11 @@ class Transformer(nnx.Module):
             layer: Any, q: Array, k: Array, v: Array, carry: Any, *more: Any
         ) -> tuple[Array, Any]:
             out, _ = attend(layer, q, k, v, None, *more)
-            seen: Any = Observation(q, k, v, out, self.layer(layer).out.kernel[...])
+            kernel = self.layer(layer).out.kernel[...]
             if self.config.is_sparse:
-                seen = SparseObservation(*seen, *more)
-            return out, fold(layer, seen, carry)
+                return out, fold(layer, SparseObservation(q, k, v, out, kernel, *more), carry)
+            softmax = softmax_of(self.config, layer, *more)
+            return out, fold(layer, Observation(q, k, v, out, kernel, softmax), carry)
 
         return self.run(tokens, positions, watched, carry)[1]
 

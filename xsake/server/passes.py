@@ -24,9 +24,9 @@ from jaxtyping import Bool, Float, Int, PyTree
 
 from xsake import block_scores, selection
 from xsake.hads import chunks
-from xsake.hads.chunks import Chunk, Chunks
-from xsake.hads.statistics import AnyArray, entropy
-from xsake.model.attend import by_mask
+from xsake.hads.chunks import Chunk, Chunks, Softmax
+from xsake.hads.statistics import AnyArray
+from xsake.model.attend import by_mask, softmax_of
 from xsake.model.observer import Observer
 from xsake.model.transformer import document_positions
 
@@ -43,6 +43,7 @@ class Seen(NamedTuple):
     block_entropy: Float[AnyArray, "*layers N P"]  # over blocks, ÷ ln(visible blocks)
     scores: Float[AnyArray, "*layers N n n"]  # of mean_query
     row_mass: Float[AnyArray, "*layers N n n"]  # log of a row block's mean mass: the oracle's score
+    sinks: Float[AnyArray, "*layers N P"]  # attention of every query to sinks, if there are any
 
 
 @functools.partial(jax.jit, static_argnames=("subject", "block"))
@@ -55,9 +56,11 @@ def read(
     model = nnx.merge(subject.graph, weights)
     attend = by_mask(model.config, None, 1, P, implementation=subject.implementation)
 
-    def watched(layer: Any, q: Array, k: Array, v: Array, found: Seen) -> tuple[Array, Seen]:
-        out, _ = attend(layer, q, k, v, None)
-        new = _seen(q[0], k[0], block, length)
+    def watched(
+        layer: Any, q: Array, k: Array, v: Array, found: Seen, *sinks: Array
+    ) -> tuple[Array, Seen]:
+        out, _ = attend(layer, q, k, v, None, *sinks)
+        new = _seen(q[0], k[0], block, length, softmax_of(model.config, layer, *sinks))
         return out, jax.tree.map(lambda every, x: every.at[layer].set(x), found, new)
 
     start = Seen(
@@ -66,26 +69,27 @@ def read(
         jnp.zeros((layers, N, P)),
         jnp.zeros((layers, N, n, n)),
         jnp.zeros((layers, N, n, n)),
+        jnp.zeros((layers, N, P)),
     )
     hidden, found = model.run(tokens[None], document_positions(1, P), watched, start)
     return found, hidden[0]
 
 
-def _seen(q: Array, k: Array, block: int, length: Any) -> Seen:
+def _seen(q: Array, k: Array, block: int, length: Any, softmax: Softmax) -> Seen:
     """`Seen` of one layer."""
 
     def part(chunk: Chunk, keys: Array) -> tuple[Array, ...]:
         mass = chunk.p.sum(-1)
-        visible = jnp.maximum(chunk.positions + 1, 2).astype(jnp.float32)
-        blocks = jnp.maximum(chunk.positions // block + 1, 2).astype(jnp.float32)
+        visible, blocks = (softmax.outcomes(chunk.positions, size) for size in (1, block))
         return (
             mass,
-            _token_entropy(chunk, keys) / jnp.log(visible),
-            entropy(mass) / jnp.log(blocks),
+            _token_entropy(chunk, keys, softmax) / jnp.log(visible),
+            chunk.entropy(mass) / jnp.log(blocks),
             chunk.mean(mass),
+            chunk.with_sinks(jnp.zeros(mass.shape[:2])),
         )
 
-    mass, of_tokens, of_blocks, rows = _by_chunks(q, k, block, length, part)
+    mass, of_tokens, of_blocks, rows, sinks = _by_chunks(q, k, block, length, softmax, part)
     P = q.shape[0]
     return Seen(
         mass[:, :P],
@@ -93,18 +97,24 @@ def _seen(q: Array, k: Array, block: int, length: Any) -> Seen:
         of_blocks[:, :P],
         block_scores.estimate("mean_query", filled(q, block, length), k, block),
         jnp.log(rows[:, : P // block] + 1e-30),
+        sinks[:, :P],
     )
 
 
 def _by_chunks(
-    q: Array, k: Array, block: int, length: Any, function: Callable[[Chunk, Array], Any]
+    q: Array,
+    k: Array,
+    block: int,
+    length: Any,
+    softmax: Softmax,
+    function: Callable[[Chunk, Array], Any],
 ) -> Any:
     """function(chunk, its keys) of all chunks of queries, [N, rows, …]; kv blocks are padded to n.
 
     A chunk attends to the keys before the end of its strip, so that most of what causality forbids
     is not computed.
     """
-    cut = chunks.cut(q, k, block)
+    cut = chunks.cut(q, k, block, softmax=softmax)
     edges = sorted({cut.chunks * i // block_scores.STRIPS for i in range(block_scores.STRIPS + 1)})
     found = []
     for begin, end in itertools.pairwise(edges):
@@ -130,9 +140,14 @@ def _flat(n: int) -> Callable[[Array], Array]:
     return flat
 
 
-def _token_entropy(chunk: Chunk, keys: Array) -> Float[Array, "N Q"]:
-    """-Σ p ln p = logsumexp - Σ p s, with Σ p s = q · Σ p k / √H: a product, not logarithms."""
+def _token_entropy(chunk: Chunk, keys: Array, softmax: Softmax) -> Float[Array, "N Q"]:
+    """-Σ p ln p = logsumexp - Σ p s, with Σ p s = q · Σ p k / √H: a product, not logarithms.
+
+    With a soft cap or sinks s is another one, or p has another sum: then by logarithms.
+    """
     Q, N, H = chunk.q.shape
+    if softmax.soft_cap is not None or softmax.sinks is not None:
+        return chunk.entropy(chunk.p.reshape(N, Q, -1))
     K = keys.shape[1]
     p = chunk.p.reshape(K, N // K, Q, -1)
     mean_key = jnp.einsum("kgqs,skh->kgqh", p, keys, preferred_element_type=jnp.float32)
@@ -178,31 +193,38 @@ def sparse(
       band: forced blocks before the diagonal, if they are ranked.
     """
 
-    def by_query(q: Array, k: Array, layer: Any) -> Array:
+    def by_query(q: Array, k: Array, layer: Any, softmax: Softmax) -> Array:
         scores = block_scores.estimate("mean_query", filled(q, block, length), k, block)
         return selection.ranks(scores, band) < counts[layer][..., None]
 
-    def by_mass(q: Array, k: Array, layer: Any) -> Array:
-        scores = _row_mass(q, k, block, length)
+    def by_mass(q: Array, k: Array, layer: Any, softmax: Softmax) -> Array:
+        scores = _row_mass(q, k, block, length, softmax)
         return selection.ranks(scores, band) < counts[layer][..., None]
 
-    def as_given(q: Array, k: Array, layer: Any) -> Array:
+    def as_given(q: Array, k: Array, layer: Any, softmax: Softmax) -> Array:
         return given[layer]
 
     model, P = nnx.merge(subject.graph, weights), len(tokens)
 
-    def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-        blocks = lax.switch(source, [as_given, by_query, by_mass], q[0], k[0], layer)
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, state: Any, *sinks: Array
+    ) -> tuple[Array, Any]:
+        seen = q[0], k[0], layer, softmax_of(model.config, layer, *sinks)
+        blocks = lax.switch(source, [as_given, by_query, by_mass], *seen)
         mask = selection.to_mask(blocks, P, block)
         by_chosen = by_mask(model.config, mask, 1, P, implementation=subject.implementation)
-        return by_chosen(layer, q, k, v, state)
+        return by_chosen(layer, q, k, v, state, *sinks)
 
     return model.run(tokens[None], document_positions(1, P), attend)[0][0]
 
 
-def _row_mass(q: Array, k: Array, block: int, length: Any) -> Array:
+def _row_mass(q: Array, k: Array, block: int, length: Any, softmax: Softmax) -> Array:
     """`baselines.oracle` of the first `length` tokens."""
-    rows = _by_chunks(q, k, block, length, lambda chunk, keys: chunk.mean(chunk.p.sum(-1)))
+
+    def mass(chunk: Chunk, keys: Array) -> Array:
+        return chunk.mean(chunk.p.sum(-1))
+
+    rows = _by_chunks(q, k, block, length, softmax, mass)
     return jnp.log(rows[:, : q.shape[0] // block] + 1e-30)
 
 

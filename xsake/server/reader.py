@@ -108,11 +108,12 @@ class Text:
         return np.exp(np.asarray(self.seen.row_mass)[..., : self.n, : self.n])
 
     def kept(self, blocks: Bool[np.ndarray, "*lead n n"]) -> Float[np.ndarray, "*lead n block"]:
-        """The mass that every query keeps; NaN in the padding of the last row block."""
+        """The mass that every query keeps, sinks included; NaN in the last row block's padding."""
         n, block = self.n, self.block
         mass = np.asarray(self.seen.mass)[:, :, : n * block, :n]
         mass = mass.reshape(*mass.shape[:2], n, block, n)
         kept = np.matmul(mass, blocks.astype(np.float32)[..., None])[..., 0]
+        kept += np.asarray(self.seen.sinks)[:, :, : n * block].reshape(kept.shape)
         kept[..., np.arange(n * block).reshape(n, block) >= self.length] = np.nan
         return kept
 

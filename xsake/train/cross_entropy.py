@@ -22,13 +22,14 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def summed(
     at_once: int,
     hidden: Float[Array, "M width"],
     kernel: Float[Array, "width V"],
     targets: Int[Array, M],
     weights: Float[Array, M],
+    soft_cap: float | None = None,
 ) -> Float[Array, ""]:
     """Σ weight · -log p(target), float32.
 
@@ -38,25 +39,30 @@ def summed(
       kernel: the output head.
       targets: token ids.
       weights: one per token.
+      soft_cap: logits become cap · tanh(logits / cap).
     """
     kernel = kernel.astype(hidden.dtype)
 
     def part(some: Any) -> Array:
         hidden, targets, weights = some
-        return (_negative_log(_logits(hidden, kernel), targets)[0] * weights).sum()
+        return (_negative_log(_logits(hidden, kernel, soft_cap), targets)[0] * weights).sum()
 
     return lax.map(part, _parts(at_once, hidden, targets, weights)).sum()
 
 
-def _summed_fwd(at_once: int, hidden: Any, kernel: Any, targets: Any, weights: Any) -> Any:
+def _summed_fwd(
+    at_once: int, hidden: Any, kernel: Any, targets: Any, weights: Any, soft_cap: float | None
+) -> Any:
     rounded = kernel.astype(hidden.dtype)
 
     def part(d_kernel: Array, some: Any) -> Any:
         hidden, targets, weights = some
-        logits = _logits(hidden, rounded)
+        logits = _logits(hidden, rounded, soft_cap)
         lost, level = _negative_log(logits, targets)
         is_target = jnp.arange(logits.shape[1]) == targets[:, None]
         slope = (jnp.exp(logits - level[:, None]) - is_target) * weights[:, None]
+        if soft_cap is not None:
+            slope *= 1 - (logits / soft_cap) ** 2
         slope = slope.astype(hidden.dtype)
         d_hidden = jnp.matmul(slope, rounded.T, preferred_element_type=jnp.float32)
         more = jnp.matmul(hidden.T, slope, preferred_element_type=jnp.float32)
@@ -69,7 +75,7 @@ def _summed_fwd(at_once: int, hidden: Any, kernel: Any, targets: Any, weights: A
     return (lost * weights).sum(), (d_hidden, d_kernel.astype(kernel.dtype), lost)
 
 
-def _summed_bwd(at_once: int, saved: Any, cotangent: Array) -> Any:
+def _summed_bwd(at_once: int, soft_cap: float | None, saved: Any, cotangent: Array) -> Any:
     d_hidden, d_kernel, lost = saved
     scaled = [(cotangent * x).astype(x.dtype) for x in (d_hidden, d_kernel, lost)]
     no_slope = np.zeros(lost.shape, jax.dtypes.float0)  # cotangent of the integer targets
@@ -90,8 +96,9 @@ def _parts(at_once: int, *arrays: Any) -> tuple[Array, ...]:
     )
 
 
-def _logits(hidden: Array, kernel: Array) -> Array:
-    return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+def _logits(hidden: Array, kernel: Array, soft_cap: float | None) -> Array:
+    logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def _negative_log(logits: Array, targets: Array) -> tuple[Array, Array]:

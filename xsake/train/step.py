@@ -135,18 +135,13 @@ def loss_of_hidden(
     model: Transformer, hidden: Array, batch: Batch, config: Config
 ) -> tuple[Array, Sums]:
     """(Σ loss, Sums without an index loss) of hidden states [B, T, width]."""
-    if model.config.final_soft_cap is not None:
-        raise ValueError(
-            f"final_soft_cap = {model.config.final_soft_cap} is not supported in training, whose "
-            "loss never holds the logits; train a model without it"
-        )
     at_once, tokens = config.compute.loss_tokens, (hidden, batch.targets, batch.weights)
     if model.mesh is None or not at_once:
         flat: Any = tuple(x.reshape(-1, *x.shape[2:]) for x in tokens)
     else:
         at_once, flat = _interleaved(at_once, tokens, model.mesh)
     kernel = sharding.constrained(model.head_kernel(), ("width", "vocab"), model.mesh)
-    total = cross_entropy.summed(at_once, flat[0], kernel, *flat[1:])
+    total = cross_entropy.summed(at_once, flat[0], kernel, *flat[1:], model.config.final_soft_cap)
     return total, Sums(total, batch.weights.sum(), jnp.zeros((), jnp.float32))
 
 

@@ -5,6 +5,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from xsake.backends import tpu
+from xsake.masks import intervals
 
 WITH_RACES = pltpu.InterpretParams(detect_races=True)
 
@@ -20,6 +21,7 @@ def interpreted(monkeypatch):
 
     monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", recorded)
     monkeypatch.setattr(tpu, "interpret", WITH_RACES)
+    monkeypatch.setattr(intervals, "are_read", lambda: True)  # as on a TPU
     pltpu.reset_tpu_interpret_mode_state()
     yield
     assert states, "no kernel was interpreted"

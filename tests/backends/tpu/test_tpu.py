@@ -22,6 +22,7 @@ from xsake import BlockMask, Options, masks
 from xsake.backends import Call, tpu
 from xsake.backends.tpu import visits
 from xsake.bench.cases import CONFORMANCE, Case
+from xsake.masks import intervals
 
 pytestmark = pytest.mark.second_python  # a minute in the interpreter
 
@@ -76,10 +77,10 @@ def test_run_time_masks_agree_with_the_oracle(kind, interpreted):
     check_against_the_oracle(attend_and_gradients(), kind)
 
 
-def test_visits_that_fill_scalar_memory_are_split_into_launches(monkeypatch):
-    """Each launch has one of the two kv heads."""
-    monkeypatch.setattr(tpu, "interpret", True)  # not traced before with these shapes
-    monkeypatch.setattr(visits, "MOST_VISITS", 12)
+def test_visits_that_fill_scalar_memory_are_split_into_launches(monkeypatch, interpreted):
+    """Each launch has some of the work tiles of two kv heads."""
+    monkeypatch.setattr(tpu, "interpret", dataclasses.replace(WITH_RACES, random_seed=1))
+    monkeypatch.setattr(visits, "MOST_WORDS", 8)
     check_against_the_oracle(attend_and_gradients.__wrapped__(), "unequal lists")
 
 
@@ -192,9 +193,8 @@ def splash_cases():
         for number, (name, *rest) in enumerate(splash_cases())
     ],
 )
-def test_splash_attention_gives_the_same(rule, densities, monkeypatch):
-    """Output and gradients within 1e-5 in float32, both in the interpreter without races."""
-    monkeypatch.setattr(tpu, "interpret", True)
+def test_splash_attention_gives_the_same(rule, densities, interpreted):
+    """Output and gradients within 1e-5 in float32, both interpreted, ours without a race."""
     case = Case("splash", T=SPLASH_T, N=2, head_densities=densities, rule=rule)
     given = case.arguments()
     q, k, v = (given[name] for name in ("query", "key", "value"))
@@ -234,22 +234,31 @@ def test_splash_attention_gives_the_same(rule, densities, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("head_size", "dtype", "block"),
+    ("head_size", "dtype", "block", "by_intervals"),
     [
-        (64, "bfloat16", 128),
-        (128, "bfloat16", 128),
-        (256, "bfloat16", 128),
-        pytest.param(64, "float32", (16, 64), marks=pytest.mark.second_python),
+        (64, "bfloat16", 128, False),
+        (64, "bfloat16", 128, True),
+        (128, "bfloat16", 128, False),
+        (256, "bfloat16", 128, False),
+        (64, "float32", (16, 64), False),
     ],
 )
-def test_forward_and_backward_lower_for_tpus(head_size, dtype, block):
-    """Three kernels as Mosaic modules, with every kind of rule, on a machine without a TPU."""
+def test_forward_and_backward_lower_for_tpus(head_size, dtype, block, by_intervals, monkeypatch):
+    """Three kernels as Mosaic modules, with every kind of rule, on a machine without a TPU.
+
+    Those of a mask with intervals in several launches.
+    """
     length = 300
     rule = masks.at_positions(masks.sliding_window(90, 3), jnp.arange(length), jnp.arange(length))
-    rule &= masks.documents(jnp.arange(length) // 100) & ~masks.first(2)
+    rule &= masks.documents(jnp.arange(length) // 100)
     rule &= masks.lengths(query=jnp.array([250]), key_value=jnp.array([200]))
-    rule &= masks.strided(7) | masks.chunked(48)
+    if by_intervals:
+        monkeypatch.setattr(intervals, "are_read", lambda: True)
+        monkeypatch.setattr(visits, "MOST_WORDS", 24)
+    else:
+        rule &= ~masks.first(2) & (masks.strided(7) | masks.chunked(48))
     mask = BlockMask.from_rule(rule, (length, length), block=block)
+    assert (mask.intervals is not None) == by_intervals
     q, k, v = (jax.ShapeDtypeStruct((1, length, heads, head_size), dtype) for heads in (4, 2, 2))
 
     def gradients(q, k, v):
@@ -304,10 +313,9 @@ def test_refusals(arguments, said, monkeypatch):
     assert reason(**arguments) == said
 
 
-def test_a_kv_head_with_too_many_visits_is_refused(monkeypatch):
+def test_a_row_block_with_too_many_visits_is_refused(monkeypatch):
     monkeypatch.setattr(tpu, "interpret", WITH_RACES)
-    monkeypatch.setattr(visits, "MOST_VISITS", 4)
+    monkeypatch.setattr(visits, "MOST_WORDS", 2)
     assert reason(is_causal=True) == (
-        "takes up to 4 visits of a kv head; this mask has space for 5; build it with a smaller "
-        "capacity or larger blocks"
+        "takes row blocks of up to 1 visits; these may have 2; use larger blocks"
     )

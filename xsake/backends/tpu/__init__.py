@@ -50,21 +50,11 @@ def why_not(call: Call) -> str | None:
         return f"takes blocks of multiples of {SUBLANES} up to {MOST_BLOCK}; these are {bq} × {bk}"
     if reason := kernel_rule.why_not(call.mask.rule, *call.mask.shape):
         return reason
-    return _why_too_many_visits(call)
-
-
-def _why_too_many_visits(call: Call) -> str | None:
-    from xsake.backends.tpu.visits import MOST_VISITS, Layout
+    from xsake.backends.tpu.visits import Layout
 
     mask = call.mask.packed()
-    for by_column in (False, True):
-        layout = Layout.of(mask, call.sizes, by_column)
-        if not layout.holds(1):
-            return (
-                f"takes up to {MOST_VISITS} visits of a kv head; this mask has space for "
-                f"{layout.per_head}; build it with a smaller capacity or larger blocks"
-            )
-    return None
+    layouts = (Layout.of(mask, call.sizes, by_column) for by_column in (False, True))
+    return next((reason for layout in layouts if (reason := layout.why_not())), None)
 
 
 def forward(call: Call) -> tuple[Array, Array]:

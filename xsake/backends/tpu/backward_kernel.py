@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xsake.backends import Sizes
 from xsake.backends.tpu.kernel import Problem, Settings, along, product
+from xsake.backends.tpu.visits import FULL
 
 
 def backward(settings: Settings, saved: Any, cotangents: Any) -> tuple[Array, Array, Array]:
@@ -57,10 +58,10 @@ def _by_rows(problem: Problem, operands: Any) -> Array:
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        def step(masked: bool) -> None:
+        def step(kind: int) -> None:
             capped = problem.logits(q_ref[...], k_ref[...])
             dp = product(d_out_ref[...], v_ref[...], (1, 1))
-            at = visit, rule_refs, (0, 1), masked
+            at = visit, kind, rule_refs, (0, 1)
             _, ds = _p_and_ds(problem, at, capped, dp, lse_ref, delta_ref)
             acc_ref[...] += product(ds.astype(dtype), k_ref[...], (1, 0))
 
@@ -93,10 +94,10 @@ def _by_columns(problem: Problem, operands: Any) -> tuple[Array, Array]:
             dk_acc[...] = jnp.zeros_like(dk_acc)
             dv_acc[...] = jnp.zeros_like(dv_acc)
 
-        def step(masked: bool) -> None:
+        def step(kind: int) -> None:
             capped = problem.logits(k_ref[...], q_ref[...])
             dp = product(v_ref[...], d_out_ref[...], (1, 1))
-            at = visit, rule_refs, (1, 0), masked
+            at = visit, kind, rule_refs, (1, 0)
             p, ds = _p_and_ds(problem, at, capped, dp, lse_ref, delta_ref)
             dv_acc[...] += product(p.astype(dtype), d_out_ref[...], (1, 0))
             dk_acc[...] += product(ds.astype(dtype), q_ref[...], (1, 0))
@@ -121,10 +122,10 @@ def _by_columns(problem: Problem, operands: Any) -> tuple[Array, Array]:
 
 def _p_and_ds(problem: Problem, at: Any, capped: Array, dp: Array, lse_ref, delta_ref):
     """(p, ds) of a tile, 0 where nothing is seen; ds is the gradient before the soft cap."""
-    visit, rule_refs, dims, masked = at
+    visit, kind, rule_refs, dims = at
     p = jnp.exp(capped - along(lse_ref, dims[0]))
-    if masked:
-        p = jnp.where(problem.allowed(visit, rule_refs, capped.shape, dims), p, 0.0)
+    if kind != FULL:
+        p = jnp.where(problem.allowed(visit, kind, rule_refs, capped.shape, dims), p, 0.0)
     ds = p * (dp - along(delta_ref, dims[0]))
     cap = problem.settings.soft_cap
     return p, ds if cap is None else ds * (1 - (capped / cap) ** 2)

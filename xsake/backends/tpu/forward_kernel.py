@@ -9,6 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xsake.backends import Sizes
 from xsake.backends.tpu.kernel import LANES, Problem, Settings, product
+from xsake.backends.tpu.visits import FULL
 from xsake.block_mask import BlockMask
 
 LOWEST = -1e30  # instead of -inf, whose differences are NaN
@@ -31,15 +32,15 @@ def forward(
             l_ref[...] = jnp.zeros_like(l_ref)
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        def step(masked: bool) -> None:
+        def step(kind: int) -> None:
             s = problem.logits(q_ref[...], k_ref[...])
-            if masked:
-                seen = problem.allowed(visit, rule_refs, shape, (0, 1))
+            if kind != FULL:
+                seen = problem.allowed(visit, kind, rule_refs, shape, (0, 1))
                 s = jnp.where(seen, s, LOWEST)
             m = m_ref[...]
             m_new = jnp.maximum(m, s.max(axis=1, keepdims=True))
             p = jnp.exp(s - m_new[:, :1])
-            if masked:  # a row that has seen nothing yet has s = m_new = LOWEST
+            if kind != FULL:  # a row that has seen nothing yet has s = m_new = LOWEST
                 p = jnp.where(seen, p, 0.0)
             shrink = jnp.exp(m - m_new)  # rescales what was summed under the old maximum
             m_ref[...] = m_new

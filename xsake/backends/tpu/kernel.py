@@ -22,8 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xsake import _jax
 from xsake.backends import Sizes
-from xsake.backends.kernel_rule import KernelRule, translate
-from xsake.backends.tpu.visits import FULL, PARTIAL, Layout, Visit, divided, visits_of
+from xsake.backends.kernel_rule import KernelRule, by_query, translate
+from xsake.backends.tpu.visits import BY_RULE, FULL, PARTIAL, Layout, Visit, divided, visits_of
 from xsake.block_mask import BlockMask
 
 LANES = 128
@@ -46,9 +46,23 @@ class Problem:
         self.group = sizes.N // sizes.K
         self.bq, self.bk = mask.block
         self.row_blocks, self.kv_blocks = mask.grid.counts
-        self.rule = translate(mask.rule, *mask.shape) or KernelRule(None)
         self.has_short_block = sizes.S % self.bk != 0
-        self.has_partial = self.rule.allows is not None or self.has_short_block
+        # Two integers a query where the mask has intervals, else the rule of token pairs. `rule` is
+        # what decides where `intervals` do not.
+        self.intervals: list[Array] = []
+        self.in_order: Array | None = None  # bool [B|1]: batch rows that intervals decide
+        rule = None
+        if mask.intervals is not None:
+            pairs = by_query(mask)
+            assert pairs is not None
+            self.intervals, rule = [pairs.rows[0][:, i] for i in range(2)], pairs.otherwise
+            self.in_order = None if rule is None else self.intervals[0][:, 0] >= 0
+        else:
+            rule = translate(mask.rule, *mask.shape)
+        self.rule = rule or KernelRule(None)
+        self.row_values = [*self.intervals, *self.rule.rows]
+        decided = bool(self.intervals) or self.rule.allows is not None
+        self.has_partial = decided or self.has_short_block
 
     # ---------------------------------------------------------------------------------- operands
 
@@ -80,7 +94,7 @@ class Problem:
 
     def rule_operands(self) -> list[Array]:
         """The rule's integers, [B|1, blocks, 1, block] each: per query, then per key."""
-        rows = [_in_blocks(x, self.row_blocks, self.bq) for x in self.rule.rows]
+        rows = [_in_blocks(x, self.row_blocks, self.bq) for x in self.row_values]
         return rows + [_in_blocks(x, self.kv_blocks, self.bk) for x in self.rule.columns]
 
     # ------------------------------------------------------------------------------------ launch
@@ -91,9 +105,7 @@ class Problem:
         operands: (array, "rows" | "keys" | "row scalars") each. results: (size, dtype) each, by
         work tile: [X, N / K, T', size], or [X, S', size] where `by_column`.
         """
-        mask = self.mask.transpose() if by_column else self.mask
         layout = Layout.of(self.mask, self.sizes, by_column)
-        visits = visits_of(mask, layout, self.has_partial)
         specs = {kind: self._spec(layout, kind) for kind in ("rows", "keys", "row scalars")}
         rule_operands = self.rule_operands()
         arrays = [x for x, _ in operands] + rule_operands
@@ -104,57 +116,59 @@ class Problem:
             (self.kv_blocks * self.bk,) if by_column else (self.group, self.row_blocks * self.bq)
         )
         # Inside `jax.shard_map`, operands and results vary alike.
-        arrays, visits = _jax.vary((arrays, visits), _jax.varying_axes(*arrays, *visits))
+        given = arrays, self.mask.transpose() if by_column else self.mask, self.in_order
+        axes = _jax.varying_axes(*jax.tree.leaves(given))
+        arrays, mask, in_order = _jax.vary(given, axes)
         varies = jax.typeof(arrays[0]).manual_axis_type
+        shapes = [
+            jax.ShapeDtypeStruct((layout.heads, *tokens, size), dtype, manual_axis_type=varies)
+            for size, dtype in results
+        ]
+        visits = visits_of(mask, layout, self.has_partial, in_order)
 
-        def kernel(table, base, *refs):
-            visit = layout.at(table, base, pl.program_id(0))
-            body(visit, *refs)
+        def one(launch: Any, before: Any) -> Any:
+            """The results before, with those of the launch's work tiles."""
+            table, total = visits.of_launch(launch)
+            first, last = len(arrays), len(arrays) + len(before)
 
-        def one(launch: Any) -> Any:
-            table, total, base = launch
-            return pl.pallas_call(
+            def kernel(table, *refs):
+                body(layout.at(table, pl.program_id(0)), *refs[:first], *refs[last:])
+
+            found = pl.pallas_call(
                 kernel,
-                out_shape=[
-                    jax.ShapeDtypeStruct(
-                        (layout.heads, *tokens, size), dtype, manual_axis_type=varies
-                    )
-                    for size, dtype in results
-                ],
+                out_shape=shapes,
                 grid_spec=pltpu.PrefetchScalarGridSpec(
-                    num_scalar_prefetch=2,
+                    num_scalar_prefetch=1,
                     grid=(total,),
-                    in_specs=in_specs,
-                    out_specs=[
-                        self._spec(layout, out_kind, is_result=True)(size) for size, _ in results
-                    ],
+                    in_specs=in_specs + [pl.BlockSpec(memory_space=pl.ANY) for _ in before],
+                    out_specs=[specs[out_kind](size) for size, _ in results],
                     scratch_shapes=scratch,
                 ),
+                input_output_aliases={1 + first + i: i for i in range(len(before))},
                 compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
                 interpret=self.settings.interpret,
                 name=name,
-            )(table, base, *arrays)
+            )(table, *arrays, *before)
+            return tuple(found)
 
-        if len(visits.table) == 1:
-            return one([x[0] for x in visits])
-        return [x.reshape(-1, *x.shape[2:]) for x in lax.map(one, visits)]
+        if not layout.is_split:
+            return one(0, ())
+        empty = _jax.vary(tuple(jnp.zeros(x.shape, x.dtype) for x in shapes), axes)
+        return lax.fori_loop(0, visits.launches, one, empty)
 
-    def _spec(self, layout: Layout, kind: str, is_result: bool = False):
+    def _spec(self, layout: Layout, kind: str):
         """size -> the block of an array that a visit reads, or that its work tile writes."""
 
-        def head(visit: Visit) -> Any:
-            return visit.local if is_result else visit.x
+        def rows(t, table):
+            visit = layout.at(table, t)
+            return visit.x, visit.g, visit.i, 0
 
-        def rows(t, table, base):
-            visit = layout.at(table, base, t)
-            return head(visit), visit.g, visit.i, 0
+        def keys(t, table):
+            visit = layout.at(table, t)
+            return visit.x, visit.j, 0
 
-        def keys(t, table, base):
-            visit = layout.at(table, base, t)
-            return head(visit), visit.j, 0
-
-        def row_scalars(t, table, base):
-            return *rows(t, table, base), 0
+        def row_scalars(t, table):
+            return *rows(t, table), 0
 
         return {
             "rows": lambda size: pl.BlockSpec((None, None, self.bq, size), rows),
@@ -163,12 +177,12 @@ class Problem:
         }[kind]
 
     def _rule_spec(self, layout: Layout, x: Array, number: int):
-        by_query = number < len(self.rule.rows)
+        is_of_queries = number < len(self.row_values)
 
-        def block(t, table, base):
-            visit = layout.at(table, base, t)
+        def block(t, table):
+            visit = layout.at(table, t)
             b = divided(visit.x, self.sizes.K)[0] if x.shape[0] > 1 else 0
-            return b, visit.i if by_query else visit.j, 0, 0
+            return b, visit.i if is_of_queries else visit.j, 0, 0
 
         return pl.BlockSpec((None, None, 1, x.shape[-1]), block)
 
@@ -176,7 +190,7 @@ class Problem:
 
     def split(self, refs):
         """(the rule's refs, the refs that follow)."""
-        count = len(self.rule.rows) + len(self.rule.columns)
+        count = len(self.row_values) + len(self.rule.columns)
         return refs[:count], refs[count:]
 
     def logits(self, a: Array, b: Array) -> Array:
@@ -186,21 +200,28 @@ class Problem:
         return s if cap is None else cap * jnp.tanh(s / cap)
 
     def by_kind(self, visit: Visit, step) -> None:
-        """step(masked): once for full blocks, and once with the rule for partial ones."""
-        pl.when(visit.kind == FULL)(functools.partial(step, False))
-        if self.has_partial:
-            pl.when(visit.kind == PARTIAL)(functools.partial(step, True))
+        """step(kind), once for each kind of blocks that there are: FULL, PARTIAL, BY_RULE."""
+        kinds = [FULL]
+        kinds += [PARTIAL] if self.has_partial else []
+        kinds += [] if self.in_order is None else [BY_RULE]
+        for kind in kinds:
+            pl.when(visit.kind == kind)(functools.partial(step, kind))
 
-    def allowed(self, visit: Visit, rule_refs, shape: tuple[int, int], dims: tuple[int, int]):
+    def allowed(
+        self, visit: Visit, kind: int, rule_refs, shape: tuple[int, int], dims: tuple[int, int]
+    ):
         """Bools: the pairs of a partial block that are seen. dims: axes of queries and of keys."""
-        q = lax.broadcasted_iota(jnp.int32, shape, dims[0]) + visit.i * self.bq
         k = lax.broadcasted_iota(jnp.int32, shape, dims[1]) + visit.j * self.bk
+        if kind == PARTIAL and self.intervals:
+            low, high = (along(ref, dims[0]) for ref in rule_refs[:2])
+            return (k >= low) & (k < high)  # no key past the last one is below high
+        q = lax.broadcasted_iota(jnp.int32, shape, dims[0]) + visit.i * self.bq
         seen = None
         if self.rule.allows is not None:
             rows = len(self.rule.rows)
             values = [
                 jnp.broadcast_to(along(ref, dims[0 if number < rows else 1]), shape)
-                for number, ref in enumerate(rule_refs)
+                for number, ref in enumerate(rule_refs[len(self.intervals) :])
             ]
             b, kv_head = divided(visit.x, self.sizes.K)
             n = kv_head * self.group + visit.g

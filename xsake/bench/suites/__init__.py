@@ -28,6 +28,7 @@ The other modules are programs, python -m xsake.bench.suites.NAME:
     train_step             seconds, tokens/s and memory of whole training steps
     train_profile          kernels of a training step, by what they do
     training               finished training runs, compared
+    tpu_estimate           the `tpu` backend's operations and bytes, counted; least times of chips
 """
 
 from __future__ import annotations

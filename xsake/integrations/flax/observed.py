@@ -28,6 +28,7 @@ from xsake import masks
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, as_input_mask
 from xsake.hads import Profile, calibrate, corrected_attention
+from xsake.hads.chunks import PLAIN
 from xsake.hads.profile import hash_of
 from xsake.integrations.flax.attend import attention
 
@@ -127,7 +128,7 @@ class Observed:
             return self._run(weights, tokens, lambda inner, kernel: inner)
         by_input = as_input_mask(mask, "a Plan, another InputMask")
         by_input.check(self.layers, self.heads)
-        return self._sparsely(weights, tokens, lambda layer, q, k, v, kernel: by_input)
+        return self._sparsely(weights, tokens, lambda *seen: by_input)
 
     def observe(
         self, weights: Any, tokens: Any, fold: Callable[[Any, Any, Any], Any], carry: Any
@@ -172,8 +173,8 @@ class Observed:
     ) -> Array:
         """`hidden` with sparse attention, by the BlockMask that `choose` returns in each layer.
 
-        choose(layer, q, k, v, kernel) takes q, k, v [1, T, …] and the output projection
-        [N, Hv, width]. With `corrected`, centroids replace the dropped blocks.
+        choose(layer, q, k, v, kernel, softmax) takes q, k, v [1, T, …], the output projection
+        [N, Hv, width] and a plain softmax. With `corrected`, centroids replace the dropped blocks.
         """
         return self._sparsely(weights, tokens[None], choose, corrected)[0].astype(jnp.float32)
 
@@ -191,7 +192,7 @@ class Observed:
             def sparse(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
                 layer = state.next_layer()
                 q, k, v = (jnp.asarray(x) for x in (query, key, value))
-                mask = choose(layer, q, k, v, _by_head(kernel, q, v))
+                mask = choose(layer, q, k, v, _by_head(kernel, q, v), PLAIN)
                 if corrected:
                     return corrected_attention(q, k, v, mask)
                 if isinstance(mask, InputMask):
