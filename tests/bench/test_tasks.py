@@ -79,7 +79,7 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
     }
     assert json.loads(paths[-1].read_text())["perplexity"] == ["gap"]
     first, rest = ((0.8, 0.9), mixed), ((0.7,), mixed)
-    # methods, then certified ones, then oracles
+    # methods, then oracles and certified methods at the first two densities, then oracles
     assert runs == [first, rest, first, first, rest] * 2
     found = Profile.load(tmp_path / "profiles" / "text-128-16.safetensors")
     assert found.facts.kinds == asked[0][1]

@@ -228,6 +228,22 @@ def test_parts_of_a_row_block_by_the_kernel_agree_with_plain_jax(interpreted_ker
 
 
 @needs_interpreter
+@pytest.mark.parametrize("first", [0, 1])
+def test_every_query_by_the_kernel_agrees_with_plain_jax(first, interpreted_kernel, monkeypatch):
+    """A text with a short last block, and its last two row blocks as a chunk."""
+    q, k = random_array(1, 190, 4, 64)[0], random_array(1, 190, 2, 64, seed=1)[0]
+    q = q[64 * first :]
+    got = np.asarray(block_scores.every_query(q, k, 64, first))
+    rows = 3 - first
+    assert interpreted_kernel[-1] == ((1, rows * 64, 4, 64), (1, 190, 2, 64), not first)
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
+    want = block_scores.every_query(*(x.astype(jnp.float32) for x in (q, k)), 64, first)
+    may = row_blocks.allowed(3)[first:]
+    # as above; q is rounded after it was scaled
+    np.testing.assert_allclose(got[..., may], np.asarray(want)[..., may], atol=5e-2)
+
+
+@needs_interpreter
 def test_a_part_of_a_text_is_scored_against_all_keys(interpreted_kernel, monkeypatch):
     """The rows of a later part; its first token is traced."""
     q, k = random_array(1, 256, 2, 64), random_array(1, 256, 1, 64, seed=1)
