@@ -16,7 +16,6 @@ METHODS = "hads-64-2026-11-15.json"  # all methods, perplexity
 LENGTHS = "tasks-lengths-2026-11-17.json"  # tasks at three lengths
 TASKS = "tasks-2026-11-17.json"  # tasks at 8,192 tokens, more families
 SPEED = "certificate-speed-2026-11-17.json"
-GROWTH = "growth-2026-11-17.json"
 SHOWN = {
     "oracle/output": "oracle",
     "mean_query/output": "HADS, mean_query",
@@ -118,24 +117,3 @@ def time_figure(save: Save) -> None:
     axes.plot([1], [0], "k*", label="dense")
     axes.legend(fontsize=8)
     save(figure, "proof-time.png")
-
-
-def growth_figure(save: Save) -> None:
-    """Measured time against length; dashed, a time that is proportional to the counted work."""
-    figure, axes = _axes((5.6, 3.9), "tokens", "ms of one attention call")
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for row in _load(GROWTH)["rows"]:
-        lines.setdefault(row["mask"], []).append(row)
-    for name, rows in lines.items():
-        lengths = [row["length"] for row in rows]
-        (line,) = axes.plot(
-            lengths, [1e3 * row["seconds"] for row in rows], "o", ms=4, label=f"{name}, measured"
-        )
-        rate = rows[-1]["seconds"] / rows[-1]["operations"]  # of the longest text
-        counted = [1e3 * rate * row["operations"] for row in rows]
-        axes.plot(lengths, counted, "--", color=line.get_color(), linewidth=0.8)
-    axes.set_yscale("log")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{x // 1024}k" for x in lengths])
-    axes.legend(fontsize=7)
-    save(figure, "proof-growth.png")

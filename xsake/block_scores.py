@@ -1,11 +1,11 @@
 """Block scores: the estimated attention mass of every (row block, kv block), for `selection`.
 
-    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | past_query | part_queries
-    k [S, K, H] ─┤   | every_query
+    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | past_query
+    k [S, K, H] ─┤   | part_queries | outlier_queries | every_query
                  └─ estimate ─ scores [N, R, n],   R = ceil(T / block), n = ceil(S / block)
 
-A score is the logarithm of an estimated attention mass. `mean_query`, `part_queries` and
-`every_query` have kernels for Hopper GPUs:
+A score is the logarithm of an estimated attention mass. `mean_query` and the last three have
+kernels for Hopper GPUs:
 
     q [B, T, N, H] ─ hopper/means.py ─ mean queries [B, R, N, H] ─┐
     k [B, S, K, H] ───────────────────────────────────────────────┴─ hopper/scores.py ─ [B, N, R, n]
@@ -137,7 +137,7 @@ def _of_parts(
     parts: int,
     represent: Represent,
 ) -> Float[Array, "N R n"]:
-    """log sqrt(mean p_a[j]²) over the parts a of each row block; `represent` makes their queries."""
+    """log sqrt(mean p_a[j]²) over each row block's parts a, whose queries `represent` makes."""
     size = block // parts
     if why_not(q, k, block) is None:
         scores = _batchable(block, parts, represent)(q[None], k[None])[0]
@@ -160,7 +160,8 @@ def every_query(
 ) -> Float[Array, "N R n"]:
     """The exact attention masses of all queries of a row block.
 
-        score[i, j] = log sqrt(mean_{queries t of i} p_t[j]²),   p_t[j] = Σ_{k of j} softmax_k(q_t · k)
+        score[i, j] = log sqrt(mean_{queries t of i} p_t[j]²)
+        p_t[j] = Σ_{k of j} softmax_k(q_t · k / √H), over the keys that t sees
 
     Nothing is approximated but the error of the output, by the square of the mass that is dropped:
     the values do not enter. The cost is that of q·kᵀ, about half of dense attention, so this is for
@@ -194,7 +195,7 @@ def every_query(
 def _root_mean_square(
     logs: Float[Array, "N queries n"], T: int | Array, block: int
 ) -> Float[Array, "N R n"]:
-    """log sqrt(mean p²) over the queries of each row block, of log p; those from T on are padding."""
+    """log sqrt(mean p²) over each row block's queries, of log p; those from T on are padding."""
     N, A, n = logs.shape
     logs = jnp.where((jnp.arange(A) < T)[None, :, None], 2 * logs, -jnp.inf)
     sums = jax.nn.logsumexp(logs.reshape(N, -1, block, n), axis=2)
@@ -423,9 +424,7 @@ def _every_query_by_kernel(
 
 
 @functools.lru_cache(maxsize=8)
-def _batchable(
-    block: int, parts: int, represent: Represent
-) -> Callable[[Array, Array], Array]:
+def _batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, Array], Array]:
     """The kernels on [B, ...]; their batching rule folds a mapped axis into B.
 
     Scores are of the queries that `represent` makes of `parts` parts of a row block,

@@ -262,8 +262,8 @@ def factors(
 ) -> tuple[Float[Array, "N Hv Hv"], Float[Array, "N Hv width"]]:
     """W = root · unit for each head, with ‖x W‖ = ‖x root‖ up to one part in about 10⁴.
 
-    root is the Cholesky factor of W Wᵀ plus a small multiple of the identity, which a rank-deficient
-    W needs. An eigendecomposition is exact, and took most of the time of calibration on a GPU.
+    root is the Cholesky factor of W Wᵀ plus a small multiple of the identity, for W that is
+    rank-deficient. An eigendecomposition would be exact, but is slow on a GPU.
     """
     kernel = kernel.astype(jnp.float32)
     products = jnp.einsum("nhw,ngw->nhg", kernel, kernel, precision="highest")

@@ -18,7 +18,6 @@ The other modules are programs, python -m xsake.bench.suites.NAME:
 
     certificate            certified attention: coverage, adversarial inputs, and its price
     counters               hardware counters of the Hopper kernels, by Nsight Compute
-    growth                 how time grows with the length at a fixed density and window
     hads_table             HADS on one model: calibration, table of methods, speed
     tasks                  long-context tasks, perplexity, and which heads carry the answers
     parallel               what split sequences send, how evenly devices work
