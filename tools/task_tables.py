@@ -110,7 +110,7 @@ def floors(report: Record) -> Cells:
             if len(mean["families"]) < 3:
                 continue
             density = mean["density"]
-            hads = mean["method"].startswith(("part_queries", "every_query"))
+            hads = mean["method"].startswith(("part_queries", "outlier_queries"))
             if not hads or "certified" in mean["method"] or density not in (0.2, 0.43):
                 continue
             points = -100 * mean["accuracy_difference"]

@@ -39,8 +39,8 @@ from xsake.model.observer import Observer
 KINDS = {"text": ("text",), "mixed": ("text", "retrieval")}  # calibrations and their documents
 LABEL = "from text"  # of methods that are calibrated on plain text only
 DENSITIES = (0.20, 0.43, 0.10, 0.30, 0.60)  # the first two for everything, then the others
-METHODS = ("part_queries/output", "sink_window", "oracle/output")
-CURVES = ("part_queries", "oracle")
+METHODS = ("outlier_queries/output", "sink_window", "oracle/output")
+CURVES = ("outlier_queries", "oracle")
 
 
 def prepare(
