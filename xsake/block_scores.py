@@ -410,12 +410,14 @@ def _every_query_by_kernel(
     sums = _batchable(block, block, _means)(q[None], k[None])[0]
     N, A, n = sums.shape
     K, H = k.shape[1:]
-    own = jnp.pad(k, ((0, n * block - k.shape[0]), (0, 0), (0, 0)))
+    # A chunk may reach past the last key; a slice past the end would begin earlier.
+    own = jnp.pad(k, ((0, n * block - k.shape[0] + A), (0, 0), (0, 0)))
     own = jax.lax.dynamic_slice_in_dim(own, first * block, A).reshape(-1, block, K, H)
     queries = jnp.pad(q, ((0, A - q.shape[0]), (0, 0), (0, 0))).reshape(-1, block, K, N // K, H)
     logits = jnp.einsum("rtkgh,rskh->kgrts", queries, own, preferred_element_type=jnp.float32)
-    seen = jnp.tri(block, dtype=bool)[None, None, None]
-    logits = jnp.where(seen, logits / math.sqrt(H), -jnp.inf)
+    key = (first * block + jnp.arange(A)).reshape(-1, 1, block)
+    seen = jnp.tri(block, dtype=bool)[None] & (key < k.shape[0])  # [rows, t, s]
+    logits = jnp.where(seen[None, None], logits / math.sqrt(H), -jnp.inf)
     diagonal = jax.nn.logsumexp(logits, axis=-1).reshape(N, A, 1)
     row, column = first + jnp.arange(A)[:, None] // block, jnp.arange(n)[None]
     past = jnp.where((column < row)[None], sums, -jnp.inf)

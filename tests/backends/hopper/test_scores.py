@@ -232,13 +232,13 @@ def test_parts_of_a_row_block_by_the_kernel_agree_with_plain_jax(
 
 @needs_interpreter
 def test_every_query_by_the_kernel_agrees_with_plain_jax(interpreted_kernel, monkeypatch):
-    """The last two row blocks of a text with a short last block, as a chunk."""
-    q, k = random_array(1, 126, 2, 64)[0], random_array(1, 190, 1, 64, seed=1)[0]
-    got = np.asarray(block_scores.every_query(q, k, 64, 1))
-    assert interpreted_kernel[-1] == ((1, 2 * 64, 2, 64), (1, 190, 1, 64), False)
+    """A chunk: the last two row blocks of a text with a short last block, and one of padding."""
+    q, k = random_array(1, 192, 2, 64)[0], random_array(1, 250, 1, 64, seed=1)[0]
+    got = np.asarray(block_scores.every_query(q, k, 64, 2))[:, :2]
+    assert interpreted_kernel[-1] == ((1, 3 * 64, 2, 64), (1, 250, 1, 64), False)
     monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
-    want = block_scores.every_query(*(x.astype(jnp.float32) for x in (q, k)), 64, 1)
-    may = row_blocks.allowed(3)[1:]
+    want = block_scores.every_query(*(x.astype(jnp.float32) for x in (q, k)), 64, 2)[:, :2]
+    may = row_blocks.allowed(4)[2:]
     # as above; q is rounded after it was scaled
     np.testing.assert_allclose(got[..., may], np.asarray(want)[..., may], atol=5e-2)
 
