@@ -60,6 +60,64 @@ def test_part_queries_find_a_block_that_few_queries_of_a_row_block_want():
     assert np.exp(parts[1]) == pytest.approx(0.5, abs=0.01)  # the root of a quarter
 
 
+@pytest.mark.parametrize(("T", "first"), [(117, 0), (48, 4)])
+def test_every_query_scores_are_the_root_mean_squares_of_exact_masses(T, first):
+    """Of a text with a short last block, and of its row blocks 4 to 6 as a chunk."""
+    q, k, v, _ = attention(117)
+    p = blocks_of(dense(q, k, v)[0], 16)[:, first * 16 : first * 16 + T]  # [N, T, n]
+    want = np.stack([np.sqrt((p[:, i : i + 16] ** 2).mean(1)) for i in range(0, T, 16)], 1)
+    part = q[first * 16 : first * 16 + T]
+    got = np.asarray(jax.jit(block_scores.every_query, static_argnums=2)(part, k, 16, first))
+    np.testing.assert_allclose(np.exp(got), want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("selector", ["outlier_queries", "every_query"])
+def test_a_block_that_one_query_wants_is_found(selector):
+    """The mean with its neighbours, which do not want block 1 at all, does not find it."""
+    q, k = np.zeros((2, 192, 1, 2), np.float32)
+    k[64:128, 0] = 1, 0
+    q[128:, 0] = -12, 0
+    q[141, 0] = 8, 0
+    parts, found = (
+        np.exp(np.asarray(block_scores.estimate(name, jnp.asarray(q), jnp.asarray(k), 64))[0, 2])
+        for name in ("part_queries", selector)
+    )
+    assert parts[1] < parts[0]
+    assert found[1] > 0.1 > 10 * parts[1]
+
+
+def test_outlier_queries_score_the_query_of_each_part_that_is_furthest_from_the_others():
+    """Of every four queries the one furthest from the mean of 16; the last row block has five."""
+    q, k, _, _ = attention(53)
+    scores = functools.partial(block_scores.outlier_queries, parts=4)
+    got = np.exp(np.asarray(jax.jit(scores, static_argnums=2)(q, k, 16)))
+    keys = np.repeat(np.asarray(k, np.float64), 2, axis=1)
+    for i in range(4):
+        row = np.asarray(q, np.float64)[16 * i : 16 * i + 16]
+        parts = [row[a : a + 4] for a in range(0, len(row), 4)]
+        for n in range(4):
+            away = [np.linalg.norm(x[:, n] - row[:, n].mean(0), axis=-1).argmax() for x in parts]
+            chosen = np.stack([x[a, n] for x, a in zip(parts, away, strict=True)])
+            weight = np.exp(chosen @ keys[: 16 * i + 16, n].T / np.sqrt(8))
+            mass = np.stack([weight[:, j : j + 16].sum(-1) for j in range(0, 16 * i + 16, 16)], -1)
+            share = mass / mass.sum(-1, keepdims=True)
+            want = np.sqrt((share**2).sum(0) / 4)  # a row block has four parts, if also empty ones
+            np.testing.assert_allclose(got[n, i, : i + 1], want, rtol=1e-4)
+
+
+def test_keys_that_no_query_sees_cannot_change_the_scores_of_every_query():
+    """Neither in later blocks nor after a query in its own block, though they are NaN there."""
+    q, k, _, _ = attention(96)
+    clean = np.asarray(block_scores.estimate("every_query", q, k, 16))
+    poisoned = np.asarray(block_scores.estimate("every_query", q, k.at[41:].set(jnp.nan), 16))
+    np.testing.assert_array_equal(poisoned[:, :2], clean[:, :2])
+    alone, other = (
+        np.asarray(block_scores.estimate("every_query", q[:41], x, 16))[:, :, :3]
+        for x in (k, k.at[41:].set(jnp.nan))
+    )
+    np.testing.assert_array_equal(alone, other)
+
+
 def test_past_query_does_not_depend_on_later_tokens():
     """With other tokens from block 5 on, row blocks up to the fifth keep their selection.
 

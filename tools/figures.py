@@ -113,6 +113,7 @@ def main() -> None:
     proof_figures.quality_figure(_save)
     proof_figures.tasks_figure(_save)
     proof_figures.time_figure(_save)
+    proof_figures.growth_figure(_save)
     mask_figure()
     plan_figures()
 

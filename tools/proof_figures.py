@@ -10,12 +10,14 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from xsake.evaluate.needle import summarise
+from xsake.parallel.cost import Shape
 
 RESULTS = Path("benchmarks/results")
 METHODS = "hads-64-2026-11-15.json"  # all methods, perplexity
 LENGTHS = "tasks-lengths-2026-11-17.json"  # tasks at three lengths
 TASKS = "tasks-2026-11-17.json"  # tasks at 8,192 tokens, more families
 SPEED = "certificate-speed-2026-11-17.json"
+KERNELS = "hopper-2026-11-17.json"
 SHOWN = {
     "oracle/output": "oracle",
     "mean_query/output": "HADS, mean_query",
@@ -117,3 +119,33 @@ def time_figure(save: Save) -> None:
     axes.plot([1], [0], "k*", label="dense")
     axes.legend(fontsize=8)
     save(figure, "proof-time.png")
+
+
+def growth_figure(save: Save) -> None:
+    """Counted work from 2k to 512k tokens at the measured speed of 16k, and measured calls."""
+    figure, axes = _axes((5.6, 3.9), "tokens", "ms of one forward call, 16 heads of 128")
+    forward = {
+        (row["case"].split(" ", 1)[1], row["T"]): row
+        for row in _load(KERNELS)["results"]
+        if row.get("direction") == "forward" and row["H"] == 128
+    }
+    lengths = [2048 << i for i in range(9)]
+    for name, case, how in (
+        ("causal", "causal", {}),
+        ("density 0.2", "density=0.1", {"density_ratio": 0.2}),  # the case's is that of all blocks
+        ("window of 4,096", "causal", {"window": 4096}),
+    ):
+        speed = 1e12 * forward[case, 16384]["teraflops"]
+        shapes = [Shape(x, heads=16, kv_heads=16, **how) for x in lengths]
+        (line,) = axes.plot(lengths, [1e3 * x.operations / speed for x in shapes], label=name)
+        if "window" not in how:
+            points = {
+                T: 1e3 * forward[case, T]["median_seconds"] * T / 16384  # a batch of 16,384 tokens
+                for T in (4096, 16384)
+            }
+            axes.plot(points.keys(), points.values(), "o", ms=5, color=line.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [f"{x // 1024}k" for x in lengths])
+    axes.legend(fontsize=8)
+    save(figure, "proof-growth.png")

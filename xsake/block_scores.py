@@ -1,9 +1,10 @@
 """Block scores: the estimated attention mass of every (row block, kv block), for `selection`.
 
-    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | part_queries | past_query
-    k [S, K, H] ─┴─ estimate ─ scores [N, R, n],   R = ceil(T / block), n = ceil(S / block)
+    q [T, N, H] ─┐ pooled | antidiagonal | gaussian | mean_query | past_query
+    k [S, K, H] ─┤   | part_queries | outlier_queries | every_query
+                 └─ estimate ─ scores [N, R, n],   R = ceil(T / block), n = ceil(S / block)
 
-A score is the logarithm of an estimated attention mass. `mean_query` and `part_queries` have
+A score is the logarithm of an estimated attention mass. `mean_query` and the last three have
 kernels for Hopper GPUs:
 
     q [B, T, N, H] ─ hopper/means.py ─ mean queries [B, R, N, H] ─┐
@@ -30,9 +31,11 @@ from xsake import _jax
 from xsake.backends import unaliased
 from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
 
+QUERIES_AT_ONCE = 256  # of `every_query`: so many · S logits of each head are in memory
 STRIPS = 4  # strips of row blocks; a strip skips the kv blocks after its last row block
 
 Index = int | Int[Array, ""]  # of a row block; may be traced
+Represent = Callable[[Array, int, int], Array]  # (q [T, N, H], part, block) -> [parts, N, H]
 
 
 @functools.partial(jax.jit, static_argnames=("selector", "block"))
@@ -107,12 +110,39 @@ def part_queries(
     is dropped. The cost is parts/block of that of q·kᵀ. The kernels compute the sums over keys
     where `why_not` returns None.
     """
-    parts = math.gcd(parts, block)
+    return _of_parts(q, k, block, first, math.gcd(parts, block), _means)
+
+
+def outlier_queries(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    block: int,
+    first: Index = 0,
+    parts: int = 16,
+) -> Float[Array, "N R n"]:
+    """`part_queries` with one query of each part instead of the part's mean.
+
+    The query is the one furthest from the mean of the row block. A mean of four queries wants what
+    none of them wants: the logit of a key that one query asks for is divided by four. The query
+    that differs most from the others is the one whose blocks the others would not select.
+    """
+    return _of_parts(q, k, block, first, math.gcd(parts, block), _outliers)
+
+
+def _of_parts(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    block: int,
+    first: Index,
+    parts: int,
+    represent: Represent,
+) -> Float[Array, "N R n"]:
+    """log sqrt(mean p_a[j]²) over each row block's parts a, whose queries `represent` makes."""
     size = block // parts
     if why_not(q, k, block) is None:
-        scores = _batchable(block, parts)(q[None], k[None])[0]
+        scores = _batchable(block, parts, represent)(q[None], k[None])[0]
     else:
-        queries = (_means(q, size, block) / math.sqrt(q.shape[-1])).astype(k.dtype)
+        queries = (represent(q, size, block) / math.sqrt(q.shape[-1])).astype(k.dtype)
         padding = -k.shape[0] % block
         keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
         shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
@@ -123,6 +153,54 @@ def part_queries(
     real = (_sizes(q.shape[0], size, block) > 0)[None, :, None]
     logs = jnp.where(real, 2 * logs, -jnp.inf).reshape(N, -1, parts, n)
     return (jax.nn.logsumexp(logs, axis=2) - math.log(parts)) / 2
+
+
+def every_query(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0
+) -> Float[Array, "N R n"]:
+    """The exact attention masses of all queries of a row block.
+
+        score[i, j] = log sqrt(mean_{queries t of i} p_t[j]²)
+        p_t[j] = Σ_{k of j} softmax_k(q_t · k / √H), over the keys that t sees
+
+    Nothing is approximated but the error of the output, by the square of the mass that is dropped:
+    the values do not enter. The cost is that of q·kᵀ, about half of dense attention, so this is for
+    texts that are short or must not lose anything. The kernels compute the sums over keys where
+    `why_not` returns None.
+    """
+    if why_not(q, k, block) is None:
+        logs = _every_query_by_kernel(q, k, block, first)
+        return _root_mean_square(logs, q.shape[0], block)
+    padding = -q.shape[0] % block
+    queries = jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(-1, block, *q.shape[1:])
+    keys = jnp.pad(k, ((0, -k.shape[0] % block), (0, 0), (0, 0)))
+
+    def scored(given: tuple[Array, Array]) -> Float[Array, "N n"]:
+        """The scores of one row block: its number, and its queries."""
+        number, some = given
+        logits = _by_group(some, keys) / math.sqrt(q.shape[-1])
+        position = (first + number) * block + jnp.arange(block)
+        key = jnp.arange(len(keys))
+        visible = (key[None] <= position[:, None]) & (key < len(k))[None]
+        logits = jnp.where(visible[None], logits, -jnp.inf)
+        sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], -1, block), axis=-1)
+        real = q.shape[0] - number * block
+        return _root_mean_square(jax.nn.log_softmax(sums, axis=-1), real, block)[:, 0]
+
+    at_once = max(1, QUERIES_AT_ONCE // block)
+    found = jax.lax.map(scored, (jnp.arange(len(queries)), queries), batch_size=at_once)
+    return jnp.moveaxis(found, 0, 1)
+
+
+def _root_mean_square(
+    logs: Float[Array, "N queries n"], T: int | Array, block: int
+) -> Float[Array, "N R n"]:
+    """log sqrt(mean p²) over each row block's queries, of log p; those from T on are padding."""
+    N, A, n = logs.shape
+    logs = jnp.where((jnp.arange(A) < T)[None, :, None], 2 * logs, -jnp.inf)
+    sums = jax.nn.logsumexp(logs.reshape(N, -1, block, n), axis=2)
+    sizes = jnp.clip(T - jnp.arange(0, A, block), 1, block)
+    return (sums - jnp.log(sizes)[None, :, None]) / 2
 
 
 def past_query(
@@ -209,6 +287,8 @@ ESTIMATES = {
     "mean_query": mean_query,
     "past_query": past_query,
     "part_queries": part_queries,
+    "outlier_queries": outlier_queries,
+    "every_query": every_query,
 }
 
 
@@ -227,6 +307,21 @@ def _means(x: Float[Array, "T N H"], part: int, block: int) -> Float[Array, "par
     padded = jnp.pad(x, ((0, len(sizes) * part - x.shape[0]), (0, 0), (0, 0)))
     sums = padded.reshape(-1, part, *x.shape[1:]).astype(jnp.float32).sum(1)
     return sums / jnp.maximum(sizes, 1)[:, None, None]
+
+
+def _outliers(x: Float[Array, "T N H"], part: int, block: int) -> Float[Array, "parts N H"]:
+    """Of every `part` tokens the one furthest from the mean of their block, for each head; float32.
+
+    A part in the padding of the last block is 0.
+    """
+    sizes = _sizes(x.shape[0], part, block)
+    padded = jnp.pad(x, ((0, len(sizes) * part - x.shape[0]), (0, 0), (0, 0)))
+    members = padded.reshape(-1, part, *x.shape[1:]).astype(jnp.float32)
+    mean = jnp.repeat(_means(x, block, block), block // part, axis=0)
+    distance = ((members - mean[:, None]) ** 2).sum(-1)  # [parts, part, N]
+    real = jnp.arange(part) < sizes[:, None]
+    furthest = jnp.where(real[..., None], distance, -1).argmax(1)
+    return jnp.take_along_axis(members, furthest[:, None, :, None], axis=1)[:, 0]
 
 
 def _by_group(
@@ -301,14 +396,41 @@ def mean_query_by_kernel(
     If q and k have equally many blocks, row block i sees kv blocks 0 … i only and other scores are
     -inf. The last block may be short. `jax.vmap` of it is one launch for the whole batch.
     """
-    return _batchable(block, 1)(q[None], k[None])[0]
+    return _batchable(block, 1, _means)(q[None], k[None])[0]
+
+
+def _every_query_by_kernel(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index
+) -> Float[Array, "N queries n"]:
+    """log p of every query, padded to whole row blocks.
+
+    The kernel adds up whole blocks of keys, the diagonal one with keys after the query. The sums
+    of that block are computed here.
+    """
+    sums = _batchable(block, block, _means)(q[None], k[None])[0]
+    N, A, n = sums.shape
+    K, H = k.shape[1:]
+    # A chunk may reach past the last key; a slice past the end would begin earlier.
+    own = jnp.pad(k, ((0, n * block - k.shape[0] + A), (0, 0), (0, 0)))
+    own = jax.lax.dynamic_slice_in_dim(own, first * block, A).reshape(-1, block, K, H)
+    queries = jnp.pad(q, ((0, A - q.shape[0]), (0, 0), (0, 0))).reshape(-1, block, K, N // K, H)
+    logits = jnp.einsum("rtkgh,rskh->kgrts", queries, own, preferred_element_type=jnp.float32)
+    key = (first * block + jnp.arange(A)).reshape(-1, 1, block)
+    seen = jnp.tri(block, dtype=bool)[None] & (key < k.shape[0])  # [rows, t, s]
+    logits = jnp.where(seen[None, None], logits / math.sqrt(H), -jnp.inf)
+    diagonal = jax.nn.logsumexp(logits, axis=-1).reshape(N, A, 1)
+    row, column = first + jnp.arange(A)[:, None] // block, jnp.arange(n)[None]
+    past = jnp.where((column < row)[None], sums, -jnp.inf)
+    sums = jnp.where((column == row)[None], diagonal, past)
+    return jax.nn.log_softmax(sums, axis=-1)
 
 
 @functools.lru_cache(maxsize=8)
-def _batchable(block: int, parts: int) -> Callable[[Array, Array], Array]:
+def _batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, Array], Array]:
     """The kernels on [B, ...]; their batching rule folds a mapped axis into B.
 
-    Scores are of the mean queries of `parts` parts of a row block, [B, N, R · parts, n].
+    Scores are of the queries that `represent` makes of `parts` parts of a row block,
+    [B, N, R · parts, n].
     """
 
     @jax.custom_batching.custom_vmap
@@ -321,8 +443,8 @@ def _batchable(block: int, parts: int) -> Callable[[Array, Array], Array]:
         if parts == 1:
             queries = hopper_means.means(q, block, scale=scale)
         else:  # parts are too small for the kernel that averages
-            means = jax.vmap(functools.partial(_means, part=block // parts, block=block))(q)
-            queries = (means * scale).astype(k.dtype)
+            queries = jax.vmap(lambda q: represent(q, block // parts, block))(q)
+            queries = (queries * scale).astype(k.dtype)
         causal = queries.shape[1] == parts * -(-k.shape[1] // block)
         return hopper_scores.scores(queries, k, block, causal=causal, parts=parts)
 

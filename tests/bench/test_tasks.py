@@ -36,7 +36,7 @@ def asked(tmp_path, monkeypatch):
         found = profile_of(1, 2)
         cost = found.statistics.cost
         for policy in POLICIES_WITH_COST:
-            for name in ("part_queries", "oracle"):
+            for name in ("outlier_queries", "oracle"):
                 cost[policy][name] = cost[policy]["static"]
         return dataclasses.replace(found, facts=dataclasses.replace(found.facts, kinds=kinds))
 
@@ -75,11 +75,11 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
     certified = "{} certified, error 0.1"
     assert built == {
         *(*tasks.METHODS, from_text),
-        *(certified.format(name) for name in ("part_queries/output", from_text)),
+        *(certified.format(name) for name in ("outlier_queries/output", from_text)),
     }
     assert json.loads(paths[-1].read_text())["perplexity"] == ["gap"]
     first, rest = ((0.8, 0.9), mixed), ((0.7,), mixed)
-    # methods, then certified ones, then oracles
+    # methods, then oracles and certified methods at the first two densities, then oracles
     assert runs == [first, rest, first, first, rest] * 2
     found = Profile.load(tmp_path / "profiles" / "text-128-16.safetensors")
     assert found.facts.kinds == asked[0][1]

@@ -71,8 +71,7 @@ def test_every_method_has_the_density_asked_for(profile):
 def test_a_method_without_a_cost_curve_is_named(profile):
     """The fixture calibrates static, mean_query and oracle."""
     names = {method.name for method in methods.at_density(profile, 0.6, LENGTH)}
-    others = ("past_query", "pooled", "antidiagonal", "gaussian", "part_queries")
-    wanted = {f"{s}/{p}" for s in others for p in ("kl", "output")}
+    wanted = {f"{s}/{p}" for s in methods.OTHER_SELECTORS for p in ("kl", "output")}
     assert set(methods.left_out(profile)) == wanted
     assert not names & wanted
     with pytest.raises(ValueError, match=r"density 0\.1 is below 0\.417"):

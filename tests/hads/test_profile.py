@@ -11,7 +11,7 @@ from xsake import block_scores, selection
 from xsake.hads import Profile, budget, calibrate, files, measure, profile, row_blocks
 from xsake.hads.partial import Partial
 from xsake.hads.profile import hash_of
-from xsake.hads.statistics import block_mass, retained_mass
+from xsake.hads.statistics import block_mass, factors, retained_mass
 
 BLOCK = 16
 CURVES = ("static", "mean_query", "oracle")  # one choice everywhere, so that little is compiled
@@ -103,6 +103,17 @@ def test_cost_curves_are_what_dropping_blocks_costs(selector, kind):
                 want = row_means((np.einsum("nth,nhw->ntw", change, w) ** 2).sum(-1), T) / norm
             curve = np.asarray(got.cost[policy][selector])
             np.testing.assert_allclose(curve[:, 2:, count - 1], want[:, 2:], rtol=2e-3, atol=1e-5)
+
+
+def test_factors_have_the_norms_of_the_projection_even_if_it_is_rank_deficient():
+    """Of the second head four rows repeat the others; the third head's projection is 0."""
+    rng = np.random.default_rng(0)
+    kernel, x = rng.standard_normal((3, 8, 24)), rng.standard_normal((3, 50, 8))
+    kernel[1, 4:], kernel[2] = kernel[1, :4], 0
+    root, unit = (np.asarray(a) for a in factors(jnp.asarray(kernel, jnp.float32)))
+    np.testing.assert_allclose(root @ unit, kernel, atol=1e-4)
+    want = np.linalg.norm(x @ kernel, axis=-1)
+    np.testing.assert_allclose(np.linalg.norm(x @ root, axis=-1), want, rtol=1e-3, atol=1e-6)
 
 
 def test_block_mass_in_chunks_equals_the_direct_computation():

@@ -182,7 +182,8 @@ def plan(
       density: blocks visited ÷ causal blocks, over all layers and heads.
       out: the plan, a safetensors file.
       policy: uniform, entropy, kl or output.
-      selector: static, pooled, antidiagonal, gaussian, mean_query, past_query or part_queries.
+      selector: static, pooled, antidiagonal, gaussian, mean_query, past_query,
+        part_queries, outlier_queries or every_query.
       top_p: stop adding blocks to a row block at this share of its estimated attention mass.
     """
     from xsake import hads

@@ -4,7 +4,7 @@
     fixed     none              sliding_window, sink_window, longformer, bigbird, strided, random
     seed      entropies         seed_entropy: random blocks, counts proportional to head entropy
     static    calibration       static/uniform (uniform top-k), /entropy, /kl, /output
-    run time  this input        vertical_slash, and SELECTOR/POLICY for six selectors
+    run time  this input        vertical_slash, and SELECTOR/POLICY for eight selectors
     oracle    this input's p    oracle/kl, oracle/output
 
 The kind `seed` is the method of the earlier XSAKE. A method either has given blocks, or keeps the
@@ -191,7 +191,10 @@ def _wanted(name: str, names: Sequence[str] | None) -> bool:
 
 # (selector, policy) pairs of HADS. For the additional profiles (`others`) only the pairs in
 # TRANSFERRED are measured.
-OTHER_SELECTORS = ("past_query", "pooled", "antidiagonal", "gaussian", "part_queries")
+OTHER_SELECTORS = (
+    "past_query", "pooled", "antidiagonal", "gaussian", "part_queries", "outlier_queries",
+    "every_query",
+)  # fmt: skip
 TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in ("kl", "output"))
 FORMS = (
     *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),

@@ -269,17 +269,17 @@ def block_mass(
 def factors(
     kernel: Float[Array, "N Hv width"],
 ) -> tuple[Float[Array, "N Hv Hv"], Float[Array, "N Hv width"]]:
-    """W = root · unit for each head.
+    """W = root · unit for each head, with ‖x W‖ = ‖x root‖ up to one part in about 10⁴.
 
-    The rows of unit are orthonormal, or 0 where W is rank-deficient, so ‖x W‖ = ‖x root‖.
+    root is the Cholesky factor of W Wᵀ plus a small multiple of the identity, for W that is
+    rank-deficient. An eigendecomposition would be exact, but is slow on a GPU.
     """
     kernel = kernel.astype(jnp.float32)
-    values, vectors = jnp.linalg.eigh(jnp.einsum("nhw,ngw->nhg", kernel, kernel))
-    live = values > 1e-6 * values[:, -1:]
-    length = jnp.sqrt(jnp.where(live, values, 1))
-    root = vectors * jnp.where(live, length, 0)[:, None, :]
-    unit = jnp.einsum("nhg,nhw->ngw", vectors, kernel) / length[..., None]
-    return root, unit * live[..., None]
+    products = jnp.einsum("nhw,ngw->nhg", kernel, kernel, precision="highest")
+    ridge = 1e-6 * jnp.trace(products, axis1=1, axis2=2) + 1e-30
+    identity = jnp.eye(kernel.shape[1])[None]
+    root = jnp.linalg.cholesky(products + ridge[:, None, None] * identity)
+    return root, jax.scipy.linalg.solve_triangular(root, kernel, lower=True)
 
 
 def retained_mass(

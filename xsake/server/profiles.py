@@ -24,6 +24,8 @@ SCORING = {
     "mean_query": lambda block: 1 / block,
     "past_query": lambda block: 1 / block,
     "part_queries": lambda block: math.gcd(16, block) / block,
+    "outlier_queries": lambda block: math.gcd(16, block) / block,
+    "every_query": lambda block: 1.0,
 }
 QK_SHARE = 0.5  # q · kᵀ is half of the products of attention
 NEAR = 0.005  # densities of a plan and of a measurement that are taken as equal

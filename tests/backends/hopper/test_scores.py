@@ -216,14 +216,30 @@ def test_a_plan_runs_one_kernel_for_the_batch_and_agrees_with_plain_jax(
 
 
 @needs_interpreter
-def test_parts_of_a_row_block_by_the_kernel_agree_with_plain_jax(interpreted_kernel, monkeypatch):
-    q, k = random_array(1, 190, 4, 64)[0], random_array(1, 190, 2, 64, seed=1)[0]
-    got = np.asarray(block_scores.part_queries(q, k, 64))
-    assert interpreted_kernel[-1] == ((1, 3 * 16, 4, 64), (1, 190, 2, 64), True)
+@pytest.mark.parametrize("selector", [block_scores.part_queries, block_scores.outlier_queries])
+def test_parts_of_a_row_block_by_the_kernel_agree_with_plain_jax(
+    selector, interpreted_kernel, monkeypatch
+):
+    q, k = random_array(1, 190, 2, 64)[0], random_array(1, 190, 1, 64, seed=1)[0]
+    got = np.asarray(selector(q, k, 64))
+    assert interpreted_kernel[-1] == ((1, 3 * 16, 2, 64), (1, 190, 1, 64), True)
     monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
-    want = block_scores.part_queries(*(x.astype(jnp.float32) for x in (q, k)), 64)
+    want = selector(*(x.astype(jnp.float32) for x in (q, k)), 64)
     may = row_blocks.allowed(3)
-    # as above; logits of means of 4 queries are larger than those of 64
+    # as above; logits of single queries and means of 4 are larger than those of means of 64
+    np.testing.assert_allclose(got[..., may], np.asarray(want)[..., may], atol=5e-2)
+
+
+@needs_interpreter
+def test_every_query_by_the_kernel_agrees_with_plain_jax(interpreted_kernel, monkeypatch):
+    """A chunk: the last two row blocks of a text with a short last block, and one of padding."""
+    q, k = random_array(1, 192, 2, 64)[0], random_array(1, 250, 1, 64, seed=1)[0]
+    got = np.asarray(block_scores.every_query(q, k, 64, 2))[:, :2]
+    assert interpreted_kernel[-1] == ((1, 3 * 64, 2, 64), (1, 250, 1, 64), False)
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: "not now")
+    want = block_scores.every_query(*(x.astype(jnp.float32) for x in (q, k)), 64, 2)[:, :2]
+    may = row_blocks.allowed(4)[2:]
+    # as above; q is rounded after it was scaled
     np.testing.assert_allclose(got[..., may], np.asarray(want)[..., may], atol=5e-2)
 
 

@@ -18,6 +18,7 @@ the records of one case, so that an interrupted run can resume with the next cas
 
 The other modules are programs, python -m xsake.bench.suites.NAME:
 
+    certificate            certified attention: coverage, adversarial inputs, and its price
     counters               hardware counters of the Hopper kernels, by Nsight Compute
     hads_table             HADS on one model: calibration, table of methods, speed
     tasks                  long-context tasks, perplexity, and which heads carry the answers

@@ -3,7 +3,8 @@
     coverage   a profile, held-out documents → how often intervals hold the true means, how tight
                the bound is, how many row blocks a threshold does densely and what error is left
     one_key    one query wants one dropped key: how often sample, bound and guarantee notice → JSON
-    speed      selection + sparse attention + certificate ÷ dense attention → JSON
+    speed      selection + sparse attention + certificate ÷ dense attention, random inputs → JSON
+    model      the same on a model's activations, with the plans of a profile → JSON
 
 `coverage` computes dense attention for all queries, and then repeats the sample many times.
 """
@@ -57,7 +58,7 @@ def coverage(
     documents: Path,
     profile: Path,
     out: Path,
-    selector: str = "part_queries",
+    selector: str = "outlier_queries",
     densities: tuple[float, ...] = (0.20, 0.43),
     count: int = 4,
     samples: int = 50,
@@ -88,8 +89,7 @@ def coverage(
         plan = make(known, density, "output", selector)
         found = list(map(_measured(subject, plan, samples), tokens))
         means = jax.tree.map(lambda *xs: float(np.mean(xs)), *found)
-        times = _on_activations(subject, plan, tokens[:1])
-        rows.append({"kind": "coverage", "length": length, "density": density, **means, **times})
+        rows.append({"kind": "coverage", "length": length, "density": density, **means})
         print(rows[-1], flush=True)
         _write(out, rows, model=model.name, selector=selector, documents=count, samples=samples)
 
@@ -109,37 +109,6 @@ def _measured(subject: Observer, plan: Plan, samples: int) -> Callable[[np.ndarr
     zeros = {name: jnp.zeros(()) for name in names}
     run = jax.jit(lambda weights, tokens: subject.observe(weights, tokens[None], fold, zeros))
     return lambda tokens: jax.device_get(run(subject.weights, jnp.asarray(tokens)))
-
-
-def _on_activations(subject: Observer, plan: Plan, tokens: np.ndarray) -> Record:
-    """Seconds of attention per layer on one document: dense, with the plan, and certified."""
-    q, k, v, _ = activations(subject, tokens)
-
-    def over_layers(attend: Any, q: Array, k: Array, v: Array) -> Array:
-        return lax.map(lambda x: attend(*x), (jnp.arange(subject.layers), q, k, v))
-
-    def sparse(layer: Array, q: Array, k: Array, v: Array) -> Array:
-        return dot_product_attention(q, k, v, mask=plan.mask(layer, q, k))
-
-    def certified(layer: Array, q: Array, k: Array, v: Array, **how: Any) -> Array:
-        return certified_attention(
-            q, k, v, plan.mask(layer, q, k), jax.random.key(2), bound=False, **how
-        )[0]
-
-    forms: dict[str, Any] = {
-        "dense": lambda layer, q, k, v: _dense(q, k, v),
-        "selection_and_sparse": sparse,
-        "certificate": certified,
-        "certificate_with_error_0.2": functools.partial(
-            certified, threshold=0.2, criterion="error"
-        ),
-    }
-    calls = {
-        name: (functools.partial(over_layers, form), (q, k, v)) for name, form in forms.items()
-    }
-    ready = _compiled_together(calls)
-    times = {name: time_queued(run, q, k, v, rounds=3) for name, run in ready.items()}
-    return {f"{name}_seconds": x.median_seconds / subject.layers for name, x in times.items()}
 
 
 def _of_layer(mask: BlockMask, q: Array, k: Array, v: Array, samples: int) -> dict[str, Array]:
@@ -279,17 +248,17 @@ def speed(
     shapes: tuple[tuple[int, int, int, int], ...] = ((1, 8192, 9, 64), (4, 8192, 16, 128)),
     kv_heads: int | None = None,
     densities: tuple[float, ...] = (0.20, 0.43),
-    selectors: tuple[str, ...] = ("mean_query", "part_queries"),
-    block: int = 64,
+    selectors: tuple[str, ...] = ("mean_query", "outlier_queries"),
+    blocks: tuple[int, ...] = (64,),
     dtype: str = "bfloat16",
 ) -> None:
     """Times dense attention, selection + sparse, and that with the certificate, on random inputs.
 
     Shapes are (B, T, N, H). Budgets are uniform. The certificate is timed without and with the
-    bound; `coverage` times thresholds, on activations.
+    bound; `model` times a threshold, on activations.
     """
     rows: list[Record] = []
-    for shape in shapes:
+    for shape, block in itertools.product(shapes, blocks):
         for record in _timed(shape, kv_heads or shape[2], densities, selectors, block, dtype):
             print(record, flush=True)
             rows.append(record)
@@ -359,6 +328,7 @@ def _timed(
         }
         yield {
             "kind": "speed",
+            "inputs": "random",
             "shape": "·".join(map(str, (B, N, T, H))),
             "kv_heads": K,
             "block": block,
@@ -368,6 +338,104 @@ def _timed(
             **{f"{name}_seconds": x for name, x in found.items()},
             **{f"{name}_over_dense": x / base for name, x in found.items()},
         }
+
+
+# -------------------------------------------------------------------------------------------- model
+
+
+def model(
+    model: Path,
+    documents: Path,
+    profile: Path,
+    out: Path,
+    selectors: tuple[str, ...] = ("mean_query", "outlier_queries"),
+    densities: tuple[float, ...] = (0.20, 0.43),
+    batch: int = 1,
+    threshold: float = 0.2,
+    dtype: str = "bfloat16",
+) -> None:
+    """Times one layer's attention on a model's activations, the mean over all layers.
+
+    Args:
+      model: a folder of safetensors or a .gguf file.
+      documents: an .npy file of token ids, [documents, tokens].
+      profile: what the plans are made from, with `output` budgets; it has curves of the selectors.
+      out: a JSON file.
+      selectors: of the plans.
+      densities: of the plans.
+      batch: documents that are attended to together.
+      threshold: row blocks whose estimated relative error reaches it are done densely, in the
+        last of the forms that are timed.
+      dtype: the model's compute dtype.
+    """
+    loaded = huggingface.load(model, dtype=dtype, tokenizer=False)
+    subject, known = Observer(loaded.model), Profile.load(profile)
+    tokens = np.load(documents).astype(np.int32)[:batch, : known.facts.length]
+    given = activations(subject, tokens)[:3]
+    plans = {(s, d): make(known, d, "output", s) for s in selectors for d in densities}
+    calls: dict[Any, tuple[Any, tuple[Any, ...]]] = {
+        (selector, name): (
+            functools.partial(_layers, form),
+            (plans[selector, densities[0]], *given),
+        )
+        for selector in selectors
+        for name, form in _forms(threshold).items()
+    }
+    dense = functools.partial(_layers, lambda plan, layer, q, k, v: _dense(q, k, v))
+    calls["dense"] = (dense, (None, *given))
+    ready = _compiled_together(calls)
+    B, T, N, H = given[0].shape[1:]
+    base = time_queued(ready["dense"], None, *given).median_seconds
+    rows: list[Record] = []
+    for (selector, density), plan in plans.items():
+        found = {
+            name: time_queued(ready[selector, name], plan, *given, rounds=3).median_seconds
+            for name in _forms(threshold)
+        }
+        rows.append(
+            {
+                "kind": "speed",
+                "inputs": "activations",
+                "shape": "·".join(map(str, (B, N, T, H))),
+                "kv_heads": given[1].shape[3],
+                "block": known.facts.block,
+                "selector": selector,
+                "density": density,
+                "threshold": threshold,
+                "dense_seconds": base / subject.layers,
+                **{f"{name}_seconds": x / subject.layers for name, x in found.items()},
+                **{f"{name}_over_dense": x / base for name, x in found.items()},
+            }
+        )
+        print(rows[-1], flush=True)
+        _write(out, rows, model=model.name)
+
+
+def _layers(form: Any, plan: Plan | None, q: Array, k: Array, v: Array) -> Any:
+    """form(plan, layer, q, k, v) of every layer, one after another."""
+    return lax.map(lambda x: form(plan, *x), (jnp.arange(len(q)), q, k, v))
+
+
+def _forms(threshold: float) -> dict[str, Any]:
+    """What is timed on activations, functions of (plan, layer, q, k, v)."""
+
+    def selected(plan: Plan, layer: Array, q: Array, k: Array, v: Array) -> BlockMask:
+        return plan.mask(layer, q, k)
+
+    def sparse(plan: Plan, layer: Array, q: Array, k: Array, v: Array) -> Array:
+        return dot_product_attention(q, k, v, mask=plan.mask(layer, q, k))
+
+    def certified(plan: Plan, layer: Array, q: Array, k: Array, v: Array, **how: Any) -> Array:
+        mask = plan.mask(layer, q, k)
+        return certified_attention(q, k, v, mask, jax.random.key(2), bound=False, **how)[0]
+
+    thresholded = functools.partial(certified, threshold=threshold, criterion="error")
+    return {
+        "selection": selected,
+        "selection_and_sparse": sparse,
+        "certificate": certified,
+        "certificate_with_threshold": thresholded,
+    }
 
 
 def _compiled_together(calls: dict[Any, tuple[Any, tuple[Any, ...]]]) -> dict[Any, Any]:
@@ -383,4 +451,6 @@ def _compiled_together(calls: dict[Any, tuple[Any, tuple[Any, ...]]]) -> dict[An
 if __name__ == "__main__":
     import tyro
 
-    tyro.extras.subcommand_cli_from_dict({"coverage": coverage, "one_key": one_key, "speed": speed})
+    tyro.extras.subcommand_cli_from_dict(
+        {"coverage": coverage, "one_key": one_key, "speed": speed, "model": model}
+    )

@@ -39,8 +39,8 @@ from xsake.model.observer import Observer
 KINDS = {"text": ("text",), "mixed": ("text", "retrieval")}  # calibrations and their documents
 LABEL = "from text"  # of methods that are calibrated on plain text only
 DENSITIES = (0.20, 0.43, 0.10, 0.30, 0.60)  # the first two for everything, then the others
-METHODS = ("part_queries/output", "sink_window", "oracle/output")
-CURVES = ("part_queries", "oracle")
+METHODS = ("outlier_queries/output", "sink_window", "oracle/output")
+CURVES = ("outlier_queries", "oracle")
 
 
 def prepare(
@@ -165,7 +165,7 @@ def table(
       prompts: of each family.
       densities: the first two are measured for all families before the others.
       names: methods; those with the label "from text" are calibrated on plain text only. Oracles
-        are measured after all others.
+        are measured after all others but certified attention.
       curves: selectors to measure cost curves for.
       certify: thresholds: methods that select blocks at run time are also measured with certified
         attention, at the first two densities.
@@ -187,7 +187,7 @@ def table(
     origin = provenance() | {"model": model.name, "dtype": dtype}
     fillers = bench.tokens("fillers")
     steps = _steps(names, densities, bool(certify))
-    perplexity: list[dict[str, Any]] = []
+    perplexity = json.loads(out.read_text()).get("perplexity", []) if out.is_file() else []
     for number, (is_certified, some_names, some) in enumerate(steps):
         for family in families if some_names and some else ():
             if time.perf_counter() - began > seconds:
@@ -206,7 +206,8 @@ def table(
                 report=report,
             )
         if number == 0:
-            perplexity = _perplexity(bench, build, densities, length, block, some_names, report)
+            made = functools.partial(build, length=length, names=some_names)
+            perplexity = _perplexity(bench, made, densities, length, block, perplexity, report)
         found = json.loads(out.read_text())
         out.write_text(to_json(found | {"perplexity": perplexity}))
 
@@ -221,8 +222,8 @@ def _steps(
     return [
         (False, plain, first),
         (False, plain, rest),
-        (True, plain if certify else (), first),
         (False, oracles, first),
+        (True, plain if certify else (), first),
         (False, oracles, rest),
     ]
 
@@ -256,15 +257,21 @@ def _perplexity(
     densities: tuple[float, ...],
     length: int,
     block: int,
-    names: tuple[str, ...],
+    known: list[dict[str, Any]],
     report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Perplexity gap of every method on the first `length` tokens of the held-out documents."""
-    held_out, found = [x[:length] for x in bench.tokens("held_out")], []
+    """Perplexity gap of every method on the first `length` tokens of the held-out documents.
+
+    Records that are known are returned with the new ones.
+    """
+    held_out, found = [x[:length] for x in bench.tokens("held_out")], list(known)
+    points = {(x["method"], x["density"]) for x in known}
     for density in densities:
         if density < row_blocks.least_density(row_blocks.count_blocks(length, block)):
             continue
-        made = build(density, length, names)
+        made = [x for x in build(density) if (x.name, density) not in points]
+        if not made:
+            continue
         losses, dense = measure_losses(bench.subject, made, held_out, block)
         for method, mine in zip(made, losses, strict=True):
             gaps = np.expm1(mine - dense)

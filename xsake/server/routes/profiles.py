@@ -32,6 +32,8 @@ class PlanIn(BaseModel):
         "mean_query",
         "past_query",
         "part_queries",
+        "outlier_queries",
+        "every_query",
     ] = "mean_query"
     length: int | None = Field(None, ge=1, le=MAX_LENGTH, description="default the profile's")
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
