@@ -17,13 +17,15 @@ from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, calibrate, certified_attention, corrected_attention
 from xsake.model import Transformer
 from xsake.model.attend import by_mask, by_window, narrowed
-from xsake.model.transformer import document_positions
+from xsake.model.positions import document_positions
+from xsake.parallel import sharding
 
 
 class Observer:
     """The interface to a model that calibration and evaluation use.
 
-    `weights` is a pytree that every method takes, so that it is an argument of compiled code.
+    `weights` is a pytree that every method takes, so that it is an argument of compiled code. On a
+    mesh, passes are split over its devices, and every device has what is measured of a layer.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -79,10 +81,13 @@ class Observer:
         T, how = len(tokens), self.implementation
 
         def attend(layer: Any, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
-            mask = choose(layer, q, k, v, model.layer(layer).out.kernel[...])
+            seen = (q, k, v, model.layer(layer).out.kernel[...])
+            whole_q, whole_k, whole_v, kernel = sharding.everywhere(seen, model.mesh)
+            whole = (whole_q, whole_k, whole_v)
+            mask = choose(layer, *whole, kernel)
             if corrected:
-                return corrected_attention(q, k, v, mask, implementation=how), state
-            by_chosen = by_mask(model.config, mask, 1, T, implementation=how)
+                return corrected_attention(*whole, mask, implementation=how), state
+            by_chosen = by_mask(model.config, mask, 1, T, implementation=how, mesh=model.mesh)
             return by_chosen(layer, q, k, v, state)
 
         return model.run(tokens[None], document_positions(1, T), attend)[0][0]
@@ -95,7 +100,9 @@ class Observer:
         T = len(tokens)
 
         def attend(layer: Any, q: Array, k: Array, v: Array, used: Any) -> tuple[Array, Any]:
-            mask = choose(layer, q, k, v, model.layer(layer).out.kernel[...])
+            seen = (q, k, v, model.layer(layer).out.kernel[...])
+            q, k, v, kernel = sharding.everywhere(seen, model.mesh)
+            mask = choose(layer, q, k, v, kernel)
 
             def of_window(windowed: bool, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
                 out, report = certified_attention(
