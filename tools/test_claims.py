@@ -18,8 +18,8 @@ from typing import NamedTuple
 PAGE = Path("docs/notes/test-claims.md")
 HEAD = """# Every test of an earlier commit, and where it is now
 
-Written by `python -m tools.test_claims {commit}`, which compares `{commit}` with the working tree. A test
-whose name changed is found by its body; the share of tokens that the two have in common is beside it.
+Written by `python -m tools.test_claims {commit}`, which compares `{commit}` with the working tree.
+A test whose name changed is found by its body; the share of tokens that both have is beside it.
 `slow`: `make test-slow` only; `some slow`: some of its cases, as far as its decorators say so.
 [tests.md](tests.md) has all that moved, with the reasons.
 

@@ -146,9 +146,9 @@ def dot_product_attention(
     sizes = Sizes.of(q, k, v)
     limits = [
         _segments(sizes, q_segment_ids, kv_segment_ids),
-        _lengths(sizes, query_seq_lengths, key_value_seq_lengths),
+        lengths_rule(sizes, query_seq_lengths, key_value_seq_lengths),
         masks.causal() if is_causal else masks.everything(),
-        _window(local_window_size),
+        window_rule(local_window_size),
     ]
     positions = _positions(sizes, q_positions, kv_positions)
     call = Call(
@@ -156,7 +156,7 @@ def dot_product_attention(
         bias=_check_bias(sizes, bias),
         mask=_block_mask(sizes, mask, combine(limits), positions),
         scale=1 / math.sqrt(sizes.H) if scale is None else number("scale", scale),
-        soft_cap=_soft_cap(logits_soft_cap),
+        soft_cap=check_soft_cap(logits_soft_cap),
         options=Options.of(options),
     )  # fmt: skip
     sinks = check_sinks(sizes, sinks)
@@ -307,11 +307,13 @@ def _broadcastable(name: str, x: Array, sizes: Sizes) -> Array:
     return wide
 
 
-def _soft_cap(cap: Any) -> float | None:
+def check_soft_cap(cap: Any) -> float | None:
+    """A number above 0, or None."""
     return None if cap is None else number("logits_soft_cap", cap, above=0.0)
 
 
-def _window(size: Any) -> Rule:
+def window_rule(size: Any) -> Rule:
+    """Keys within `local_window_size`; None: all."""
     return masks.everything() if size is None else masks.sliding_window(size)
 
 
@@ -363,7 +365,8 @@ def _segments(sizes: Sizes, q_ids: Any, kv_ids: Any) -> Rule:
     return masks.documents(q_ids, kv_ids)
 
 
-def _lengths(sizes: Sizes, query: Any, key_value: Any) -> Rule:
+def lengths_rule(sizes: Sizes, query: Any, key_value: Any) -> Rule:
+    """Queries and keys before these lengths, int [B] each or None."""
     found = []
     for name, x in (("query_seq_lengths", query), ("key_value_seq_lengths", key_value)):
         found.append(None if x is None else integers(name, x))

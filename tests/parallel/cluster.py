@@ -1,8 +1,9 @@
 """Real processes on this machine, which train together; a process of its own for each.
 
-    python -m tests.parallel.cluster FOLDER NAME ID COUNT PORT DEVICES STEPS MESH [lost_seconds]
+    python -m tests.parallel.cluster FOLDER NAME ID COUNT PORT DEVICES STEPS MESH
 
-is one of them, with DEVICES virtual CPU devices. `Cluster` starts them all.
+is one of them, with DEVICES virtual CPU devices. `Cluster` starts them all. XSAKE_TEST_LOST has
+another `processes.lost_seconds` than LOST_SECONDS.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def main(arguments: list[str]) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     text = TokenDataset.open(folder / "text")
+    lost_seconds = float(os.environ.get("XSAKE_TEST_LOST", LOST_SECONDS))
     whole = config(
         folder,
         text,
@@ -115,7 +117,7 @@ def main(arguments: list[str]) -> None:
         checkpoint__every=4,
         run__name=name,
         mesh=parse(arguments[7]),
-        processes=Processes(f"127.0.0.1:{port}", count, number, lost_seconds=LOST_SECONDS),
+        processes=Processes(f"127.0.0.1:{port}", count, number, lost_seconds=lost_seconds),
     )
     outcome = loop.train(whole, Terminal(steps))
     print(f"{outcome.reason} at step {outcome.step}", flush=True)

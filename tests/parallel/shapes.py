@@ -15,6 +15,7 @@ if __name__ == "__main__":  # pytest imports this file too, to look for doctests
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {eight}"
 
 import dataclasses
+import functools
 import tempfile
 
 import jax
@@ -24,11 +25,12 @@ from xsake.data.stream import Batch
 from xsake.hads import Plan
 from xsake.hads.plan import Terms
 from xsake.model import Config as Model
+from xsake.model import Sparse
 from xsake.parallel import sharding
 from xsake.parallel.mesh import make_mesh, parse, resolved
 from xsake.train import planning, step
 from xsake.train.checkpoint import Checkpoints
-from xsake.train.config import Compute, Config, Data, Optimizer, Run, Schedule
+from xsake.train.config import Compute, Config, Data, Hads, Optimizer, Run, Schedule
 
 STEPS, ROWS, LENGTH, BLOCK = 20, 16, 64, 16
 SHAPES = (
@@ -55,11 +57,19 @@ MODEL = Model(
     soft_cap=20.0,
 )
 
+SPARSE = {
+    "nsa": Sparse(
+        block_size=8, num_selected=4, window_size=12, compression_block=8, compression_stride=4
+    ),
+    "msa": Sparse(block_size=8, num_selected=3),
+}
 
-def config(**changes) -> Config:
+
+def config(density: float | None = None, **changes) -> Config:
     """Two micro-batches, an average of the parameters, and a loss over parts of the tokens."""
     return Config(
         model=dataclasses.replace(MODEL, **changes),
+        hads=Hads(density=density, block=BLOCK),
         data=Data(length=LENGTH, rows=ROWS),
         schedule=Schedule(steps=STEPS, warmup_steps=2),
         optimizer=Optimizer(ema_decay=0.9, learning_rate=1e-2, accumulate=2),
@@ -89,9 +99,8 @@ def run(whole: Config, mesh, plan: Plan | None) -> tuple[list[float], step.State
     found = []
     argument = planning.argument(plan, mesh)
     for number in range(STEPS):
-        batch = sharding.batch_from_rows(
-            lambda chosen, number=number: batch_rows(number, chosen), (ROWS, LENGTH), mesh
-        )
+        read = functools.partial(batch_rows, number)
+        batch = step.batch_on(whole, read, (ROWS, LENGTH), mesh)
         state, metrics = step.compiled_update(state, batch, argument, config=whole, mesh=mesh)
         found.append(float(metrics.loss))
     return found, state
@@ -114,7 +123,8 @@ def claims_of(shape: str, whole: Config, plan: Plan | None, one: list[float]) ->
     total = sum(x.nbytes for x in jax.tree.leaves(arrays))
     # norms are not split over `tensor`, nor are counts over anything
     bound = 1 / (sizes.fsdp * sizes.tensor) + 0.05
-    kind = f"{shape}{', plan' if plan else ''}"
+    order = step.token_order(whole, mesh)
+    kind = f"{shape}, {whole.model.attention}{', plan' if plan else ''}, {order}"
     return {
         f"{kind}: {STEPS} losses are those of one device: {far(losses, one):.1e}": far(losses, one)
         < 1e-5,
@@ -153,12 +163,20 @@ def restores(whole: Config, state: step.State) -> bool:
 
 def main(shapes: list[str]) -> int:
     assert len(jax.devices()) == 8
-    dense, planned = (run(config(), None, plan)[0] for plan in (None, plan_of()))
-    claims = {f"the plan changes the losses: {far(planned, dense):.1e}": far(planned, dense) > 1e-4}
+    plan = plan_of()
+    kinds = {"plan": (config(plan.terms.density), plan), "dense": (config(), None)}
+    plain = {"sinks": False, "soft_cap": None}  # sparse attention has neither
+    for name, sparse in SPARSE.items():
+        kinds[name] = config(attention=name, sparse=sparse, **plain), None
+    if shapes:
+        kinds.pop("msa")
+    alone = {name: run(whole, None, given)[0] for name, (whole, given) in kinds.items()}
+    change = far(alone["plan"], alone["dense"])
+    claims = {f"the plan changes the losses: {change:.1e}": change > 1e-4}
     for shape in shapes or SHAPES:
-        claims |= claims_of(shape, config(), plan_of(), planned)
-        if not shapes:
-            claims |= claims_of(shape, config(), None, dense)
+        for name, (whole, given) in kinds.items():
+            if name in ("plan", "dense") or "context" in shape:
+                claims |= claims_of(shape, whole, given, alone[name])
     for claim, holds in claims.items():
         print(f"{claim}: {'ok' if holds else 'WRONG'}", flush=True)
     return 0 if all(claims.values()) else 1

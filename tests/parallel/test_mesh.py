@@ -44,7 +44,31 @@ def test_training_on_eight_devices_equals_training_on_one(tmp_path):
 @pytest.mark.timeout(900)
 def test_twenty_steps_on_a_mesh_equal_those_on_one_device(shapes):
     """And devices hold their shares of the state, by bytes; a checkpoint is read on any mesh."""
-    assert run_module("tests.parallel.shapes", *shapes) == (4 if shapes else 1 + 2 * 3 * 7)
+    claims = 1 + 3 * 3 if shapes else 1 + 3 * (2 * 7 + 2 * 2)
+    assert run_module("tests.parallel.shapes", *shapes) == claims
+
+
+@pytest.mark.parametrize(
+    ("flags", "claims"),
+    [
+        pytest.param([], 2, marks=pytest.mark.second_python, id="one case"),
+        pytest.param(["--all"], 8, marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_sparse_attention_of_split_sequences_is_that_of_one_device(flags, claims):
+    assert run_module("tests.parallel.nsa_on_eight", *flags) == claims
+
+
+@pytest.mark.parametrize(
+    ("claim", "count"),
+    [
+        pytest.param("generation is", 1, marks=pytest.mark.second_python, id="generation"),
+        pytest.param("", 5, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="all"),
+    ],
+)
+def test_commands_on_a_mesh_have_the_results_of_one_device(claim, count):
+    """Calibration, evaluation, generation, and the passes of the server."""
+    assert run_module("tests.parallel.commands_on_eight", claim) == count
 
 
 def test_what_is_not_given_is_chosen():

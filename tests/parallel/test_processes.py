@@ -14,7 +14,7 @@ from tests.train.corpus import token_file
 from xsake.data.stream import Stream
 from xsake.data.tokens import TokenDataset
 from xsake.observe import sinks
-from xsake.observe.events import Resumed, RunStarted, Stopped, TrainStep
+from xsake.observe.events import Resumed, RunStarted, Stopped, Straggler, TrainStep
 from xsake.parallel import processes
 from xsake.parallel.processes import Processes
 
@@ -51,9 +51,19 @@ def far(found, wanted):
 @pytest.mark.second_python
 @pytest.mark.timeout(300)
 def test_a_killed_process_ends_the_other_and_one_goes_on(start):
-    """Two processes share sequences, kill -9, then one process alone from the checkpoint."""
-    two = start("run", 2, 40, "context=2")
-    two.wait_for_step(7)
+    """Two processes share sequences, kill -9, then one process alone from the checkpoint.
+
+    Before that, one process stands still for some seconds: the report of the slow step names it.
+    """
+    two = start("run", 2, 100, "context=2")
+    two.wait_for_step(20)
+    two.signal(1, signal.SIGSTOP)
+    time.sleep(LOST_SECONDS / 2)
+    two.signal(1, signal.SIGCONT)
+    two.wait_for_step(two.steps() + 4)
+    (slow,) = events_of(two, Straggler)
+    assert slow.process == 1
+    assert slow.step_seconds > LOST_SECONDS / 4
     began = time.monotonic()
     two.signal(1, signal.SIGKILL)
     assert two.codes(60, left_out=1) == [ENDED], two.text(0)
@@ -66,7 +76,7 @@ def test_a_killed_process_ends_the_other_and_one_goes_on(start):
     (lost,) = events_of(two, Stopped)
     assert lost.reason == "process lost"
     before = losses(two)
-    one = start("run", 1, 40, "")
+    one = start("run", 1, 100, "")
     assert one.codes(200) == [0], one.text(0)
     (resumed,) = events_of(one, Resumed)
     assert (resumed.processes, events_of(one, RunStarted)[0].processes) == (1, 2)
@@ -104,6 +114,21 @@ def test_four_processes_end_and_two_go_on(start, victim, kind):
     assert losses(two).keys() == losses(alone).keys()
     assert far(losses(two), losses(alone)) < 1e-5
     print(f"{kind.name} of {victim}: ended after {seconds:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=lambda kind: kind.name)
+def test_with_the_default_settings_the_other_process_ends_within_a_minute(start, monkeypatch, kind):
+    seconds = Processes().lost_seconds
+    monkeypatch.setenv("XSAKE_TEST_LOST", str(seconds))
+    two = start("run", 2, 2000, "fsdp=2")
+    two.wait_for_step(7)
+    began = time.monotonic()
+    two.signal(1, kind)
+    assert two.codes(60, left_out=1) == [ENDED], two.text(0)
+    assert "process 1 of 2 has died or hangs" in two.text(0)
+    print(f"{kind.name}: ended after {time.monotonic() - began:.1f} s, limit {seconds:.0f} s")
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from xsake.cli.model_path import checkpoint
 from xsake.cli.placements import print_placements
 from xsake.cli.progress import status
 from xsake.cli.terminal import console, fast_dtype, reasons
+from xsake.parallel.mesh import ONE_DEVICE, MeshSizes
 
 if TYPE_CHECKING:
     from xsake.model import Config, Transformer
@@ -102,6 +103,7 @@ def generate(
     density: float | None = None,
     stream: bool = True,
     unstack: bool = False,
+    mesh: MeshSizes = ONE_DEVICE,
 ) -> None:
     """Generates text after a prompt, and prints the throughput.
 
@@ -120,9 +122,11 @@ def generate(
       density: share of the cached blocks that each head reads for a token; default all.
       stream: print tokens as they are generated, or all at the end.
       unstack: store each layer's weights separately (no scan): decodes faster, compiles longer.
+      mesh: devices that share the model: fsdp its parameters, tensor its heads.
     """
     from xsake.model import Sampling, huggingface
     from xsake.model import stream as tokens_of
+    from xsake.model.on_mesh import mesh_for_text
 
     if plan is not None and density is not None:
         raise ValueError(
@@ -133,7 +137,12 @@ def generate(
     path = checkpoint(model)
     started = time.perf_counter()
     with status(f"loading {model}") as update:
-        loaded = huggingface.load(path, dtype=dtype or fast_dtype(), tokenizer=tokenizer or True)
+        loaded = huggingface.load(
+            path,
+            dtype=dtype or fast_dtype(),
+            tokenizer=tokenizer or True,
+            mesh=mesh_for_text(huggingface.examine(path).config, mesh),
+        )
         assert loaded.tokenizer is not None  # without one, load raises
         loaded_seconds = time.perf_counter() - started
         ids = loaded.tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from xsake.cli.progress import progress
 from xsake.cli.tasks import METHODS, Chosen, measure_tasks
 from xsake.cli.terminal import Out, at_least, console, writable_file
 from xsake.data.tasks import FAMILIES
+from xsake.parallel.mesh import ONE_DEVICE, MeshSizes
 
 if TYPE_CHECKING:
     from xsake.hads import Plan, Profile
@@ -43,6 +45,7 @@ def calibrate(
     seed: int = 0,
     dtype: Dtype = "float32",
     implementation: str | None = None,
+    mesh: MeshSizes = ONE_DEVICE,
 ) -> None:
     """Profiles a model's attention over text: statistics of every head over blocks of keys.
 
@@ -64,6 +67,8 @@ def calibrate(
       seed: the random seed for cutting documents.
       dtype: the model's compute dtype; statistics are float32.
       implementation: the attention backend; default the fastest that can run.
+      mesh: devices that share the model: fsdp its parameters, tensor its heads, context the tokens
+        of a document.
     """
     from xsake.hads.partial import Partial
 
@@ -74,7 +79,7 @@ def calibrate(
     partial = Partial(
         out.with_name(out.name + ".partial"), {"dtype": dtype, "implementation": implementation}
     )
-    subject = _Subject.load(model, dtype, implementation, text)
+    subject = _Subject.load(model, dtype, implementation, text, mesh, length)
     length = length or min(LENGTH, subject.config.context)
     tokens, kinds = _documents(subject, text, length, documents, retrieval, seed)
     size = _size(tokens)
@@ -215,6 +220,7 @@ def evaluate(
     seed: int = 1,
     dtype: Dtype = "float32",
     implementation: str | None = None,
+    mesh: MeshSizes = ONE_DEVICE,
 ) -> None:
     """Measures a plan, or methods at several densities, on text or on long-context tasks.
 
@@ -242,6 +248,8 @@ def evaluate(
       seed: the random seed for cutting documents.
       dtype: the model's compute dtype.
       implementation: the attention backend; default the fastest that can run.
+      mesh: devices that share the model: fsdp its parameters, tensor its heads, context the tokens
+        of a document.
     """
     from xsake import hads
 
@@ -253,15 +261,16 @@ def evaluate(
         chosen = Chosen(families, lengths, prompts, densities, methods or METHODS, seed, certify)
         chosen.check(writable_file(tasks), text, update)
         made = hads.Plan.load(plan) if plan is not None else hads.Profile.load(str(profile))
-        subject = _Subject.load(model, dtype, implementation, text)
+        subject = _Subject.load(model, dtype, implementation, text, mesh, math.gcd(*lengths))
         chosen.check_context(subject.config.context)
         fillers = subject.documents(text, max(lengths), prompts, seed)
         measure_tasks(subject.observer, subject.encode, fillers, made, chosen, tasks)
     elif plan is not None:
         loaded = hads.Plan.load(writable_file(plan) if update else plan)
-        subject = _Subject.load(model, dtype, implementation, text)
+        length = length or loaded.terms.length
+        subject = _Subject.load(model, dtype, implementation, text, mesh, length)
         loaded.check_model(subject.observer.hash)
-        tokens = subject.documents(text, length or loaded.terms.length, documents, seed)
+        tokens = subject.documents(text, length, documents, seed)
         measured = _evaluate_plan(subject.observer, loaded, tokens)
         if update:
             measured.save(plan)
@@ -270,8 +279,9 @@ def evaluate(
         _check_table(table, densities, update)
         known, more = hads.Profile.load(profile), _labelled(others)
         writable_file(table)
-        subject = _Subject.load(model, dtype, implementation, text)
-        tokens = subject.documents(text, length or known.facts.length, documents, seed)
+        length = length or known.facts.length
+        subject = _Subject.load(model, dtype, implementation, text, mesh, length)
+        tokens = subject.documents(text, length, documents, seed)
         only = () if methods == ("all",) else methods
         _compare_methods(subject.observer, known, more, only, tokens, densities, table)
         console.print(f"written: {table} and its .md", soft_wrap=True)
@@ -387,18 +397,31 @@ class _Subject:
     encode: Callable[[str], Sequence[int]] | None
 
     @staticmethod
-    def load(model: Path, dtype: str, implementation: str | None, text: list[Path]) -> _Subject:
+    def load(
+        model: Path,
+        dtype: str,
+        implementation: str | None,
+        text: list[Path],
+        mesh: MeshSizes,
+        length: int | None,
+    ) -> _Subject:
         """Loads the model; the tokenizer only if there is text to encode."""
         from xsake.model import huggingface
         from xsake.model.observer import Observer
+        from xsake.model.on_mesh import mesh_for_text
 
         for file in text:
             if not file.is_file():
                 raise FileNotFoundError(f"there is no file {file}")
         is_tokenized = text[0].suffix == ".npy"
         path = checkpoint(model)
+        config = huggingface.examine(path).config
         loaded = huggingface.load(
-            path, dtype=dtype, tokenizer=not is_tokenized, implementation=implementation
+            path,
+            dtype=dtype,
+            tokenizer=not is_tokenized,
+            implementation=implementation,
+            mesh=mesh_for_text(config, mesh, length or min(LENGTH, config.context)),
         )
         encode = None if loaded.tokenizer is None else loaded.tokenizer.encode
         return _Subject(Observer(loaded.model), loaded.config, encode)

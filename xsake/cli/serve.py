@@ -12,6 +12,7 @@ import jax
 
 from xsake.cli.model_path import checkpoint
 from xsake.cli.terminal import console
+from xsake.parallel.mesh import ONE_DEVICE, MeshSizes
 
 
 def serve(
@@ -26,6 +27,7 @@ def serve(
     allow_host: tuple[str, ...] = (),
     warm: bool = True,
     openapi: bool = False,
+    mesh: MeshSizes = ONE_DEVICE,
 ) -> None:
     """Serves runs, profiles, results and a model to play with on http://HOST:PORT.
 
@@ -44,10 +46,12 @@ def serve(
       allow_host: further names of this server, such as that of a proxy in front of it.
       warm: load the model at the start, in the background.
       openapi: print the OpenAPI description of the API as JSON, and stop.
+      mesh: devices that share the model: fsdp its parameters, tensor its heads.
     """
     import uvicorn
 
     from xsake.model import huggingface
+    from xsake.model.on_mesh import mesh_for_text
     from xsake.server import openapi as description
     from xsake.server.app import create_app
     from xsake.server.settings import Settings, token_from_environment
@@ -69,8 +73,11 @@ def serve(
         port=port,
         token=token or token_from_environment(),
         hosts=allow_host,
+        mesh=mesh,
     )
-    huggingface.examine(settings.model).tokenizer()  # raises for a model that cannot be served
+    opened = huggingface.examine(settings.model)
+    opened.tokenizer()  # raises for a model that cannot be served
+    mesh_for_text(opened.config, mesh)  # likewise
     _keep_compiled()
     listener = _bound(host, port)
     name, number = listener.getsockname()[:2]

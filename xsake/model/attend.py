@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,9 @@ from xsake.masks.rule import Rule
 from xsake.model.config import LARGEST, Config
 from xsake.model.kv_cache import KVCache
 from xsake.model.on_mesh import split_attention
-from xsake.parallel import context_attention, context_mask
+from xsake.parallel import context_attention, context_mask, sharding
 
+Order = Literal["contiguous", "zigzag", "balanced"]
 # (layer, q, k, v, state), and the layer's SparseInputs or sinks in a model that has them
 Attend = Callable[..., tuple[Array, Any]]
 
@@ -55,6 +56,7 @@ def by_mask(
     segment_ids: Any = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
+    order: Order = "contiguous",
 ) -> Attend:
     """Self-attention of whole texts, restricted by causality, the layer's window and `mask`.
 
@@ -66,10 +68,11 @@ def by_mask(
       length: T.
       segment_ids: int [B, T]; only tokens with equal ids attend to each other.
       implementation: of `dot_product_attention`.
-      mesh: batch rows and heads are split over it.
+      mesh: batch rows, heads and sequences are split over it.
+      order: of tokens that mesh.context splits, as in `Transformer`.
     """
     if mesh is not None and mesh.shape["context"] > 1:
-        return by_context(config, mask, segment_ids, implementation, mesh)
+        return by_context(config, mask, segment_ids, implementation, mesh, order)
     ready = None
     if mask is None or isinstance(mask, Rule | BlockMask):
         ready = _block_masks(config, mask, batch, length, segment_ids)
@@ -111,7 +114,12 @@ def by_mask(
 
 
 def by_context(
-    config: Config, mask: ModelMask, segment_ids: Any, implementation: str | None, mesh: Mesh
+    config: Config,
+    mask: ModelMask,
+    segment_ids: Any,
+    implementation: str | None,
+    mesh: Mesh,
+    order: Order = "contiguous",
 ) -> Attend:
     """As `by_mask`, for sequences that are split over the mesh's context axis.
 
@@ -120,6 +128,12 @@ def by_context(
     if not (mask is None or isinstance(mask, Rule | BlockMask)):
         mask = as_input_mask(mask)
         mask.check(config.layers, config.heads)
+        if order == "zigzag":
+            raise ValueError(
+                f"order 'zigzag' lays tokens out for causal attention, but mask is a "
+                f"{type(mask).__name__}, which selects blocks of consecutive tokens; use "
+                "order='balanced'"
+            )
     is_stacked = isinstance(mask, BlockMask) and _is_stacked(config, mask)
 
     def attention(
@@ -131,6 +145,8 @@ def by_context(
             "implementation": implementation,
             "logits_soft_cap": config.soft_cap,
             "sinks": sinks,
+            "layout": "zigzag" if order == "zigzag" else "contiguous",
+            "balance": order == "balanced",
         }
         if isinstance(own, InputMask):
             found = _selected(own, config, windowed, layer, q, k, ids)
@@ -205,6 +221,7 @@ def by_chunk(
     count: Int[Array, " B"],
     span: int,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Attend:
     """Chunked prefill: a chunk of every prompt attends to all cached keys; the state is the cache.
 
@@ -215,6 +232,7 @@ def by_chunk(
       count: int [B], how many of the T tokens are a sequence's own; the others are padding.
       span: slots of the cache that are read.
       implementation: of `dot_product_attention`.
+      mesh: batch rows and heads are split over it.
     """
     B, T = positions.shape
     if isinstance(mask, InputMask):
@@ -223,7 +241,8 @@ def by_chunk(
     def block_mask(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
         rule = visible(config, windowed)
         if isinstance(mask, InputMask):
-            found = mask.mask(layer, q, k, first=positions[0, 0])
+            seen = sharding.everywhere((q, k), mesh)
+            found = mask.mask(layer, *seen, first=positions[0, 0])
             return found & masks.at_positions(rule, positions[:1])
         rule = masks.at_positions(rule if mask is None else rule & mask, positions[:1])
         return BlockMask.from_rule(rule, (T, span), batch=B, heads=config.heads)
@@ -233,16 +252,24 @@ def by_chunk(
     ) -> tuple[Array, Any]:
         cache = cache.append(layer, k, v, count)
 
-        def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
+        def attention(
+            q: Array, k: Array, v: Array, mask: BlockMask, sinks: Array | None = None
+        ) -> Array:
             return dot_product_attention(
                 q,
                 k,
                 v,
-                mask=block_mask(layer, windowed, q, k),
+                mask=mask,
                 logits_soft_cap=config.soft_cap,
                 sinks=sinks,
                 implementation=implementation,
             )
+
+        def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
+            found = block_mask(layer, windowed, q, k)
+            if mesh is None:
+                return attention(q, k, v, found, sinks)
+            return split_attention(attention, mesh, q, k, v, found, sinks=sinks)
 
         keys, values = (jnp.swapaxes(x[layer, :, :, :span], 1, 2) for x in (cache.k, cache.v))
         return by_window(config, layer, of_window, q, keys, values), cache

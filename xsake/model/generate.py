@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ from xsake.model.sampling import Sampling, check_whole, sample
 from xsake.model.sparse.attend import by_prompt, by_sparse_cache
 from xsake.model.sparse.cache import SparseCache
 from xsake.model.transformer import Transformer
+from xsake.parallel import sharding
+from xsake.parallel.mesh import sizes_of
 
 __all__ = ["Completion", "GenerateOptions", "Sampling", "generate", "stream"]
 
@@ -52,6 +54,7 @@ else:
     PromptMask = Any  # at run time `as_input_mask` raises for other types
     Prompts = StopTokens = Draw = Any  # `GenerateOptions` raises
 AnyCache = KVCache | SparseCache  # of a model with dense attention, with sparse attention
+Cache = TypeVar("Cache", bound=AnyCache)
 
 
 class Completion(NamedTuple):
@@ -178,6 +181,7 @@ def stream(model: Transformer, prompts: Prompts, **options: Any) -> Iterator[lis
     """
     given = GenerateOptions(**options)
     given.check(model.config, prompts)
+    _check_mesh(model, len(prompts))
     if isinstance(given.mask, Plan) and given.mask.terms.model_hash:
         _check_weights(model, given.mask)
     return _stream(model, prompts, given, given.reader(model.config))
@@ -192,13 +196,13 @@ def _stream(
     config, sampling = model.config, options.sampling or Sampling()
     stop = padded_stop(config.eos if options.stop is None else options.stop)
     longest, left = max(map(len, prompts)), options.max_tokens - 1
+    how: Any = {"dtype": model.dtype}
     cache: AnyCache
     if config.is_sparse:
-        cache = SparseCache.empty(config, len(prompts), longest + left, dtype=model.dtype)
+        cache = SparseCache.empty(config, len(prompts), longest + left, **how)
     else:
-        cache = KVCache.empty(
-            config, len(prompts), longest + left, dtype=model.dtype, block=reader.block
-        )
+        cache = KVCache.empty(config, len(prompts), longest + left, block=reader.block, **how)
+    cache = _placed(cache, model, sharding.put)
     cache, hidden = prefill(model, cache, prompts, mask=options.mask, chunk=options.chunk)
     # the seed is an argument, so that another one does not recompile
     seed, sampling = np.uint32(sampling.seed), dataclasses.replace(sampling, seed=0)
@@ -299,10 +303,11 @@ def _prefill_whole(
     B, T = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     if isinstance(cache, SparseCache):
-        by_count = by_prompt(model.config, count, model.implementation)
+        by_count = by_prompt(model.config, count, model.implementation, model.mesh)
         hidden, filled = model.run(tokens, positions, by_count, cache, scan=False)
-        return filled, hidden[jnp.arange(B), count - 1]
-    inside = by_mask(model.config, mask, B, T, implementation=model.implementation)
+        return _placed(filled, model), hidden[jnp.arange(B), count - 1]
+    how: Any = {"implementation": model.implementation, "mesh": model.mesh}
+    inside = by_mask(model.config, mask, B, T, **how)
 
     def attend(
         layer: Any, q: Array, k: Array, v: Array, cache: Any, *sinks: Array
@@ -310,7 +315,7 @@ def _prefill_whole(
         return inside(layer, q, k, v, None, *sinks)[0], cache.append(layer, k, v, count)
 
     hidden, filled = model.run(tokens, positions, attend, cache)
-    return filled.advance(count), hidden[jnp.arange(B), count - 1]
+    return _placed(filled.advance(count), model), hidden[jnp.arange(B), count - 1]
 
 
 @functools.partial(jax.jit, static_argnames="span", donate_argnames="cache")
@@ -331,10 +336,11 @@ def _prefill_chunk(
     """
     B, T = tokens.shape
     positions = jnp.broadcast_to(first + jnp.arange(T), (B, T))
-    attend = by_chunk(model.config, mask, positions, count, span, model.implementation)
+    how = (model.implementation, model.mesh)
+    attend = by_chunk(model.config, mask, positions, count, span, *how)
     hidden, cache = model.run(tokens, positions, attend, cache)
     here = hidden[jnp.arange(B), jnp.maximum(count - 1, 0)]
-    return cache.advance(count), jnp.where((count > 0)[:, None], here, last)
+    return _placed(cache.advance(count), model), jnp.where((count > 0)[:, None], here, last)
 
 
 # ------------------------------------------------------------------------------------------- decode
@@ -390,7 +396,7 @@ def _burst(
     state = (jnp.int32(0), (cache, reader.nothing_chosen(B)), token, done, new)
     body = step if reader.budget is None else refreshed
     _, (cache, _), token, done, new = lax.while_loop(is_running, body, state)
-    return cache, token, done, new
+    return _placed(cache, model), token, done, new
 
 
 def decode_step(
@@ -424,6 +430,37 @@ def decode_step(
 
 
 # ------------------------------------------------------------------------------------------- checks
+
+
+def _check_mesh(model: Transformer, prompts: int) -> None:
+    """Raises if the model's mesh cannot share these prompts."""
+    sizes = sizes_of(model.mesh)
+    if sizes.context > 1:
+        raise ValueError(
+            f"mesh.context = {sizes.context} splits whole texts, but generation appends to a "
+            "cache; use mesh.tensor"
+        )
+    shares = sizes.data * sizes.fsdp
+    if prompts > 1 and prompts % shares:
+        raise ValueError(
+            f"{prompts} prompts are not divisible by mesh.data × mesh.fsdp = {shares}; give a "
+            "multiple of that, or one at a time"
+        )
+
+
+def _placed(
+    cache: Cache, model: Transformer, place: Callable[..., Any] = lax.with_sharding_constraint
+) -> Cache:
+    """The cache on the model's mesh as the table says; `place` differs outside of jit."""
+    mesh = model.mesh
+    if mesh is None:
+        return cache
+    found: Any
+    if isinstance(cache, SparseCache):
+        found = cache.map(lambda layer: place(layer, sharding.shardings_of(layer, mesh)))
+    else:
+        found = place(cache, sharding.shardings_of(cache, mesh))
+    return found  # type: ignore[no-any-return]
 
 
 _hashes: weakref.WeakKeyDictionary[Transformer, tuple[list[Any], str]] = weakref.WeakKeyDictionary()

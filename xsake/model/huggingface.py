@@ -29,7 +29,8 @@ from xsake import _files
 from xsake.data.tokenizer import Tokenizer, build_tokenizer, read_tokenizer
 from xsake.model import hf_config, weights
 from xsake.model.config import Config
-from xsake.model.transformer import Transformer
+from xsake.model.transformer import Transformer, parameter_axes
+from xsake.parallel import sharding
 
 TYPES = ("F64", "F32", "F16", "BF16")  # safetensors dtypes that are supported
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -94,7 +95,8 @@ def load(
       param_dtype: what parameters are kept in.
       tokenizer: True: the checkpoint's own, which must be there; False: none; or the path of a
         tokenizer.json.
-      **options: of `Transformer`: scan, remat, implementation.
+      **options: of `Transformer`: scan, remat, implementation, mesh. On a mesh, every device reads
+        whole parameters from the file and keeps its part.
     """
     opened = examine(path)
     config = opened.config
@@ -106,6 +108,10 @@ def load(
     if words is not None:
         _check_vocabulary(words, config, path)
     parameters = weights.gather(config, opened.entries, opened.source, param_dtype)
+    if (mesh := options.get("mesh")) is not None:
+        shapes = {name: x.shape for name, x in parameters.items()}
+        where = sharding.of_parameters(mesh, parameter_axes(config), shapes)
+        parameters = sharding.put(dict(parameters), where)
     return Loaded(Transformer.of(config, parameters, dtype=dtype, **options), config, words)
 
 

@@ -18,13 +18,15 @@ from xsake.hads import Certify, Profile, calibrate, certified_attention, correct
 from xsake.hads.chunks import Softmax
 from xsake.model import Transformer
 from xsake.model.attend import by_mask, by_window, narrowed, softmax_of
-from xsake.model.transformer import document_positions
+from xsake.model.positions import document_positions
+from xsake.parallel import sharding
 
 
 class Observer:
     """The interface to a model that calibration and evaluation use.
 
-    `weights` is a pytree that every method takes, so that it is an argument of compiled code.
+    `weights` is a pytree that every method takes, so that it is an argument of compiled code. On a
+    mesh, passes are split over its devices, and every device has what is measured of a layer.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -77,16 +79,21 @@ class Observer:
         def attend(
             layer: Any, q: Array, k: Array, v: Array, state: Any, sinks: Array | None = None
         ) -> tuple[Array, Any]:
-            mask = choose(layer, q, k, v, *_kernel_and_softmax(model, layer, sinks))
+            whole = sharding.everywhere((q, k, v), model.mesh)
+            mask = choose(layer, *whole, *_kernel_and_softmax(model, layer, sinks))
             if not corrected:
-                by_chosen = by_mask(model.config, mask, 1, T, implementation=self.implementation)
+                by_chosen = by_mask(
+                    *(model.config, mask, 1, T),
+                    implementation=self.implementation,
+                    mesh=model.mesh,
+                )
                 return by_chosen(layer, q, k, v, state, sinks)
 
             def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
                 own = narrowed(mask, model.config, windowed)
                 return corrected_attention(q, k, v, own, sinks=sinks, **how)
 
-            return by_window(model.config, layer, of_window, q, k, v), state
+            return by_window(model.config, layer, of_window, *whole), state
 
         return model.run(tokens[None], document_positions(1, T), attend)[0][0]
 
@@ -104,6 +111,7 @@ class Observer:
         def attend(
             layer: Any, q: Array, k: Array, v: Array, used: Any, sinks: Array | None = None
         ) -> tuple[Array, Any]:
+            q, k, v = sharding.everywhere((q, k, v), model.mesh)
             mask = choose(layer, q, k, v, *_kernel_and_softmax(model, layer, sinks))
 
             def of_window(windowed: bool, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -137,4 +145,5 @@ class Observer:
 def _kernel_and_softmax(
     model: Transformer, layer: Any, sinks: Array | None
 ) -> tuple[Array, Softmax]:
-    return model.layer(layer).out.kernel[...], softmax_of(model.config, layer, sinks)
+    own = model.layer(layer).out.kernel[...], softmax_of(model.config, layer, sinks)
+    return sharding.everywhere(own, model.mesh)

@@ -51,13 +51,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from xsake.hads.chunks import PLAIN, Softmax
 from xsake.model import rope
-from xsake.model.attend import Attend, ModelMask, by_mask, softmax_of
+from xsake.model.attend import Attend, ModelMask, Order, by_mask, softmax_of
 from xsake.model.config import Config
 from xsake.model.modules import Axes, Linear, Norm, constant, normal
+from xsake.model.positions import positions_in_order
 from xsake.model.sparse.attend import by_blocks, with_index_loss
 from xsake.model.sparse.module import SparseAttention, SparseInputs
 from xsake.parallel import sharding
@@ -106,6 +107,10 @@ class Transformer(nnx.Module):
       implementation: of `xsake.dot_product_attention`; default the fastest that can run.
       mesh: the devices that a pass is split over, for parameters that lie as
         `parallel.sharding.of_parameters` says; its axes divide the batch and the config's sizes.
+      order: of the tokens, where mesh.context splits them. "contiguous"; "zigzag": the caller
+        passes tokens and segment ids in the order of `parallel.token_order`, and gets hidden states
+        in that order; "balanced": contiguous, and attention moves row blocks between devices so
+        that all have equal work.
 
     >>> from flax import nnx
     >>> from xsake.model import PRESETS, Transformer
@@ -124,8 +129,9 @@ class Transformer(nnx.Module):
         remat: bool = False,
         implementation: str | None = None,
         mesh: Mesh | None = None,
+        order: Order = "contiguous",
     ) -> None:
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.order = config, mesh, order
         self.dtype = jnp.dtype(dtype).name
         self.scan, self.remat, self.implementation = scan, remat, implementation
         vocab, embed = {"vocab": config.vocab_size}, {"embed": config.width}
@@ -196,7 +202,7 @@ class Transformer(nnx.Module):
 
         One layer's q, k and v are alive at a time. Under scan `layer` is traced and `carry` keeps
         its shapes: `carry.at[layer].set(…)` collects a figure for each layer. Layers with sparse
-        attention give a SparseObservation.
+        attention give a SparseObservation. On a mesh, every device has one layer's whole arrays.
         """
         attend, positions = self._prepare(tokens, mask, positions, segment_ids)
 
@@ -206,11 +212,14 @@ class Transformer(nnx.Module):
             out, _ = attend(layer, q, k, v, None, *more)
             kernel = self.layer(layer).out.kernel[...]
             if self.config.is_sparse:
-                return out, fold(layer, SparseObservation(q, k, v, out, kernel, *more), carry)
-            softmax = softmax_of(self.config, layer, *more)
-            return out, fold(layer, Observation(q, k, v, out, kernel, softmax), carry)
+                seen: Any = SparseObservation(q, k, v, out, kernel, *more)
+            else:
+                softmax = softmax_of(self.config, layer, *more)
+                seen = Observation(q, k, v, out, kernel, softmax)
+            return out, fold(layer, sharding.everywhere(seen, self.mesh), carry)
 
-        return self.run(tokens, positions, watched, carry)[1]
+        found = self.run(tokens, positions, watched, carry)[1]
+        return sharding.everywhere(found, self.mesh)
 
     def run(
         self,
@@ -293,7 +302,7 @@ class Transformer(nnx.Module):
                     f"{T} tokens are more than the {self.config.context} positions that this model "
                     "learned; shorten the sequence or pass positions"
                 )
-            positions = document_positions(B, T, segment_ids)
+            positions = positions_in_order(B, T, segment_ids, self.mesh, self.order)
         if self.config.is_sparse:
             if mask is not None:
                 raise ValueError(
@@ -302,7 +311,8 @@ class Transformer(nnx.Module):
                 )
             attend = by_blocks(self.config, segment_ids, self.implementation, self.mesh)
         else:
-            attend = by_mask(self.config, mask, B, T, segment_ids, self.implementation, self.mesh)
+            how = (self.implementation, self.mesh, self.order)
+            attend = by_mask(self.config, mask, B, T, segment_ids, *how)
         return attend, jnp.asarray(positions)
 
     # ---------------------------------------------------------------------------------- parameters
@@ -363,20 +373,6 @@ def parameter_axes(config: Config) -> dict[str, tuple[str, ...]]:
 
 def _leaves(state: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-
-
-def document_positions(batch: int, length: int, segment_ids: Any = None) -> Int[Array, "B T"]:
-    """0, 1, 2 … for every row, [B, T], from 0 again wherever the segment id changes.
-
-    >>> document_positions(1, 5, jnp.array([[7, 7, 7, 2, 2]]))
-    Array([[0, 1, 2, 0, 1]], dtype=int32)
-    """
-    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    if segment_ids is None:
-        return index
-    ids = jnp.asarray(segment_ids)
-    begins = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
-    return index - lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
 def _angles(config: Config, positions: Any) -> Callable[[Any], Any]:

@@ -38,8 +38,9 @@ from xsake.nsa.compress import (
     functions_of,
 )
 from xsake.nsa.selected import attend_selected
-from xsake.nsa.sequences import Sequences, sequences_of
 from xsake.nsa.settings import Score, Settings
+from xsake.nsa.split import Text
+from xsake.parallel import context_attention
 
 
 def native_sparse_attention(
@@ -68,6 +69,7 @@ def native_sparse_attention(
     segment_ids: Int[Tensor, ...] | None = None,
     cu_seqlens: Int[Tensor, " sequences_and_one"] | None = None,
     token_indices: Int[Tensor, ...] | None = None,
+    axis: str | None = None,
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Float[Array, "B T N Hv"]:
@@ -111,6 +113,9 @@ def native_sparse_attention(
       segment_ids: int [B, T]; each run of equal ids is a sequence, negative ids are padding.
       cu_seqlens: int [sequences + 1], for B = 1: the same as ends of the sequences.
       token_indices: int [T] positions or [T, 2] (sequence, position), for B = 1: the same again.
+      axis: inside `jax.shard_map`, the mesh axis over whose devices the sequence is split, in order
+        and evenly. Every device gives its part of all arrays, and gets its part of the output;
+        cu_seqlens and token_indices describe the whole sequence.
       implementation: a backend by name, for all branches; blocks are chosen by kernels where there
         are some, else in plain JAX.
       options: settings of the backends.
@@ -133,9 +138,8 @@ def native_sparse_attention(
     indices = check_indices(block_indices, q, k)
     counts = check_counts(block_counts, indices, q, k)
     branches = settings.branches(gates, compressed, indices is not None)
-    sequences = sequences_of(
-        *q.shape[:2], segment_ids=segment_ids, cu_seqlens=cu_seqlens, token_indices=token_indices
-    )
+    packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
+    text = Text.of(q.shape[0], q.shape[1], axis, **packed)
     selects = "g_slc" in branches and indices is None
     compresses = "g_cmp" in branches or (selects and score == "nsa")
     settings.check(selects=selects, compresses=compresses)
@@ -148,12 +152,13 @@ def native_sparse_attention(
 
     pooled = logsumexp = None
     if compresses:
-        pooled = compress(k, v, sequences, compression=compression, **settings.pooling)
-        found["g_cmp"], logsumexp = attend_compressed(q, pooled, sequences, **how)
+        pooled, (found["g_cmp"], logsumexp) = _compressed(
+            q, k, v, text, compression, settings, **how
+        )
     if "g_slc" in branches:
         if indices is None:
             indices = choose(
-                *(settings, q, k, pooled, logsumexp, index, sequences, scale),
+                *(settings, q, k, pooled, logsumexp, index, text, scale),
                 implementation=implementation,
             )
         found["g_slc"], _ = attend_selected(
@@ -162,14 +167,15 @@ def native_sparse_attention(
             v,
             indices,
             block=block_size,
-            sequences=sequences,
+            sequences=text.queries,
+            split=text.split,
             counts=counts,
             is_set=selects,
             forced=settings.forced if selects else (0, 0),
             **how,
         )
     if "g_swa" in branches:
-        found["g_swa"] = _window(q, k, v, sequences, settings.window_size, **how)
+        found["g_swa"] = _window(q, k, v, text, settings.window_size, **how)
     return combine({name: found[name] for name in branches}, gates, q.dtype)
 
 
@@ -185,6 +191,7 @@ def apply_native_sparse_attention(
     segment_ids: Int[Tensor, ...] | None = None,
     cu_seqlens: Int[Tensor, " sequences_and_one"] | None = None,
     token_indices: Int[Tensor, ...] | None = None,
+    axis: str | None = None,
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Float[Array, "B T N Hv"]:
@@ -211,6 +218,7 @@ def apply_native_sparse_attention(
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
         token_indices=token_indices,
+        axis=axis,
         implementation=implementation,
         options=options,
     )
@@ -234,6 +242,7 @@ def select_blocks(
     segment_ids: Int[Tensor, ...] | None = None,
     cu_seqlens: Int[Tensor, " sequences_and_one"] | None = None,
     token_indices: Int[Tensor, ...] | None = None,
+    axis: str | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B T K c"]:
     """The blocks that `native_sparse_attention` would select, to look at or to pass to it.
@@ -259,22 +268,38 @@ def select_blocks(
         compression_block=compression_block,
         compression_stride=compression_stride,
     )
-    sequences = sequences_of(
-        *q.shape[:2], segment_ids=segment_ids, cu_seqlens=cu_seqlens, token_indices=token_indices
-    )
+    packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
+    text = Text.of(q.shape[0], q.shape[1], axis, **packed)
     settings.check(selects=True, compresses=score == "nsa")
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
     pooled = logsumexp = None
     if score == "nsa":
-        pooled = compress(k, None, sequences, compression=compression, **settings.pooling)
-        pooled = pooled._replace(v=pooled.k)  # any values: only the logsumexp is needed
-        _, logsumexp = attend_compressed(
-            q, pooled, sequences, scale=scale, implementation=implementation
+        pooled, (_, logsumexp) = _compressed(
+            q, k, None, text, compression, settings, scale=scale, implementation=implementation
         )
     return choose(
-        *(settings, q, k, pooled, logsumexp, index, sequences, scale),
+        *(settings, q, k, pooled, logsumexp, index, text, scale),
         implementation=implementation,
     )
+
+
+def _compressed(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    text: Text,
+    compression: Compression,
+    settings: Settings,
+    **how: Any,
+) -> tuple[Pooled, tuple[Array, Array]]:
+    """The pooled blocks of the whole text, and this device's attention to them."""
+    pooled = compress(
+        k, v, text.keys, compression=compression, split=text.split, **settings.pooling
+    )
+    if v is None:
+        pooled = pooled._replace(v=pooled.k)  # any values: only the logsumexp is needed
+    is_split = text.split is not None
+    return pooled, attend_compressed(q, pooled, text.queries, is_split=is_split, **how)
 
 
 def choose(
@@ -284,7 +309,7 @@ def choose(
     pooled: Pooled | None,
     logsumexp: Array | None,
     index: tuple[Array, Array] | None,
-    sequences: Sequences,
+    text: Text,
     scale: float,
     means: Pooled | None = None,
     implementation: str | None = None,
@@ -293,22 +318,24 @@ def choose(
 
     means: of whole blocks, for "moba", where they are known already.
     """
-    block, choice, keys = settings.block_size, settings.choice, k.shape[1]
+    block, choice, keys = settings.block_size, settings.choice, text.length or k.shape[1]
     q, k, pooled, logsumexp, index = lax.stop_gradient((q, k, pooled, logsumexp, index))
     if settings.score == "msa":
         assert index is not None
-        return select.by_indexer(*index, sequences, block=block, **choice)
+        iq, ik = index
+        ik = ik if text.split is None else text.split.gathered(ik)
+        return select.by_indexer(iq, ik, text.queries, text.keys, block=block, **choice)
     if settings.score == "moba":
         if means is None:
-            means = compress(k, None, sequences, block=block, stride=block)
-        return select.by_block_means(q, means, sequences, keys=keys, block=block, **choice)
+            means = compress(k, None, text.keys, block=block, stride=block, split=text.split)
+        return select.by_block_means(q, means, text.queries, keys=keys, block=block, **choice)
     assert pooled is not None
     assert logsumexp is not None
     return select.by_compressed_attention(
         q,
         pooled,
         logsumexp,
-        sequences,
+        text.queries,
         keys=keys,
         block=block,
         pooled_block=settings.compression_block,
@@ -319,13 +346,12 @@ def choose(
     )
 
 
-def _window(
-    q: Array, k: Array, v: Array, sequences: Sequences, size: int | None, **how: Any
-) -> Array:
+def _window(q: Array, k: Array, v: Array, text: Text, size: int | None, **how: Any) -> Array:
     assert size is not None
-    return dot_product_attention(
-        q, k, v, local_window_size=(size - 1, 0), q_segment_ids=sequences.number, **how
-    )
+    how |= {"local_window_size": (size - 1, 0), "q_segment_ids": text.queries.number}
+    if text.split is not None:
+        return context_attention(q, k, v, axis=text.split.axis, **how)
+    return dot_product_attention(q, k, v, **how)
 
 
 def combine(found: dict[str, Array], gates: dict[str, Array | None], dtype: Any) -> Array:

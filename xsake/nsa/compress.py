@@ -26,6 +26,7 @@ from xsake.attention import dot_product_attention
 from xsake.backends import accumulator
 from xsake.backends.options import Options
 from xsake.nsa.sequences import Sequences
+from xsake.nsa.split import Split
 
 # [B, P, block, K, H] -> [B, P, K, H]: the tokens of P blocks, one vector for each block
 Pooling = Callable[[Array], Array]
@@ -88,12 +89,19 @@ def compress(
     block: int,
     stride: int,
     compression: Compression = "mean",
+    split: Split | None = None,
 ) -> Pooled:
-    """Pools the keys, and the values if there are any, of every completed block; differentiable."""
-    slots = slots_of(sequences, key.shape[1], block, stride)
+    """Pools the keys, and the values if there are any, of every completed block; differentiable.
+
+    With a split, key and value are this device's, and the result has the blocks of all devices.
+    """
+    slots = slots_of(sequences, key.shape[1] if split is None else split.length, block, stride)
     for_keys, for_values = functions_of(compression)
-    keys = _pool("key", key, slots, block, stride, for_keys)
-    values = None if value is None else _pool("value", value, slots, block, stride, for_values)
+    pool = _pool if split is None else functools.partial(_pool_split, split)
+    keys = pool("key", key, slots, block, stride, for_keys)
+    values = None if value is None else pool("value", value, slots, block, stride, for_values)
+    if split is not None and slots.before is not None:
+        slots = slots._replace(before=split.own(slots.before))
     return Pooled(keys, values, *slots)
 
 
@@ -116,6 +124,32 @@ def _pool(name: str, x: Array, slots: Slots, block: int, stride: int, pooling: A
     if slots.number is not None:
         found = jnp.where((slots.number >= 0)[:, :, None, None], found, 0)
     return found
+
+
+def _pool_split(
+    split: Split, name: str, x: Array, slots: Slots, block: int, stride: int, pooling: Any
+) -> Array:
+    """As `_pool`: a device pools the blocks that end in its tokens, and receives the others.
+
+    Ends are at least `stride` apart, so that every `stride` tokens have at most one.
+    """
+    T, end = split.local, slots.end
+    count = -(-T // stride)  # of one device
+    if pooling == "mean" and slots.number is None and T % stride == 0:
+        near = jnp.concatenate([split.before(x, block - stride), x], axis=1)
+        found = _running_mean(near, count, block, stride)
+    else:
+        near = jnp.concatenate([split.before(x, block - 1), x], axis=1)
+        offset = end - split.first
+        slot = jnp.where((offset >= 0) & (offset < T), offset // stride, count)
+        own = jnp.zeros_like(end, shape=(len(end), count))  # slots without a block: any tokens
+        own = own.at[jnp.arange(len(end))[:, None], slot].set(offset + block - 1, mode="drop")
+        found = pool_ending_at(name, near, own, block, pooling)
+    every = split.gathered(found)
+    is_block = end < split.length
+    at = jnp.where(is_block, end // T * count + end % T // stride, 0)
+    found = every[jnp.arange(len(every))[:, None], jnp.broadcast_to(at, (len(every), at.shape[1]))]
+    return jnp.where(is_block[:, :, None, None], found, 0)
 
 
 def pool_ending_at(name: str, x: Array, end: Array, block: int, pooling: Any) -> Array:
@@ -157,21 +191,24 @@ def attend_compressed(
     sequences: Sequences,
     *,
     scale: float,
+    is_split: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attention of every query to the completed blocks before it, and the logsumexp.
 
-    A query before the end of its sequence's first block gets 0 and -inf.
+    A query before the end of its sequence's first block gets 0 and -inf. `is_split`: the queries
+    are some of the text's.
     """
     assert pooled.v is not None
+    has_index = sequences.are_packed and not is_split  # a query's index is its place in the row
     return dot_product_attention(
         query,
         pooled.k,
         pooled.v,
         scale=scale,
         is_causal=True,
-        q_positions=None if sequences.are_packed else sequences.last,
+        q_positions=None if has_index else sequences.last,
         kv_positions=pooled.end,
         implementation=implementation,
         options=options,

@@ -16,7 +16,7 @@ output equals that of `native_sparse_attention` over the whole sequence at that 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from xsake.nsa.compress import (
 )
 from xsake.nsa.sequences import ONE_SEQUENCE, Sequences
 from xsake.nsa.settings import Settings
+from xsake.nsa.split import Text
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +55,14 @@ class Cache:
     index_k: Leaf  # [B, S, K|1, Hi] for score="msa", else None
     length: Leaf  # int32 [B]
     settings: Settings = dataclasses.field(metadata={"static": True})
+    axes: ClassVar[dict[str, tuple[str, ...]]] = {  # logical names, for parallel.sharding
+        "k": ("batch", "capacity", "kv_heads", "head_size"),
+        "v": ("batch", "capacity", "kv_heads", "head_size"),
+        "pooled_k": ("batch", "capacity", "kv_heads", "head_size"),
+        "pooled_v": ("batch", "capacity", "kv_heads", "head_size"),
+        "index_k": ("batch", "capacity", "index_heads", "index_size"),
+        "length": ("batch",),
+    }
 
     @classmethod
     def empty(
@@ -218,8 +227,9 @@ def decode_step(
     if "g_slc" in branches:
         sequences = Sequences(first=jnp.zeros_like(position)[:, None], last=position[:, None])
         by_index = None if index is None else (index[0], cache.index_k)
+        text = Text(sequences, sequences)
         blocks = choose(
-            settings, q, cache.k, pooled, logsumexp, by_index, sequences, scale, means=pooled
+            settings, q, cache.k, pooled, logsumexp, by_index, text, scale, means=pooled
         )[:, 0]  # [B, K, c]
         slot = blocks[..., None] * settings.block_size
         slot = slot + jnp.arange(settings.block_size, dtype=jnp.int32)[None, None, None]

@@ -25,8 +25,9 @@ from xsake.attention import Tensor, dot_product_attention, number
 from xsake.backends import accumulator
 from xsake.nsa.checks import check_arrays, check_indexer, check_indices
 from xsake.nsa.selected import attend_selected
-from xsake.nsa.sequences import sequences_of
 from xsake.nsa.settings import Settings
+from xsake.nsa.split import Text
+from xsake.parallel import context_attention
 
 
 def indexer_loss(
@@ -42,6 +43,7 @@ def indexer_loss(
     segment_ids: Int[Tensor, ...] | None = None,
     cu_seqlens: Int[Tensor, " sequences_and_one"] | None = None,
     token_indices: Int[Tensor, ...] | None = None,
+    axis: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, ""]:
     """KL from the indexer's to the attention's distribution; the caller adds it to its loss.
@@ -61,6 +63,7 @@ def indexer_loss(
       segment_ids: as in `native_sparse_attention`, like the next two.
       cu_seqlens: likewise.
       token_indices: likewise.
+      axis: likewise; the mean is over the queries of all its devices.
       implementation: a backend by name.
 
     Returns:
@@ -76,24 +79,19 @@ def indexer_loss(
     ik = jnp.broadcast_to(ik, (B, T, K, iq.shape[3]))
     z_scale = 1 / math.sqrt(iq.shape[3])
     z_scale = z_scale if index_scale is None else number("index_scale", index_scale)
-    sequences = sequences_of(
-        B, T, segment_ids=segment_ids, cu_seqlens=cu_seqlens, token_indices=token_indices
-    )
+    packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
+    text = Text.of(B, T, axis, **packed)
     indices = check_indices(block_indices, q, k)
 
     def attend(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
         how: dict[str, Any] = {"scale": scale, "implementation": implementation}
         if indices is not None:
-            return attend_selected(q, k, v, indices, block=block_size, sequences=sequences, **how)
-        return dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            q_segment_ids=sequences.number,
-            return_residual=True,
-            **how,
-        )
+            how |= {"block": block_size, "sequences": text.queries, "split": text.split}
+            return attend_selected(q, k, v, indices, **how)
+        how |= {"is_causal": True, "q_segment_ids": text.queries.number, "return_residual": True}
+        if axis is not None:
+            return context_attention(q, k, v, axis=axis, **how)
+        return dot_product_attention(q, k, v, **how)
 
     q, k = lax.stop_gradient((q, k))
     mean_keys, lse_s = attend(q, k, jnp.concatenate([k, ik], axis=-1), scale)
@@ -108,5 +106,7 @@ def indexer_loss(
     teacher = mean_s - jnp.where(seen, lax.stop_gradient(lse_s), 0)
     divergence = teacher.reshape(mean_z.shape) - (mean_z - lse_z)
     counted = seen.reshape(mean_z.shape)
-    total = jnp.where(counted, divergence, 0).sum()
-    return total / jnp.maximum(counted.sum(), 1)
+    total, count = jnp.where(counted, divergence, 0).sum(), counted.sum()
+    if axis is not None:
+        total, count = lax.psum((total, count), axis)
+    return total / jnp.maximum(count, 1)

@@ -119,19 +119,20 @@ def by_indexer(
     index_query: Float[Array, "B T K Hi"],
     index_key: Float[Array, "B S J Hi"],
     sequences: Sequences,
+    key_sequences: Sequences,
     *,
     block: int,
     **choice: int,
 ) -> Int[Array, "B T K c"]:
     """MSA's choice: the largest score of a learned indexer among a block's visible keys.
 
-    index_key has K heads, or one that all share.
+    index_key has K heads, or one that all share. `sequences` are those of the queries.
     """
     K, S = index_query.shape[2], index_key.shape[1]
     count = -(-S // block)
     keys = jnp.broadcast_to(index_key, (*index_key.shape[:2], K, index_key.shape[3]))
     end = jnp.arange(S, dtype=jnp.int32)[None]  # every key is a pooled block of one token
-    slots = Pooled(keys, None, end, sequences.number, sequences.first)
+    slots = Pooled(keys, None, end, key_sequences.number, sequences.first)
 
     def score(at: dict[str, Array]) -> Array:
         s = _products(at["q"][:, :, :, None], slots.k)[:, :, :, 0]

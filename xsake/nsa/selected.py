@@ -2,6 +2,7 @@
 
     block_indices [B, T, K, C] ─ normalised: a set, causal ─┐
     q, k, v ────────────────────────────────────────────────┴─ SelectedCall ─ backend ─ out, lse
+    of a split sequence: one kv head after the other, with the blocks that some query here selected
 
     backends/hopper/selected/     Hopper GPUs
     backends/xla/selected.py      any device
@@ -12,13 +13,14 @@ backend computes it from the saved output and logsumexp.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from xsake import _jax
@@ -29,6 +31,7 @@ from xsake.backends.hopper import selected as hopper
 from xsake.backends.options import Options
 from xsake.backends.xla import selected as xla
 from xsake.nsa.sequences import ONE_SEQUENCE, Sequences, sequences_of
+from xsake.nsa.split import Split
 
 # Fastest first. A module with why_not(call), forward(call) and backward(call, …): see SelectedCall.
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "xla": xla}
@@ -45,6 +48,7 @@ def attend_selected(
     block: int,
     scale: float,
     sequences: Sequences = ONE_SEQUENCE,
+    split: Split | None = None,
     counts: int | Int[Array, "B T K"] | None = None,
     is_set: bool = False,
     forced: tuple[int, int] = (0, 0),
@@ -62,6 +66,7 @@ def attend_selected(
       block: keys of a block.
       scale: of the logits.
       sequences: of the queries.
+      split: how the sequence lies over devices; query, key and value are this device's.
       counts: only the first so many indices count.
       is_set: the indices are known to be ascending, unique, causal, and -1 at the end.
       forced: (initial, local), blocks that are known to be in every list, as in SelectedCall.
@@ -91,6 +96,9 @@ def attend_selected(
         lse = jnp.full((B, T, N), -jnp.inf, accumulator(query.dtype))
         return jnp.zeros((B, T, N, Hv), query.dtype), lse
     if name == REFERENCE:
+        if split is not None:
+            key, value = split.gathered(key), split.gathered(value)
+            call = dataclasses.replace(call, k=key, v=value)
         return dot_product_attention(
             query,
             key,
@@ -104,7 +112,8 @@ def attend_selected(
     call = _jax.vary(call, _jax.varying_axes(*jax.tree.leaves(call)))
     q, k, v = reverse_only(name, call.q, call.k, call.v)
     static = (name, call.block, call.scale, call.options, call.forced)
-    return _attend(static, q, k, v, call.indices, call.first, call.last)
+    arrays = (q, k, v, call.indices, call.first, call.last)
+    return _attend(static, *arrays) if split is None else _attend_split(static, split, *arrays)
 
 
 def backend_for(call: SelectedCall, asked: str | None = None) -> Explanation:
@@ -204,6 +213,75 @@ def _attend_bwd(static: Any, saved: Any, cotangents: Any) -> Any:
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+# ----------------------------------------------------------------------------- a split sequence
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_split(
+    static: Any,
+    split: Split,
+    q: Array,
+    k: Array,
+    v: Array,
+    indices: Array,
+    first: Array,
+    last: Array,
+) -> tuple[Array, Array]:
+    """As `_attend`. Keys that arrived are not kept: the backward fetches them again."""
+    return _attend_split_fwd(static, split, q, k, v, indices, first, last)[0]
+
+
+def _attend_split_fwd(static: Any, split: Split, *arrays: Any) -> Any:
+    q, k, v, indices, first, last = arrays
+
+    def head(given: Any) -> tuple[Array, Array]:
+        q, k, v, indices = given
+        pages = split.pages(indices[:, :, 0], first, last, static[1])
+        near = q, pages.fetched(k), pages.fetched(v), indices, first, last
+        return _forward(static, *near)
+
+    run = first_order_only(static[0], lambda *given: lax.map(head, given))
+    K = k.shape[2]
+    out, logsumexp = run(*(_by_kv_head(x, K) for x in (q, k, v, indices)))
+    out, logsumexp = _together(out), _together(logsumexp[..., None])[..., 0]
+    return (out.astype(q.dtype), logsumexp), (arrays, out, logsumexp)
+
+
+def _attend_split_bwd(static: Any, split: Split, saved: Any, cotangents: Any) -> Any:
+    (q, k, v, indices, first, last), out, logsumexp = saved
+    d_out, d_logsumexp = cotangents
+    dtype = accumulator(q.dtype)
+
+    def head(given: Any) -> tuple[Array, Array, Array]:
+        q, k, v, indices, out, logsumexp, d_out, d_logsumexp = given
+        pages = split.pages(indices[:, :, 0], first, last, static[1])
+        near = q, pages.fetched(k), pages.fetched(v), indices, first, last
+        results = out, logsumexp[..., 0], d_out, d_logsumexp[..., 0]
+        dq, dk, dv = _backward(static, near, *results)
+        return dq, pages.returned(dk.astype(dtype)), pages.returned(dv.astype(dtype))
+
+    run = first_order_only(static[0], lambda *given: lax.map(head, given))
+    K = k.shape[2]
+    given = (q, k, v, indices, out, logsumexp[..., None], d_out, d_logsumexp[..., None])
+    dq, dk, dv = (_together(x) for x in run(*(_by_kv_head(x, K) for x in given)))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+
+
+_attend_split.defvjp(_attend_split_fwd, _attend_split_bwd)
+
+
+def _by_kv_head(x: Array, K: int) -> Array:
+    """[B, T, K · G, D] -> [K, B, T, G, D]."""
+    B, T, N, D = x.shape
+    return jnp.moveaxis(x.reshape(B, T, K, N // K, D), 2, 0)
+
+
+def _together(x: Array) -> Array:
+    """The inverse of `_by_kv_head`."""
+    K, B, T, G, D = x.shape
+    return jnp.moveaxis(x, 0, 2).reshape(B, T, K * G, D)
 
 
 # ------------------------------------------------------------------------------------------ indices

@@ -135,10 +135,14 @@ class CheckpointSaved(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Straggler(Event):
-    """A step took ten times the median of the steps before it."""
+    """A step took ten times the median of the steps before it.
+
+    `process` is the one that the others waited for; None: there is one, or it does not show.
+    """
 
     step_seconds: float
     median_seconds: float
+    process: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

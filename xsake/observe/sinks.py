@@ -257,7 +257,8 @@ class Terminal:
             self._print(". ".join(filter(None, [f"resumed at step {event.step}", event.note])))
         elif isinstance(event, Straggler):
             times = f"{event.step_seconds:.2f} s, the median {event.median_seconds:.2f} s"
-            self._print(f"step {event.step} took {times}")
+            waited = "" if event.process is None else f", waiting for process {event.process}"
+            self._print(f"step {event.step} took {times}{waited}")
         elif isinstance(event, Stopped):
             self._print(f"step {event.step}: {event.reason}")
 

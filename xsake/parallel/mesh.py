@@ -54,6 +54,9 @@ class MeshSizes:
         return " × ".join(f"{name} {getattr(self, name)}" for name in AXES)
 
 
+ONE_DEVICE = MeshSizes()  # of commands: unless flags or XSAKE_MESH say otherwise
+
+
 def parse(text: str) -> MeshSizes:
     """The sizes of "fsdp=4,context=2", as in XSAKE_MESH and `xsake inspect --mesh`.
 
@@ -70,6 +73,16 @@ def parse(text: str) -> MeshSizes:
             )
         found[name] = int(size)
     return MeshSizes(**found)
+
+
+def given(asked: MeshSizes, environment: Mapping[str, str] = os.environ) -> MeshSizes:
+    """The sizes of the settings, and where those are 0, of XSAKE_MESH.
+
+    >>> given(MeshSizes(fsdp=2), {"XSAKE_MESH": "fsdp=4,tensor=2"})
+    MeshSizes(data=0, fsdp=2, tensor=2, context=0)
+    """
+    other = parse(environment.get(VARIABLE, ""))
+    return MeshSizes(**{name: getattr(asked, name) or getattr(other, name) for name in AXES})
 
 
 def resolved(
@@ -94,8 +107,7 @@ def resolved(
     >>> resolved(MeshSizes(), 8, 20, 2, environment={})
     MeshSizes(data=5, fsdp=1, tensor=1, context=1)
     """
-    given = parse(environment.get(VARIABLE, ""))
-    known = {name: getattr(asked, name) or getattr(given, name) for name in AXES}
+    known = dataclasses.asdict(given(asked, environment))
     inner = {name: known[name] or 1 for name in AXES if name != "data"}
     copies = math.prod(inner.values())
     sizes = MeshSizes(data=known["data"] or max(1, devices // copies), **inner)

@@ -94,6 +94,11 @@ def constrained(x: Array, axes: Axes, mesh: Mesh | None) -> Array:
     return x if mesh is None else lax.with_sharding_constraint(x, named(mesh, axes, x.shape))
 
 
+def everywhere(tree: Tree, mesh: Mesh | None) -> Tree:
+    """The arrays of a tree, whole on every device; the tree itself without a mesh. Under jit."""
+    return tree if mesh is None else lax.with_sharding_constraint(tree, replicated(mesh))
+
+
 # ------------------------------------------------------------------------------ shardings of trees
 
 
@@ -138,7 +143,7 @@ def specs_of(x: Any) -> Any:
             "pass a BlockMask, a Plan, or a class with `axes`"
         )
     found = {
-        name: None if getattr(x, name) is None else spec(named_axes)
+        name: None if (array := getattr(x, name)) is None else spec(named_axes, array.shape)
         for name, named_axes in axes.items()
     }
     return dataclasses.replace(x, **found)

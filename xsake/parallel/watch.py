@@ -6,6 +6,8 @@
                                               │
     other processes ◄─ verdict, or process 0 itself does not answer ─ message, exit 75
 
+    slow step       process 0 asks: who was silent, or reported that others waited for it?
+
 The beats are keys of JAX's coordination service, which runs in process 0. A process that waits for
 a dead one in a collective operation cannot be interrupted, therefore it is ended from a thread. If
 process 0 dies, JAX aborts the others at once; a handler of SIGABRT then writes the message.
@@ -31,8 +33,10 @@ EXIT_CODE = 75  # EX_TEMPFAIL: start the run again
 ERROR_CODE = 1  # of a process that raised
 BEAT = "xsake/beat/"
 VERDICT = "xsake/verdict/"
+LATE = "xsake/late/"
 SUSPECT_SECONDS = 5.0  # silence that suffices after a collective operation has failed
 INTERVAL = 1.0
+NOTICED = 2 * INTERVAL  # silence or delay that is more than the interval of beats
 
 
 class Watch:
@@ -60,6 +64,7 @@ class Watch:
         self._answered = now  # when the coordinator last answered
         self._heard = dict.fromkeys(range(self._count), now)
         self._beats: dict[int, str] = {}
+        self._gaps: dict[int, tuple[float, float]] = {}  # silence before the last beat, its end
         if self._count > 1:
             self._abort = _on_abort(self._aborted)
             for work in (self._pulse, self._judge):
@@ -89,6 +94,37 @@ class Watch:
         reason = f"process {self._me} of {self._count} raised {type(error).__name__}: {error}"
         self._announce(reason, ERROR_CODE)
 
+    def report_late(self, step: int, seconds: float) -> None:
+        """This process kept the others waiting for so long before it began a step."""
+        if self._count > 1 and seconds > NOTICED:
+            text = f"{step} {seconds}"
+            self._client.key_value_set(f"{LATE}{self._me}", text, allow_overwrite=True)
+
+    def slowest(self, step: int, seconds: float) -> int | None:
+        """The process that a slow step waited for, as far as it shows; called in process 0.
+
+        Args:
+          step: the one that was slow.
+          seconds: that it took. A process was silent in this time, or has reported a delay; slow
+            devices and links do not show.
+        """
+        if self._count < 2:
+            return None
+        now, found = time.monotonic(), {}
+        for process in range(self._count):
+            gap, end = self._gaps.get(process, (0.0, now))
+            silence = now - self._heard[process]
+            found[process] = max(silence, gap if now - end < seconds else 0.0)
+        if found[0] > NOTICED:  # it has heard nobody meanwhile
+            return 0
+        for key, text in self._client.key_value_dir_get(LATE):
+            late_step, late = text.split()
+            if abs(int(late_step) - step) <= 2:
+                process = int(key.rpartition("/")[2])
+                found[process] = max(found[process], float(late))
+        slowest = max(found, key=lambda process: found[process])
+        return slowest if found[slowest] > NOTICED else None
+
     # -------------------------------------------------------------------------------------- threads
 
     def _pulse(self) -> None:
@@ -112,6 +148,7 @@ class Watch:
                 process = int(key.rpartition("/")[2])
                 if self._beats.get(process) != beat:
                     self._beats[process] = beat
+                    self._gaps[process] = self._answered - self._heard[process], self._answered
                     self._heard[process] = self._answered
             self._closed.wait(INTERVAL)
 

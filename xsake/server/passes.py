@@ -28,7 +28,8 @@ from xsake.hads.chunks import Chunk, Chunks, Softmax
 from xsake.hads.statistics import AnyArray
 from xsake.model.attend import by_mask, softmax_of
 from xsake.model.observer import Observer
-from xsake.model.transformer import document_positions
+from xsake.model.positions import document_positions
+from xsake.parallel import sharding
 
 # Where a sparse pass has its blocks from: given, or ranked on each layer's own input.
 SOURCES = ("given", "mean_query", "mass")
@@ -54,12 +55,14 @@ def read(
     P = len(tokens)
     layers, N, n = subject.layers, subject.heads, P // block
     model = nnx.merge(subject.graph, weights)
-    attend = by_mask(model.config, None, 1, P, implementation=subject.implementation)
+    how: Any = {"implementation": subject.implementation, "mesh": model.mesh}
+    attend = by_mask(model.config, None, 1, P, **how)
 
     def watched(
         layer: Any, q: Array, k: Array, v: Array, found: Seen, *sinks: Array
     ) -> tuple[Array, Seen]:
         out, _ = attend(layer, q, k, v, None, *sinks)
+        q, k = sharding.everywhere((q, k), model.mesh)
         new = _seen(q[0], k[0], block, length, softmax_of(model.config, layer, *sinks))
         return out, jax.tree.map(lambda every, x: every.at[layer].set(x), found, new)
 
@@ -209,10 +212,12 @@ def sparse(
     def attend(
         layer: Any, q: Array, k: Array, v: Array, state: Any, *sinks: Array
     ) -> tuple[Array, Any]:
-        seen = q[0], k[0], layer, softmax_of(model.config, layer, *sinks)
-        blocks = lax.switch(source, [as_given, by_query, by_mass], *seen)
+        seen = sharding.everywhere((q[0], k[0]), model.mesh)
+        softmax = softmax_of(model.config, layer, *sinks)
+        blocks = lax.switch(source, [as_given, by_query, by_mass], *seen, layer, softmax)
         mask = selection.to_mask(blocks, P, block)
-        by_chosen = by_mask(model.config, mask, 1, P, implementation=subject.implementation)
+        how: Any = {"implementation": subject.implementation, "mesh": model.mesh}
+        by_chosen = by_mask(model.config, mask, 1, P, **how)
         return by_chosen(layer, q, k, v, state, *sinks)
 
     return model.run(tokens[None], document_positions(1, P), attend)[0][0]

@@ -29,6 +29,8 @@ from xsake.evaluate.methods import oracle_counts
 from xsake.hads import Profile, baselines, make, row_blocks
 from xsake.model import huggingface
 from xsake.model.observer import Observer
+from xsake.model.on_mesh import mesh_for_text
+from xsake.parallel.mesh import ONE_DEVICE, MeshSizes
 from xsake.server import passes
 
 HADS, ORACLE = "hads", "oracle"
@@ -146,8 +148,15 @@ class Measured:
 class Reader:
     """A model, its profiles by block, and the texts that were read last."""
 
-    def __init__(self, model: Path, profiles: Mapping[str, Profile], texts: int) -> None:
-        loaded = huggingface.load(model)
+    def __init__(
+        self,
+        model: Path,
+        profiles: Mapping[str, Profile],
+        texts: int,
+        mesh: MeshSizes = ONE_DEVICE,
+    ) -> None:
+        devices = mesh_for_text(huggingface.examine(model).config, mesh)
+        loaded = huggingface.load(model, mesh=devices)
         assert loaded.tokenizer is not None  # without one, load raises
         self.path, self.config = model, loaded.config
         self.tokenizer: Tokenizer = loaded.tokenizer

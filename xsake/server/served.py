@@ -45,7 +45,9 @@ class Served:
         with self._loading:
             if self._reader is None:
                 settings = self.settings
-                self._reader = Reader(settings.model, self.profiles.all(), settings.limits.texts)
+                self._reader = Reader(
+                    settings.model, self.profiles.all(), settings.limits.texts, settings.mesh
+                )
             return self._reader
 
     @property

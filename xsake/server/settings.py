@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from xsake import shipped
+from xsake.parallel.mesh import ONE_DEVICE, MeshSizes
 
 STATIC = Path(__file__).parent / "static"  # the built pages: `make web` writes them
 
@@ -48,6 +49,7 @@ class Settings:
       hosts: further names that a request's Host may have, such as that of a proxy.
       static: folder of the built pages.
       limits: of requests.
+      mesh: devices that share the model.
     """
 
     runs: tuple[Path, ...] = ()
@@ -61,6 +63,7 @@ class Settings:
     hosts: tuple[str, ...] = ()
     static: Path = STATIC
     limits: Limits = Limits()
+    mesh: MeshSizes = ONE_DEVICE
 
     def __post_init__(self) -> None:
         if self.token is not None and (len(self.token) < 16 or not self.token.isascii()):

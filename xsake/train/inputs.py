@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from xsake.data.stream import Batch, Stream
 from xsake.data.tokens import TokenDataset
 from xsake.parallel import mesh as meshes
-from xsake.parallel import sharding
 from xsake.train.config import Config
+from xsake.train.step import batch_on
 
 
 def training_stream(config: Config) -> Stream:
@@ -56,11 +56,6 @@ def mesh_sizes(config: Config, devices: int, processes: int = 1) -> meshes.MeshS
         config.optimizer.accumulate,
         all_devices=processes > 1,
     )
-    if sizes.context > 1 and model.is_sparse:
-        raise ValueError(
-            f"mesh.context = {sizes.context} splits sequences, which model.attention = "
-            f"{model.attention!r} cannot do yet; use mesh.fsdp or mesh.tensor"
-        )
     meshes.check_divides(
         sizes,
         {
@@ -76,9 +71,11 @@ def mesh_sizes(config: Config, devices: int, processes: int = 1) -> meshes.MeshS
 def training_batch(config: Config, stream: Stream, step: int, mesh: Mesh | None) -> Batch:
     """The batch of `step` on the mesh."""
     rows = config.data.rows
-    return sharding.batch_from_rows(
-        lambda chosen: stream.batch_rows(step, rows, chosen), (rows, stream.length), mesh
-    )
+
+    def read(chosen: Sequence[int]) -> Batch:
+        return stream.batch_rows(step, rows, chosen)
+
+    return batch_on(config, read, (rows, stream.length), mesh)
 
 
 def evaluation_batches(config: Config, stream: Stream, mesh: Mesh | None) -> Iterator[Batch]:
@@ -96,7 +93,7 @@ def evaluation_batches(config: Config, stream: Stream, mesh: Mesh | None) -> Ite
 
     for first in range(0, count, rows):
         part = functools.partial(read, first)
-        yield sharding.batch_from_rows(part, (rows, stream.length), mesh)
+        yield batch_on(config, part, (rows, stream.length), mesh)
 
 
 def vocabulary_note(config: Config, stream: Stream) -> str:

@@ -20,14 +20,13 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from xsake import _jax
 from xsake.data.stream import Stream
@@ -52,6 +51,7 @@ from xsake.train import (
 from xsake.train import step as stepping
 from xsake.train.checkpoint import Checkpoints, Restored
 from xsake.train.config import Config
+from xsake.train.evaluation import evaluate
 from xsake.train.stragglers import Stragglers
 
 
@@ -181,6 +181,9 @@ class _Session:
                 wishes = None
                 if self.process_count > 1 and self.mesh is not None:
                     wishes = stopping.wishes(self._local_reason(signals), self.mesh)
+                    if self.wish_time is not None:
+                        late = time.perf_counter() - self.wish_time
+                        self.watch.report_late(self.step, late)
                 self.state, metrics = stepping.compiled_update(
                     self.state,
                     batch,
@@ -402,7 +405,11 @@ class _Session:
     def _devices(self) -> dict[str, Any]:
         """What events say of the devices."""
         found = {"devices": sizes_of(self.mesh).size, "processes": self.process_count}
-        return found | ({} if self.mesh is None else {"mesh": str(sizes_of(self.mesh))})
+        if self.mesh is None:
+            return found
+        order = stepping.token_order(self.config, self.mesh)
+        tokens = f", {order} tokens" if self.mesh.shape["context"] > 1 else ""
+        return found | {"mesh": f"{sizes_of(self.mesh)}{tokens}"}
 
     def _stop_reason(self, signals: list[int]) -> str | None:
         """Why no further step is made; the same in all processes."""
@@ -435,7 +442,12 @@ class _Session:
         """Logs a step that took ten times the median."""
         median = self.stragglers.median_if_slow(seconds)
         if median is not None:
-            self.emit(events.Straggler(step=step, step_seconds=seconds, median_seconds=median))
+            process = self.watch.slowest(step, seconds) if self.is_writer else None
+            self.emit(
+                events.Straggler(
+                    step=step, step_seconds=seconds, median_seconds=median, process=process
+                )
+            )
 
     def _local_reason(self, signals: list[int]) -> str | None:
         """Why this process wants to stop."""
@@ -473,23 +485,6 @@ class _Session:
         tokenizer = read_tokenizer(file.tokenizer, next(iter(ends), None), ends)
         layout = "xsake" if self.config.model.is_sparse else "huggingface"
         huggingface.save(out, model, tokenizer, replace=True, layout=layout)
-
-
-def evaluate(
-    config: Config,
-    weights: Mapping[str, Array],
-    plan: Plan | None,
-    stream: Stream,
-    mesh: Mesh | None = None,
-) -> tuple[float, int]:
-    """Mean loss in nats over the evaluation windows of a file, and their number of targets."""
-    total = count = 0.0
-    for batch in inputs.evaluation_batches(config, stream, mesh):
-        loss, targets = stepping.compiled_loss(
-            weights, batch, plan, config=config.static, mesh=mesh
-        )
-        total, count = total + float(loss), count + float(targets)
-    return total / max(count, 1), int(count)
 
 
 def _peak_bytes() -> int | None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 
 from xsake import _files
@@ -60,20 +59,9 @@ def new_plan(
 @functools.lru_cache(maxsize=1)
 def _observer(config: Config, mesh: Mesh | None = None) -> Callable[..., Any]:
     """The `observe` function for `calibrate`; cached, because jit compares it by identity."""
-    if mesh is None:
-        return lambda weights, tokens, fold, carry: transformer(config, weights).observe(
-            tokens, fold, carry
-        )
-    everywhere = sharding.replicated(mesh)
-
-    def observe(weights: Any, tokens: Any, fold: Any, carry: Any) -> Any:
-        def fold_whole(layer: Any, seen: Any, carry: Any) -> Any:
-            return fold(layer, lax.with_sharding_constraint(seen, everywhere), carry)
-
-        found = transformer(config, weights, mesh).observe(tokens, fold_whole, carry)
-        return lax.with_sharding_constraint(found, everywhere)
-
-    return observe
+    return lambda weights, tokens, fold, carry: transformer(config, weights, mesh).observe(
+        tokens, fold, carry
+    )
 
 
 def argument(plan: Plan | None, mesh: Mesh | None = None) -> Plan | None:

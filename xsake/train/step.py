@@ -11,7 +11,8 @@ partitions the update, and attention runs under shard_map.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +21,12 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh
 
+from xsake import parallel
 from xsake.data.stream import Batch
 from xsake.model import Transformer, parameter_axes
+from xsake.model.attend import Order
 from xsake.parallel import sharding
+from xsake.parallel.context import LEAST_BLOCK
 from xsake.parallel.mesh import sizes_of
 from xsake.train import cross_entropy, optimizer
 from xsake.train.config import Config
@@ -96,6 +100,7 @@ def initial_on(config: Config, mesh: Mesh | None, parameters: Any = None) -> Sta
 def transformer(config: Config, parameters: Any, mesh: Mesh | None = None) -> Transformer:
     """A model of these parameters with the config's compute options."""
     how = config.compute
+    order = token_order(config, mesh)
     return Transformer.of(
         config.model,
         parameters,
@@ -104,6 +109,44 @@ def transformer(config: Config, parameters: Any, mesh: Mesh | None = None) -> Tr
         remat=how.remat,
         implementation=how.implementation,
         mesh=mesh,
+        order=order,
+    )
+
+
+def token_order(config: Config, mesh: Mesh | None) -> Order:
+    """The order of tokens that gives the devices of mesh.context equal work; see `Transformer`.
+
+    "zigzag" for causal attention. With plans, whose work no order knows, "balanced", if every
+    device has a row block of the plan for every other one; else "contiguous", and so with windows
+    in all layers and with sparse attention, whose work hardly grows with the position.
+    """
+    devices, model = sizes_of(mesh).context, config.model
+    if devices == 1 or model.is_sparse:
+        return "contiguous"
+    tokens = config.data.length // devices
+    if config.hads.density is not None:
+        fits = tokens % (devices * math.lcm(config.hads.block, LEAST_BLOCK)) == 0
+        return "balanced" if fits else "contiguous"
+    is_windowed = all(model.windowed(layer) for layer in range(model.layers))
+    return "contiguous" if is_windowed or tokens % 2 else "zigzag"
+
+
+def batch_on(
+    config: Config,
+    read: Callable[[Sequence[int]], Batch],
+    shape: tuple[int, int],
+    mesh: Mesh | None,
+) -> Batch:
+    """A batch on the mesh, its tokens in the order of `token_order`.
+
+    Arguments are those of `sharding.batch_from_rows`.
+    """
+    order = token_order(config, mesh)
+    if order != "zigzag":
+        return sharding.batch_from_rows(read, shape, mesh)
+    at = parallel.token_order(shape[1], sizes_of(mesh).context, order)
+    return sharding.batch_from_rows(
+        lambda rows: jax.tree.map(lambda x: x[:, at], read(rows)), shape, mesh
     )
 
 

@@ -30,6 +30,7 @@ from xsake.bench.timing import Calls, compile_directions, time_queued
 from xsake.nsa.compress import attend_compressed, compress
 from xsake.nsa.selected import attend_selected
 from xsake.nsa.sequences import ONE_SEQUENCE
+from xsake.nsa.split import Text
 
 H, BLOCK, COUNT, WINDOW = 128, 64, 16, 512
 SCALE = H**-0.5
@@ -80,7 +81,7 @@ def selected_128(q: Array, k: Array, v: Array, indices: Array) -> Array:
 
 def window(q: Array, k: Array, v: Array, more: None) -> Array:
     """The window branch."""
-    return nsa.attention._window(q, k, v, ONE_SEQUENCE, WINDOW, scale=SCALE)
+    return nsa.attention._window(q, k, v, Text(), WINDOW, scale=SCALE)
 
 
 def total(q: Array, k: Array, v: Array, more: None) -> Array:
@@ -146,7 +147,7 @@ def _pooled_logsumexp(q: Array, k: Array, v: Array) -> tuple[Any, Array]:
 
 
 def _choose(q: Array, k: Array, pooled: Any, logsumexp: Array) -> Array:
-    return nsa.attention.choose(SETTINGS, q, k, pooled, logsumexp, None, ONE_SEQUENCE, SCALE)
+    return nsa.attention.choose(SETTINGS, q, k, pooled, logsumexp, None, Text(), SCALE)
 
 
 def _record(case: str, T: int, who: str, part: str, direction: str, time: float) -> Record:
@@ -178,7 +179,7 @@ def _large_blocks(T: int, done: list[Record]) -> Iterator[Record]:
     given = arrays(T)
     settings = nsa.Settings(score="moba", block_size=128, num_selected=COUNT)
     choose = jax.jit(
-        lambda q, k: nsa.attention.choose(settings, q, k, None, None, None, ONE_SEQUENCE, SCALE)
+        lambda q, k: nsa.attention.choose(settings, q, k, None, None, None, Text(), SCALE)
     )
     calls = compile_directions(selected_128, given, choose(*given[:2]))
     for part, direction, time in _timed("selected", calls):

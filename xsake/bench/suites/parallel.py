@@ -5,11 +5,13 @@
 traffic   collectives of modules compiled for 8 devices, and their bytes on one device
 heads     the largest device's work ÷ the mean before and after `balance_heads`, layer by layer
 rows      the same for row blocks: contiguous, zigzag, balanced by the mask's visits
-share     on a GPU: seconds of the largest device's heads, before and after
+share     on a GPU: seconds of the largest device's heads, before and after; with --profile, of the
+          largest device's row blocks in the layer where they differ most
 
 Work is the number of visited blocks. `synthetic` has 24 layers of 32 kv heads with budgets from 5%
-to 95% in random order; `three heads` has SmolLM2's three kv heads with such budgets; `shipped` is
-the plan of the shipped model's profile.
+to 95% in random order; `three heads` has three kv heads with such budgets; `shipped` is the plan of
+the shipped model's profile. `--profile NAME=FILE` adds the plans of a profile of three kv heads,
+such as SmolLM2's, over 3 devices.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ from xsake.hads import Profile, make
 from xsake.parallel import context_attention, explain_context
 from xsake.parallel.balance import balance_heads
 from xsake.parallel.collectives import collectives
-from xsake.parallel.context.rows import device_loads
+from xsake.parallel.context.rows import device_loads, device_rows
 
 DEVICES = 8
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 16384, 16, 4, 128
 WINDOW = masks.sliding_window(1023, 0)
+ROW_BLOCKS = 252  # of the text of `row_share`: every order divides them over three devices
+ORDERS = ("contiguous", "zigzag", "balanced")
 
 
-def traffic() -> Iterator[Record]:
+def traffic(profile: tuple[str, Profile] | None = None) -> Iterator[Record]:
     """Compiled for 8 virtual devices; nothing is run. XLA sends bfloat16 as float32 on a CPU."""
     mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
     q = jax.ShapeDtypeStruct((1, TOKENS, HEADS, HEAD_SIZE), jnp.float32)
@@ -95,8 +99,22 @@ def shipped_counts(density: float) -> np.ndarray:
     return np.asarray(make(Profile.load(shipped.PROFILES[1]), density).counts)
 
 
-def heads() -> Iterator[Record]:
+def plans(
+    profile: tuple[str, Profile] | None, length: int | None = None
+) -> dict[tuple[str, int], np.ndarray]:
+    """Visited blocks of the plans of a profile with three kv heads, [layers, N, row blocks]."""
+    if profile is None:
+        return {}
+    name, found = profile
+    return {
+        (f"{name}, density {density}", 3): np.asarray(make(found, density, length=length).counts)
+        for density in (0.2, 0.43)
+    }
+
+
+def heads(profile: tuple[str, Profile] | None = None) -> Iterator[Record]:
     """Orders of kv heads."""
+    three = plans(profile)
     works = {
         ("synthetic, 32 kv heads", 8): budgets(24, 32),
         ("three heads", 3): budgets(30, 3),
@@ -105,15 +123,16 @@ def heads() -> Iterator[Record]:
             for density in (0.2, 0.43)
             for devices in (2, 4)
         },
+        **{case: counts.sum(-1) for case, counts in three.items()},
     }
     for (name, devices), work in works.items():
-        found = balance_heads(work, devices)
+        found = balance_heads(work, devices, 3 if (name, devices) in three else None)
         yield {
             "suite": "heads",
             "case": f"{name}, {devices} devices",
             "devices": devices,
             "layers": len(work),
-            "kv_heads": work.shape[1],
+            "kv_heads": found.order.shape[1],
             "before_mean_ratio": float(found.before_ratio.mean()),
             "before_largest_ratio": float(found.before_ratio.max()),
             "after_mean_ratio": float(found.after_ratio.mean()),
@@ -122,27 +141,91 @@ def heads() -> Iterator[Record]:
         }
 
 
-def rows() -> Iterator[Record]:
-    """Row blocks of a context axis; the worst layer of each."""
+def rows(profile: tuple[str, Profile] | None = None) -> Iterator[Record]:
+    """Row blocks of a context axis; the worst layer of each.
+
+    speedup: time of all layers, contiguous ÷ balanced, where a layer takes as long as its largest
+    device.
+    """
     n = 1 << 10
     three = np.minimum(1 + budgets(30, 3)[..., None] * np.arange(n), np.arange(n) + 1)
     cases = {
         ("causal", 8): np.arange(1, n + 1)[None, None],
         ("three heads", 4): three,
         **{(f"shipped, density {d}", 2): shipped_counts(d) for d in (0.2, 0.43)},
+        **plans(profile),
     }
     for (name, devices), visits in cases.items():
         by_row = visits.sum(1)
         by_row = by_row[:, : by_row.shape[1] // (2 * devices**2) * 2 * devices**2]
         record: Record = {"suite": "rows", "case": f"{name}, {devices} devices", "devices": devices}
-        for method in ("contiguous", "zigzag", "balanced"):
+        largest = {}
+        for method in ORDERS:
             loads = np.stack([device_loads(layer, devices, method) for layer in by_row])
             record[f"{method}_ratio"] = float((loads.max(1) / loads.mean(1)).max())
-        yield record
+            largest[method] = loads.max(1).sum()
+        yield record | {"speedup": float(largest["contiguous"] / largest["balanced"])}
 
 
-def share() -> Iterator[Record]:
-    """The heads of the largest device of one layer, before and after, run on this GPU."""
+def share(profile: tuple[str, Profile] | None = None) -> Iterator[Record]:
+    """The share of the largest device of one layer, before and after, run on this GPU."""
+    yield from head_share()
+    if profile is not None:
+        block = profile[1].facts.block
+        for (name, devices), counts in plans(profile, ROW_BLOCKS * block).items():
+            yield from row_share(name, devices, counts, block)
+
+
+def row_share(name: str, devices: int, counts: np.ndarray, block: int) -> Iterator[Record]:
+    """Row blocks of the largest device, in the layer where contiguous ones differ most."""
+    n = counts.shape[-1]
+    by_row = counts.sum(1)
+    ratios = [device_loads(layer, devices, "contiguous").max() / layer.sum() for layer in by_row]
+    layer = int(np.argmax(ratios))
+    kept = _kept(counts[layer], np.random.default_rng(0))
+    k, v = (
+        jax.random.normal(jax.random.key(i), (1, n * block, 3, 64), jnp.bfloat16) for i in (1, 2)
+    )
+    calls, loads = {}, {}
+    for order in ORDERS:
+        of_device = device_rows(by_row[layer], devices, order)
+        loads[order] = device_loads(by_row[layer], devices, order)
+        largest = np.sort(of_device[loads[order].argmax()])
+        index = (largest[:, None] * block + np.arange(block)).reshape(1, -1)
+        rule = masks.at_positions(masks.causal(), jnp.asarray(index, jnp.int32))
+        mask = BlockMask.from_dense(kept[:, largest], rule, block=block)
+        q = jax.random.normal(jax.random.key(0), (1, index.size, counts.shape[1], 64), jnp.bfloat16)
+
+        def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            return dot_product_attention(q, k, v, mask=mask)
+
+        for direction, call in compile_directions(attend, (q, k, v), mask).items():
+            calls[f"{order} {direction}"] = call
+    for timed, timing in time_interleaved(calls).items():
+        order, direction = timed.split()
+        yield {
+            "suite": "share",
+            "case": f"{name}, largest of {devices} devices, {order}",
+            "direction": direction,
+            "T": n * block,
+            "layer": layer,
+            "largest_ratio": float(loads[order].max() / loads[order].mean()),
+            "median_seconds": timing.median_seconds,
+        }
+
+
+def _kept(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Blocks of so many visits, [N, n, n]: the first, the diagonal, and random ones between."""
+    N, n = counts.shape
+    score = rng.random((N, n, n))
+    score[..., 0] = 2
+    score[:, np.arange(n), np.arange(n)] = 3
+    score = np.where(np.tri(n, dtype=bool), score, -1)
+    return (-score).argsort(-1).argsort(-1) < counts[..., None]
+
+
+def head_share() -> Iterator[Record]:
+    """The heads of the largest device of one layer."""
     T, n = 16384, 128
     work = budgets(1, 32)
     found = balance_heads(work, DEVICES)
@@ -183,13 +266,18 @@ def main() -> None:
     """Writes all records that this machine can make."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser.add_argument("--profile", help="NAME=FILE, of a model with three kv heads")
+    given = parser.parse_args()
+    out, profile = given.out, None
+    if given.profile:
+        name, _, path = given.profile.partition("=")
+        profile = name, Profile.load(path)
     flag = f"--xla_force_host_platform_device_count={DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"  # before the first device
     parts = [heads, rows, share] if _jax.platform() == "gpu" else [heads, rows, traffic]
     records = []
     for part in parts:
-        for record in part():
+        for record in part(profile):
             print(json.dumps(record), flush=True)
             records.append(record)
     out.write_text(json.dumps({**provenance(), "results": records}, indent=1) + "\n")

@@ -37,7 +37,7 @@ def by_blocks(
     mesh: Mesh | None = None,
 ) -> Any:
     """Attention of whole texts by the config's settings; documents do not see each other."""
-    how = dataclasses.asdict(config.settings)
+    how = dataclasses.asdict(config.settings) | {"axis": _axis(mesh)}
 
     def attention(q: Array, k: Array, v: Array, inputs: SparseInputs, ids: Any) -> Array:
         return nsa.native_sparse_attention(
@@ -75,7 +75,11 @@ def with_index_loss(
         q: Array, k: Array, v: Array, inputs: SparseInputs, ids: Any
     ) -> tuple[Array, Array]:
         assert inputs.indexer is not None
-        shared: dict[str, Any] = {"segment_ids": ids, "implementation": implementation}
+        shared: dict[str, Any] = {
+            "segment_ids": ids,
+            "axis": _axis(mesh),
+            "implementation": implementation,
+        }
         blocks = chosen_blocks(config, q, k, inputs, **shared)
         out = nsa.native_sparse_attention(
             q, k, v, block_indices=blocks, **how, **_branches(config, inputs), **shared
@@ -85,7 +89,7 @@ def with_index_loss(
     def on_device(*given: Any) -> tuple[Array, Array]:
         assert mesh is not None
         out, loss = attention(*given)
-        # devices have equal shares of the queries, over whose losses this is the mean
+        # groups of devices have equal shares of the queries, over whose losses this is the mean
         return out, lax.pmean(loss, mesh.axis_names)
 
     def attend(
@@ -101,6 +105,11 @@ def with_index_loss(
     return attend
 
 
+def _axis(mesh: Mesh | None) -> str | None:
+    """The mesh axis over which sequences are split, if they are."""
+    return "context" if mesh is not None and mesh.shape["context"] > 1 else None
+
+
 def _split(
     attention: Callable[..., Any],
     mesh: Mesh,
@@ -111,7 +120,7 @@ def _split(
     segment_ids: Any,
     out_specs: Any = None,
 ) -> Any:
-    """attention(q, k, v, inputs, segment_ids) with the batch rows and heads of each device."""
+    """attention(q, k, v, inputs, segment_ids) with the arrays of each device."""
     is_mean = isinstance(inputs.compression, str)
     # "mean" is no array
     arrays: Any = inputs._replace(compression=()) if is_mean else inputs  # type: ignore[arg-type]
@@ -149,9 +158,11 @@ def _specs(inputs: SparseInputs, kv_heads: int) -> SparseInputs:
     return SparseInputs(gates, compression, indexer)
 
 
-def by_prompt(config: Config, count: Array, implementation: str | None = None) -> Any:
+def by_prompt(
+    config: Config, count: Array, implementation: str | None = None, mesh: Mesh | None = None
+) -> Any:
     """As `by_blocks`, for prompts of count[b] tokens, padded on the right; fills a SparseCache."""
-    whole = by_blocks(config, implementation=implementation)
+    whole = by_blocks(config, implementation=implementation, mesh=mesh)
 
     def attend(
         layer: Any, q: Array, k: Array, v: Array, state: SparseCache, inputs: SparseInputs
@@ -192,11 +203,12 @@ def chosen_blocks(
     inputs: SparseInputs,
     segment_ids: Any = None,
     implementation: str | None = None,
+    axis: str | None = None,
 ) -> Array:
     """The blocks that a layer's queries select, int32 [B, T, K, c]; see `nsa.select_blocks`."""
     how = dataclasses.asdict(config.settings)
     del how["window_size"]
-    how |= {"compression": inputs.compression, "segment_ids": segment_ids}
+    how |= {"compression": inputs.compression, "segment_ids": segment_ids, "axis": axis}
     return nsa.select_blocks(q, k, **how, **_index(inputs), implementation=implementation)
 
 

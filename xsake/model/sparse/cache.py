@@ -6,6 +6,7 @@ layers[i]   nsa.Cache of layer i, [B, capacity, K, H] …      apart, so that a 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,6 +47,10 @@ class SparseCache:
             )
 
         return cls(tuple(layer() for _ in range(config.layers)))
+
+    def map(self, function: Callable[[nsa.Cache], nsa.Cache]) -> SparseCache:
+        """function of every layer's cache."""
+        return SparseCache(tuple(map(function, self.layers)))
 
     @property
     def length(self) -> Any:

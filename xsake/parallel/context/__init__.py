@@ -23,26 +23,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from xsake import _jax, masks
 from xsake.attention import (
     Abstract,
+    Arguments,
     Mask,
     Tensor,
-    Window,
     block_for,
     check_qkv,
     check_sinks,
+    check_soft_cap,
+    lengths_rule,
     number,
     per_token,
+    window_rule,
 )
 from xsake.backends import Sizes, scale_gradient, with_sinks
 from xsake.backends.choice import Explanation, choose
@@ -50,7 +53,7 @@ from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask
 from xsake.masks.integers import size_of
-from xsake.masks.rule import Rule, check_fits
+from xsake.masks.rule import Rule, check_fits, combine
 from xsake.parallel.context import gather, halo, ring, rows, traffic
 from xsake.parallel.context.input_rows import context_mask
 from xsake.parallel.context.layout import Layout, LayoutName, token_order
@@ -70,6 +73,9 @@ __all__ = [
 ]
 
 
+LEAST_BLOCK = 16  # tokens of a row block, if rules are balanced
+
+
 def context_attention(
     query: Float[Tensor, "B T N H"],
     key: Float[Tensor, "B S K H"],
@@ -81,18 +87,9 @@ def context_attention(
     method: str | None = None,
     capacity: int | None = None,
     balance: bool = False,
-    scale: float | None = None,
-    is_causal: bool = False,
-    local_window_size: Window = None,
     implementation: str | None = None,
     return_residual: bool = False,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Tensor, ...] | None = None,
-    q_segment_ids: Int[Tensor, ...] | None = None,
-    kv_segment_ids: Int[Tensor, ...] | None = None,
-    q_positions: Int[Tensor, ...] | None = None,
-    kv_positions: Int[Tensor, ...] | None = None,
-    options: Options | None = None,
+    **arguments: Unpack[Arguments],
 ) -> Any:
     """`dot_product_attention` over a sequence that is split over a mesh axis; inside `shard_map`.
 
@@ -115,37 +112,40 @@ def context_attention(
         output and the gradients of this device are NaN. Default: enough for every mask.
       balance: send query blocks to other devices so that all have equal work under this mask, and
         the results back; for masks whose work is unequal in a way that no layout knows.
-      scale: of the logits; default 1/sqrt(H).
-      is_causal: a query sees keys at its own place and before.
-      local_window_size: w or (left, right), as in `dot_product_attention`.
       implementation: a backend by name.
       return_residual: also return the logsumexp [B, T, N].
-      logits_soft_cap: cap · tanh(logits / cap).
-      sinks: [N] or [N, M], the same on all devices of the axis.
-      q_segment_ids: int [B, T], of this device's queries.
-      kv_segment_ids: int [B, S], of its keys; default q_segment_ids.
-      q_positions: int [B, T], what causal and window rules compare; default the place in the text.
-      kv_positions: int [B, S].
-      options: settings of the backends.
+      **arguments: the others of `dot_product_attention`. Segment ids and positions are those of
+        this device's queries and keys; positions default to the place in the text, whose tokens
+        sequence lengths count. Sinks are the same on all devices of the axis.
 
     Returns:
       [B, T, N, Hv] in query's dtype; with return_residual, that and the logsumexp.
     """
+    for name in arguments:
+        if name not in Arguments.__annotations__:
+            raise TypeError(
+                f"context_attention has no argument {name!r}; it takes those of "
+                "dot_product_attention but a bias"
+            )
+    given: dict[str, Any] = dict.fromkeys(Arguments.__annotations__) | arguments
     q, k, v, is_unbatched = check_qkv(query, key, value)
     if is_unbatched:
         raise ValueError(f"query must be [B, T, N, H], got shape {list(q.shape[1:])}")
-    sizes, devices = Sizes.of(q, k, v), _axis_size(axis)
+    sizes, devices = Sizes.of(q, k, v), axis_size(axis)
     queries, keys = Layout(layout, devices, sizes.T), Layout(layout, devices, sizes.S)
     queries.check("queries")
     keys.check("keys")
-    limits = masks.causal() if is_causal else masks.everything()
-    if local_window_size is not None:
-        limits = limits & masks.sliding_window(local_window_size)
+    limits = [
+        masks.causal() if given["is_causal"] else masks.everything(),
+        window_rule(given["local_window_size"]),
+        lengths_rule(sizes, given["query_seq_lengths"], given["key_value_seq_lengths"]),
+    ]
     local = _local_mask(
-        mask, limits, sizes, queries, keys, axis, balance,
-        ids=(q_segment_ids, kv_segment_ids), positions=(q_positions, kv_positions),
+        mask, combine(limits), sizes, queries, keys, axis, balance,
+        ids=(given["q_segment_ids"], given["kv_segment_ids"]),
+        positions=(given["q_positions"], given["kv_positions"]),
     )  # fmt: skip
-    sinks = check_sinks(sizes, sinks)
+    sinks, scale = check_sinks(sizes, given["sinks"]), given["scale"]
     q, k, v = _jax.vary((q, k, v), _jax.varying_axes(*jax.tree.leaves((q, k, v, local))))
     problem = traffic.Problem(
         queries,
@@ -163,8 +163,8 @@ def context_attention(
         devices,
         "",
         1 / math.sqrt(sizes.H) if scale is None else number("scale", scale),
-        None if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap, above=0.0),
-        Options.of(options),
+        check_soft_cap(given["logits_soft_cap"]),
+        Options.of(given["options"]),
         found["ring"].steps,
         local.is_static and not balance,
     )
@@ -313,7 +313,8 @@ def explain_context(
     return question.answer
 
 
-def _axis_size(axis: str) -> int:
+def axis_size(axis: str) -> int:
+    """The devices of a mesh axis; raises outside of `shard_map`."""
     try:
         return lax.axis_size(axis)
     except NameError as error:
@@ -381,7 +382,7 @@ def _local_mask(
         limits = masks.array(jnp.asarray(mask)) & limits
     check_fits(limits, sizes.B, sizes.N, queries.length, keys.length)
     rows_block = block_for(queries.run)
-    while balance and rows_block > 16 and (queries.local // rows_block) % queries.devices:
+    while balance and rows_block > LEAST_BLOCK and (queries.local // rows_block) % queries.devices:
         rows_block //= 2  # until every device has a row block for every other one
     block = (rows_block, block_for(keys.run))
     return LocalMask(

@@ -57,3 +57,15 @@ def attend(
 
 def _joined(parts: Any, axis: int) -> Array:
     return jnp.concatenate(parts, axis=axis)
+
+
+def tokens_before(x: Array, count: int, axis: str) -> Array:
+    """The `count` tokens before this device's first, [B, count, …] of x [B, T, …]; 0 before all."""
+    devices, T = lax.axis_size(axis), x.shape[1]
+    pieces: list[Array] = []
+    for hop in range(1, -(-count // T) + 1):
+        tokens = min(T, count - (hop - 1) * T)
+        pairs = [(i, i + hop) for i in range(devices - hop)]
+        part = x[:, T - tokens :]
+        pieces.insert(0, lax.ppermute(part, axis, pairs) if pairs else jnp.zeros_like(part))
+    return _joined(pieces, 1) if pieces else x[:, :0]

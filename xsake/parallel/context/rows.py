@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from xsake.parallel.context.layout import NAMES, token_order
+
 
 class Schedule(NamedTuple):
     """Which row blocks of this device go where: order [c · R], R to each device."""
@@ -89,15 +91,21 @@ def device_loads(visits: Any, devices: int, method: str) -> np.ndarray:
     array([18, 18])
     """
     visits = np.asarray(visits)
-    own = visits.reshape(devices, -1)
-    if method == "contiguous":
-        return np.asarray(own.sum(1))
-    if method == "zigzag":
-        halves = visits.reshape(2 * devices, -1).sum(1)
-        return np.asarray(halves[:devices] + halves[::-1][:devices])
+    return np.asarray(visits[device_rows(visits, devices, method)].sum(1))
+
+
+def device_rows(visits: Any, devices: int, method: str) -> np.ndarray:
+    """The row blocks that each device computes, [devices, R]; arguments as in `device_loads`.
+
+    >>> device_rows([1, 2, 3, 4, 5, 6, 7, 8], 2, "zigzag")
+    array([[0, 1, 6, 7],
+           [2, 3, 4, 5]])
+    """
+    own = np.asarray(visits).reshape(devices, -1)
+    if method in NAMES:
+        return token_order(own.size, devices, method).reshape(devices, -1)
     if method != "balanced":
         raise ValueError(f"method {method!r} is not one of contiguous, zigzag, balanced")
-    by_device = np.asarray(orders(jnp.asarray(own), devices))
-    return np.asarray(
-        np.take_along_axis(own, by_device, 1).reshape(devices, devices, -1).sum((0, 2))
-    )
+    by_device = np.asarray(orders(jnp.asarray(own), devices))  # [from, to · R], of each device
+    row = by_device + np.arange(devices)[:, None] * own.shape[1]
+    return np.moveaxis(row.reshape(devices, devices, -1), 1, 0).reshape(devices, -1)

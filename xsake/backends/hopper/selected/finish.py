@@ -163,15 +163,15 @@ class _Kernel:
             pl.when(turn > 0)(lambda: plgpu.barrier_wait(q_free))
             for wg in range(COMPUTE_WGS):
                 own = begin + wg * self.tokens
-                known = (jnp.minimum(first + own + i, self.length - 1) for i in range(self.tokens))
-                known = tuple((b * self.length + t) * self.K + head for t in known)
+                tokens = (jnp.minimum(first + own + i, self.length - 1) for i in range(self.tokens))
+                known = tuple((b * self.length + t) * self.K + head for t in tokens)
                 source = rows_gmem, own * self.K + head, self.K
                 self.copies.copy(q_gmem, q_smem.at[wg], q_ready, *source, found=known)
             self.copies.commit()
             if not self.copies.by_tma:
                 # Keys wait for the unit before: all its parts must have been reported.
                 reported = self.copies.report(turn * self.n * COMPUTE_WGS, reported, 0, arrive)
-                for _ in range(COMPUTE_WGS):
+                for _wg in range(COMPUTE_WGS):
                     plgpu.barrier_arrive(q_ready)
             current = lax.div(first + begin, jnp.int32(BLOCK))
             count = self.forced(current)

@@ -1,7 +1,7 @@
 """Gathers rows of tokens into a tile of 64 rows in shared memory (Hopper, sm90).
 
     groups of 8 heads and more   one TMA copy for each token, which fills whole tiles of 8 rows
-    smaller groups               every thread copies 16 bytes at a time to where the swizzle has them
+    smaller groups               every thread copies 16 bytes at a time to their swizzled place
 
 A TMA copy arrives at a barrier by itself. For the others the warpgroup that copies waits for its
 copies, some tiles later, and arrives for them: `Copies.report`.
@@ -53,9 +53,7 @@ class Copies:
             own = pl.ds(i * self.group, self.group)
             plgpu.copy_gmem_to_smem(source.at[row], smem.at[own], ready)
 
-    def report(
-        self, issued: Any, reported: Any, lag: int, arrive: Callable[[Any], None]
-    ) -> Any:
+    def report(self, issued: Any, reported: Any, lag: int, arrive: Callable[[Any], None]) -> Any:
         """Waits for all but the last `lag` of the `issued` tiles, and arrives for them.
 
         `reported` counts those that were reported before; returns the new count. A tile is what is
@@ -77,7 +75,6 @@ class Copies:
         """Ends the copies of a tile."""
         if not self.by_tma:
             _threads("cp.async.commit_group;")
-
 
     # Results of neighbouring tokens: [T · K, g, size] by token, or [K, T · g, size] by kv head.
 

@@ -1,0 +1,170 @@
+"""Calibration, evaluation, generation and the server's passes on a mesh equal those of one device.
+
+`python -m tests.parallel.commands_on_eight [TEXT]` in a process of its own, because the number of
+devices is settled when JAX starts. Prints one line for each claim, and ends with 1 if any does not
+hold; TEXT runs those with it in their name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":  # pytest imports this file too, to look for doctests
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests import oracle
+from tests.model.families import LLAMA, random_model, random_tokens
+from xsake.cli import hads as commands
+from xsake.hads import Plan, Profile
+from xsake.model import Sparse, generate, huggingface
+from xsake.model.kv_cache import KVCache
+from xsake.model.observer import Observer
+from xsake.model.on_mesh import mesh_for_text
+from xsake.parallel import sharding
+from xsake.parallel.mesh import ONE_DEVICE, MeshSizes, make_mesh
+from xsake.server import passes
+
+LENGTH, BLOCK = 64, 8
+SPLIT = MeshSizes(fsdp=2, tensor=2, context=2)
+HEADS = MeshSizes(data=1, fsdp=2, tensor=2, context=1)
+NSA = dataclasses.replace(
+    LLAMA,
+    attention="nsa",
+    sparse=Sparse(block_size=8, num_selected=4, compression_block=8, compression_stride=4),
+)
+
+
+def folder_of(model: Any, path: Path) -> Path:
+    huggingface.save(
+        path / "model", model, layout="xsake" if model.config.is_sparse else "huggingface"
+    )
+    return path / "model"
+
+
+def on_mesh(path: Path, sizes: MeshSizes) -> Any:
+    return huggingface.load(path, tokenizer=False, mesh=make_mesh(sizes)).model
+
+
+def near(a: Any, b: Any) -> bool:
+    """Whether all arrays of two trees differ by at most 1e-5 of their largest element."""
+    pairs = zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True)
+    return all(oracle.relative_error(x, y, floor=1.0) <= 1e-5 for x, y in pairs)
+
+
+def calibration_and_evaluation_are_those_of_one_device() -> bool:
+    """By the commands, from files: the profile, a plan of it, and the plan's measured quality."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        model = folder_of(random_model(LLAMA), place)
+        text = place / "text.npy"
+        np.save(text, random_tokens(LLAMA, (4, LENGTH)))
+        how: dict[str, Any] = {"length": LENGTH, "documents": 2}
+        profiles, qualities = [], []
+        for sizes in (ONE_DEVICE, SPLIT):
+            out = place / f"{sizes.tensor}.profile"
+            commands.calibrate(
+                model,
+                [text],
+                out,
+                block=BLOCK,
+                selectors=("static", "mean_query"),
+                mesh=sizes,
+                **how,
+            )
+            profiles.append(Profile.load(out))
+            plan = place / f"{sizes.tensor}.plan"
+            commands.plan(place / "0.profile", 0.5, plan)
+            commands.evaluate(model, [text], plan, update=True, mesh=sizes, **how)
+            qualities.append(json.loads(Plan.load(plan).terms.validation))
+        one, split = (jax.tree.map(np.asarray, (x.statistics, x.errors)) for x in profiles)
+        return near(split, one) and near(qualities[1], qualities[0])
+
+
+def generation_is_that_of_one_device() -> bool:
+    """Prompts in chunks and a budget; the cache lies on the mesh."""
+    return generates({"budget": 0.5, "chunk": 16})
+
+
+def whole_prompts_are_continued_as_on_one_device() -> bool:
+    return generates({})
+
+
+def generates(how: dict[str, Any]) -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        path = folder_of(random_model(LLAMA), Path(name))
+        one, split = on_mesh(path, ONE_DEVICE_SIZES), on_mesh(path, HEADS)
+        prompts = [list(map(int, row)) for row in random_tokens(LLAMA, (2, 40))]
+        found = [generate(model, prompts, max_tokens=6, **how) for model in (one, split)]
+        cache = KVCache.empty(LLAMA, 2, 64)
+        where = sharding.shardings_of(cache, split.mesh)
+        held = sharding.bytes_per_device((split.parameters(), sharding.put(cache, where)))
+        total = sum(x.nbytes for x in jax.tree.leaves((one.parameters(), cache)))
+        return found[0] == found[1] and max(held.values()) < 0.45 * total
+
+
+def sparse_attention_generates_what_one_device_does() -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        path = folder_of(random_model(NSA), Path(name))
+        prompts = [list(map(int, row)) for row in random_tokens(NSA, (2, 40))]
+        found = [
+            generate(on_mesh(path, sizes), prompts, max_tokens=4)
+            for sizes in (ONE_DEVICE_SIZES, HEADS)
+        ]
+        return found[0] == found[1]
+
+
+def the_server_reads_as_on_one_device() -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        path = folder_of(random_model(LLAMA), Path(name))
+        tokens, results = random_tokens(LLAMA, (LENGTH,)), []
+        n = LENGTH // BLOCK
+        counts = np.minimum(np.arange(1, n + 1), 3) * np.ones((LLAMA.layers, LLAMA.heads, 1))
+        given = np.tile(np.tri(n, dtype=bool), (LLAMA.layers, LLAMA.heads, 1, 1))
+        for sizes in (ONE_DEVICE_SIZES, HEADS):
+            subject = Observer(on_mesh(path, sizes))
+            seen = passes.read(subject.weights, tokens, 50, subject=subject, block=BLOCK)
+            hidden = passes.sparse(
+                *(subject.weights, tokens, 50, counts.astype(np.int32), given, 1),
+                subject=subject,
+                block=BLOCK,
+            )
+            results.append((seen, hidden))
+        return near(results[1], results[0])
+
+
+ONE_DEVICE_SIZES = MeshSizes(1, 1, 1, 1)
+CLAIMS = [
+    calibration_and_evaluation_are_those_of_one_device,
+    generation_is_that_of_one_device,
+    whole_prompts_are_continued_as_on_one_device,
+    sparse_attention_generates_what_one_device_does,
+    the_server_reads_as_on_one_device,
+]
+
+
+def main(only: str = "") -> int:
+    assert len(jax.devices()) == 8
+    assert mesh_for_text(LLAMA, ONE_DEVICE) is None
+    wrong = 0
+    for claim in CLAIMS:
+        name = claim.__name__.replace("_", " ")
+        if only in name:
+            holds = claim()
+            wrong += not holds
+            print(f"{name}: {'ok' if holds else 'WRONG'}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
