@@ -143,10 +143,14 @@ def test_experts_are_refused(tmp_path):
 
 
 def observed_attention(layer, seen, distance):
-    """The largest distance of p · v, as HADS computes p, to what the layer computed."""
+    """The largest distance of p · v, as HADS computes p, to what the layer computed.
+
+    Relative to the largest value, as in test_conformance.py.
+    """
     p, _, _ = attention_weights(seen.q[0], seen.k[0], 0, seen.q.shape[1], seen.softmax)
     v = jnp.repeat(seen.v[0], seen.q.shape[2] // seen.v.shape[2], axis=1)
-    return distance.at[layer].set(jnp.abs(jnp.einsum("nts,snh->tnh", p, v) - seen.out[0]).max())
+    apart = jnp.abs(jnp.einsum("nts,snh->tnh", p, v) - seen.out[0]).max()
+    return distance.at[layer].set(apart / jnp.abs(seen.out).max())
 
 
 @pytest.mark.parametrize("kind", MODELS)
