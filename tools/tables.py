@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools import certificate_tables, nsa_tables, parallel_tables, task_tables
+from tools import bias_tables, certificate_tables, nsa_tables, parallel_tables, task_tables
 
 RESULTS = Path("benchmarks/results")
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -438,6 +438,7 @@ def of_cells(cells: Callable[[Any], Any], report: Any) -> str:
 
 TABLES: dict[str, Callable[[Any], str]] = {
     "hopper": hopper,
+    "hopper-bias": functools.partial(of_cells, bias_tables.hopper_bias),
     "hopper-costs": hopper_costs,
     "hopper-features": features,
     "hopper-memory": memory,
