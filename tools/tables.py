@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import (
+    bias_tables,
     certificate_tables,
     first_call_tables,
     nsa_tables,
@@ -445,6 +446,7 @@ def of_cells(cells: Callable[[Any], Any], report: Any) -> str:
 
 TABLES: dict[str, Callable[[Any], str]] = {
     "hopper": hopper,
+    "hopper-bias": functools.partial(of_cells, bias_tables.hopper_bias),
     "hopper-costs": hopper_costs,
     "hopper-features": features,
     "hopper-memory": memory,

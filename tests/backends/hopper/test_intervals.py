@@ -18,6 +18,8 @@ RULES = {
     "lengths": masks.lengths(query=jnp.array([400])) & masks.causal(),
     "documents": masks.documents(jnp.arange(500) // 130) & masks.causal(),
     "not": ~masks.first(20),
+    "array": masks.array(np.ones((500, 500), bool)) & masks.causal(),
+    "array, chunked": masks.array(np.ones((500, 500), bool)) & masks.chunked(100),
 }
 
 
@@ -61,6 +63,8 @@ def test_documents_agree_when_interpreted(monkeypatch):
         ("lengths", "an interval of keys for each query"),
         ("documents", "an interval of keys for each query; the rule in batch rows that are not"),
         ("not", "the rule, for every token pair"),
+        ("array", "a token mask and a window around each query"),
+        ("array, chunked", "the rule, for every token pair"),
     ],
 )
 def test_explain_says_what_partial_blocks_evaluate(name, form, monkeypatch):

@@ -54,7 +54,7 @@ def features(T: int) -> Iterator[Part]:
 
 
 def xla_backend(T: int) -> Iterator[Part]:
-    """The xla backend compared with jax.nn; the Hopper kernels lack bias and token masks."""
+    """The xla backend compared with jax.nn."""
     sparse = dataclasses.replace(hopper_case(1, T, 64, 0.43), N=8)
     dense = dataclasses.replace(sparse, head_densities=None)
     for name, case in {
