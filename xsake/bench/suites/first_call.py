@@ -221,7 +221,7 @@ def cases(platform: str, kinds: list[str]) -> Iterator[tuple[str, str, str, tupl
     for count in (2, 12) if "layers" in kinds else ():
         for variant in ("xsake", "without"):
             yield "layers", f"{count} layers, {shape}", variant, (shape, variant, count)
-    for variant in ("xsake", "jax.nn") if "model" in kinds else ():
+    for variant in ("xsake", "xla", "jax.nn") if "model" in kinds else ():
         yield "model", f"NNX model, 2 layers, {SMALL}, sinks", variant, (SMALL, variant)
     for variant in ("empty cache", "filled cache") if "cache" in kinds else ():
         yield "cache", f"xsake, {shape}", variant, (shape, "xsake")
