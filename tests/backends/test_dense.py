@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import xsake
-from tests.test_probes import assert_near, random_arrays, run
+from tests.probes import assert_near, random_arrays, run
 from xsake import BlockMask, masks
 from xsake.backends import Sizes, dense
 from xsake.block_mask.lists import token_map

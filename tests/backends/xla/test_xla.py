@@ -12,7 +12,7 @@ from tests import oracle
 from tests.backends.test_conformance import GRADIENT_LIMIT, OUTPUT_LIMIT, expected
 from tests.backends.test_conformance import run as run_case
 from tests.draws import FAST_COMPILATION
-from tests.test_probes import assert_near, assert_same_bits, random_arrays, run
+from tests.probes import assert_near, assert_same_bits, random_arrays, run
 from xsake import BlockMask, Options, _jax, masks
 from xsake.backends import Call, Sizes
 from xsake.backends.choice import BACKENDS
