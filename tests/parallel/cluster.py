@@ -2,8 +2,8 @@
 
     python -m tests.parallel.cluster FOLDER NAME ID COUNT PORT DEVICES STEPS MESH
 
-is one of them, with DEVICES virtual CPU devices. `Cluster` starts them all. XSAKE_TEST_LOST has
-another `processes.lost_seconds` than LOST_SECONDS.
+is one of them, with DEVICES virtual CPU devices. `Cluster` starts them all. XSAKE_TEST_LOST and
+XSAKE_TEST_CHECKPOINT have other `processes.lost_seconds` and `checkpoint.every`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> None:
         schedule__steps=steps,
         hads__density=None,
         evaluation__every=steps,
-        checkpoint__every=4,
+        checkpoint__every=int(os.environ.get("XSAKE_TEST_CHECKPOINT", "4")),
         run__name=name,
         mesh=parse(arguments[7]),
         processes=Processes(f"127.0.0.1:{port}", count, number, lost_seconds=lost_seconds),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from xsake.parallel.mesh import MeshSizes, check_divides, make_mesh, parse, resolved
+from tests.model.families import LLAMA
+from xsake.model.on_mesh import mesh_for_text
+from xsake.parallel.mesh import (
+    MeshSizes,
+    abstract_mesh,
+    check_divides,
+    make_mesh,
+    parse,
+    resolved,
+)
+from xsake.train.config import Config, Data, Hads
+from xsake.train.step import token_order
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +81,41 @@ def test_sparse_attention_of_split_sequences_is_that_of_one_device(flags, claims
 def test_commands_on_a_mesh_have_the_results_of_one_device(claim, count):
     """Calibration, evaluation, generation, and the passes of the server."""
     assert run_module("tests.parallel.commands_on_eight", claim) == count
+
+
+def test_tokens_are_laid_out_so_that_devices_have_equal_work():
+    mesh = abstract_mesh(parse("data=1,fsdp=1,tensor=1,context=4"))
+    data, windowed = Data(length=512, rows=4), dataclasses.replace(LLAMA, window=8)
+    nsa = dataclasses.replace(LLAMA, attention="nsa")
+    orders = {
+        "zigzag": Config(model=LLAMA, data=data),
+        "balanced": Config(model=LLAMA, data=data, hads=Hads(density=0.9, block=32)),
+        "contiguous": Config(model=windowed, data=data),
+    }
+    assert {name: token_order(config, mesh) for name, config in orders.items()} == {
+        name: name for name in orders
+    }
+    large = Hads(density=0.9, block=64)  # two row blocks on each of four devices
+    for config in (Config(model=nsa, data=data), Config(model=LLAMA, data=data, hads=large)):
+        assert token_order(config, mesh) == "contiguous"
+    assert token_order(orders["zigzag"], None) == "contiguous"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "message"),
+    [
+        ("data=2", 64, "mesh.data = 2 splits batch rows, but one text is read at a time"),
+        ("context=2", None, "mesh.context = 2 splits texts whose length is known"),
+        ("context=4", 62, "length = 62 is not divisible by mesh.context = 4; choose"),
+        ("tensor=4", 64, "model.kv_heads = 2 is not divisible by mesh.tensor = 4"),
+        ("fsdp=16", 64, "has 16 devices, but there are 8"),
+    ],
+)
+def test_a_mesh_that_cannot_read_one_text_is_refused(monkeypatch, sizes, length, message):
+    monkeypatch.setattr("jax.device_count", lambda: 8)
+    monkeypatch.delenv("XSAKE_MESH", raising=False)
+    with pytest.raises(ValueError, match=message):
+        mesh_for_text(LLAMA, parse(sizes), length)
 
 
 def test_what_is_not_given_is_chosen():

@@ -157,7 +157,7 @@ def abstract_mesh(sizes: MeshSizes) -> AbstractMesh:
     return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def sizes_of(mesh: Mesh | None) -> MeshSizes:
+def sizes_of(mesh: Mesh | AbstractMesh | None) -> MeshSizes:
     """The sizes of a mesh; all 1 without one."""
     return MeshSizes(**(dict.fromkeys(AXES, 1) if mesh is None else dict(mesh.shape)))
 

@@ -135,13 +135,14 @@ def everyone(text: str) -> list[str]:
 
 
 def check_same(name: str, value: str) -> None:
-    """Raises in every process that has another value than process 0."""
-    wanted = agreed(lambda: value)
-    if value != wanted:
-        raise ValueError(
-            f"process {jax.process_index()} has {name} {value}, process 0 has {wanted}; start all "
-            "processes with the same settings and data"
-        )
+    """Raises in all processes if one has another value than process 0."""
+    wanted, *others = everyone(value)
+    for number, other in enumerate(others, 1):
+        if other != wanted:
+            raise ValueError(
+                f"process {number} has {name} {other}, process 0 has {wanted}; start all "
+                "processes with the same settings and data"
+            )
 
 
 def barrier(name: str) -> None:

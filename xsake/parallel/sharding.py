@@ -96,7 +96,14 @@ def constrained(x: Array, axes: Axes, mesh: Mesh | None) -> Array:
 
 def everywhere(tree: Tree, mesh: Mesh | None) -> Tree:
     """The arrays of a tree, whole on every device; the tree itself without a mesh. Under jit."""
-    return tree if mesh is None else lax.with_sharding_constraint(tree, replicated(mesh))
+    if mesh is None:
+        return tree
+
+    def one(x: Any) -> Any:
+        is_array = isinstance(x, Array)  # a layer's inputs may hold a name too
+        return lax.with_sharding_constraint(x, replicated(mesh)) if is_array else x
+
+    return jax.tree.map(one, tree)
 
 
 # ------------------------------------------------------------------------------ shardings of trees

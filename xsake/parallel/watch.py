@@ -115,15 +115,12 @@ class Watch:
             gap, end = self._gaps.get(process, (0.0, now))
             silence = now - self._heard[process]
             found[process] = max(silence, gap if now - end < seconds else 0.0)
-        if found[0] > NOTICED:  # it has heard nobody meanwhile
-            return 0
+        late = {}
         for key, text in self._client.key_value_dir_get(LATE):
-            late_step, late = text.split()
+            late_step, delay = text.split()
             if abs(int(late_step) - step) <= 2:
-                process = int(key.rpartition("/")[2])
-                found[process] = max(found[process], float(late))
-        slowest = max(found, key=lambda process: found[process])
-        return slowest if found[slowest] > NOTICED else None
+                late[int(key.rpartition("/")[2])] = float(delay)
+        return waited_for(found, late)
 
     # -------------------------------------------------------------------------------------- threads
 
@@ -191,6 +188,23 @@ class Watch:
             )
             sys.stderr.flush()
             os._exit(code)
+
+
+def waited_for(silence: dict[int, float], late: dict[int, float]) -> int | None:
+    """The process that was silent or late for longest, in seconds; None if none is noticed.
+
+    Process 0 hears the others: while it stands still, all seem silent.
+
+    >>> waited_for({0: 0.4, 1: 7.0, 2: 1.1}, {}), waited_for({0: 7.0, 1: 7.4}, {})
+    (1, 0)
+    >>> waited_for({0: 0.4, 1: 0.9}, {0: 3.0}), waited_for({0: 0.4, 1: 0.9}, {})
+    (0, None)
+    """
+    if silence[0] > NOTICED:
+        return 0
+    found = {process: max(x, late.get(process, 0.0)) for process, x in silence.items()}
+    slowest = max(found, key=lambda process: found[process])
+    return slowest if found[slowest] > NOTICED else None
 
 
 def _silent(who: str, count: int, seconds: float) -> str:

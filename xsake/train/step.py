@@ -113,7 +113,7 @@ def transformer(config: Config, parameters: Any, mesh: Mesh | None = None) -> Tr
     )
 
 
-def token_order(config: Config, mesh: Mesh | None) -> Order:
+def token_order(config: Config, mesh: sharding.AnyMesh | None) -> Order:
     """The order of tokens that gives the devices of mesh.context equal work; see `Transformer`.
 
     "zigzag" for causal attention. With plans, whose work no order knows, "balanced", if every
