@@ -207,8 +207,7 @@ class Transformer(nnx.Module):
             kernel = self.layer(layer).out.kernel[...]
             if self.config.is_sparse:
                 return out, fold(layer, SparseObservation(q, k, v, out, kernel, *more), carry)
-            softmax = softmax_of(self.config, layer, *more)
-            return out, fold(layer, Observation(q, k, v, out, kernel, softmax), carry)
+            return out, fold(layer, Observation(q, k, v, out, kernel, self.softmax(layer)), carry)
 
         return self.run(tokens, positions, watched, carry)[1]
 
@@ -254,6 +253,11 @@ class Transformer(nnx.Module):
         if isinstance(self.layers, Layer):
             return jax.tree.map(lambda stacked: stacked[number], self.layers)
         return self.layers[number]
+
+    def softmax(self, number: Any) -> Softmax:
+        """The soft cap, window and sinks of a layer's attention, for HADS."""
+        sinks = self.layer(number).sinks
+        return softmax_of(self.config, number, None if sinks is None else sinks[...])
 
     @property
     def is_stacked(self) -> bool:

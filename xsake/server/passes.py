@@ -26,7 +26,7 @@ from xsake import block_scores, selection
 from xsake.hads import chunks
 from xsake.hads.chunks import Chunk, Chunks, Softmax
 from xsake.hads.statistics import AnyArray
-from xsake.model.attend import by_mask, softmax_of
+from xsake.model.attend import by_mask
 from xsake.model.observer import Observer
 from xsake.model.transformer import document_positions
 
@@ -60,7 +60,7 @@ def read(
         layer: Any, q: Array, k: Array, v: Array, found: Seen, *sinks: Array
     ) -> tuple[Array, Seen]:
         out, _ = attend(layer, q, k, v, None, *sinks)
-        new = _seen(q[0], k[0], block, length, softmax_of(model.config, layer, *sinks))
+        new = _seen(q[0], k[0], block, length, model.softmax(layer))
         return out, jax.tree.map(lambda every, x: every.at[layer].set(x), found, new)
 
     start = Seen(
@@ -209,7 +209,7 @@ def sparse(
     def attend(
         layer: Any, q: Array, k: Array, v: Array, state: Any, *sinks: Array
     ) -> tuple[Array, Any]:
-        seen = q[0], k[0], layer, softmax_of(model.config, layer, *sinks)
+        seen = q[0], k[0], layer, model.softmax(layer)
         blocks = lax.switch(source, [as_given, by_query, by_mass], *seen)
         mask = selection.to_mask(blocks, P, block)
         by_chosen = by_mask(model.config, mask, 1, P, implementation=subject.implementation)
