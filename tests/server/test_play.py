@@ -275,7 +275,9 @@ def test_a_model_without_a_profile_is_shown_with_fixed_patterns():
 
 
 @pytest.mark.second_python
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss_attention"])
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss_attention", pytest.param("gemma2", marks=pytest.mark.slow)]
+)
 def test_soft_caps_windows_and_sinks_are_read_as_the_library_measures_them(kind):
     subject = Observer(test_gemma.MODELS[kind]())
     tokens = np.random.default_rng(0).integers(0, subject.vocab_size, 32)
