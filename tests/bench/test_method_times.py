@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
+from tests.model.test_gemma import gpt_oss
 from xsake.bench import method_times
 from xsake.evaluate.methods import Method
-from xsake.model import PRESETS, Transformer
+from xsake.model import Transformer
 from xsake.model.observer import Observer
 
 BLOCK, LENGTH = 16, 40
@@ -17,17 +19,20 @@ BLOCK, LENGTH = 16, 40
 
 @pytest.fixture(scope="module")
 def subject():
-    return Observer(Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0)))
+    """Two layers with windows and sinks."""
+    model = gpt_oss()
+    config = dataclasses.replace(model.config, window_layers=None)
+    return Observer(Transformer.of(config, model.parameters()))
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    return np.random.default_rng(0).integers(0, 256, LENGTH)
+    return np.random.default_rng(0).integers(0, 96, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def qkv(subject, tokens):
-    return [x[:, 0] for x in method_times.activations(subject, tokens[None])[:3]]
+def inputs(subject, tokens):
+    return method_times.inputs(subject, tokens)
 
 
 def method(subject, name, blocks):
@@ -35,27 +40,34 @@ def method(subject, name, blocks):
     return Method(given.sum(-1, dtype=jnp.int32), given, jnp.int32(0), name)
 
 
-def test_all_blocks_are_dense_attention_and_fewer_are_not(subject, qkv):
-    dense = method_times._dense(*qkv)
+def test_all_blocks_are_dense_attention_and_fewer_are_not(subject, inputs):
+    config, qkv = inputs
+    dense = method_times._dense(*qkv, config=config)
 
     def sparse(blocks, source):
         chosen = method(subject, "", blocks)
-        return method_times._sparse(chosen.counts, chosen.given, *qkv, source=source, block=BLOCK)
+        how = {"config": config, "source": source, "block": BLOCK}
+        return method_times._sparse(chosen.counts, chosen.given, *qkv, **how)
 
     for source in ("given", "gaussian"):
         np.testing.assert_allclose(sparse(jnp.tri(3, dtype=bool), source), dense, atol=2e-6)
     assert jnp.abs(sparse(jnp.eye(3, dtype=bool), "given") - dense).max() > 1e-2
 
 
-def test_activations_returns_the_q_k_v_of_the_model(subject, tokens, qkv):
+def test_activations_returns_the_q_k_v_of_the_model(subject, tokens, inputs):
     def fold(layer, seen, carry):
         return carry.at[layer].set(seen.out[0])
 
-    config = PRESETS["tiny"]
+    config, qkv = inputs
     empty = jnp.zeros((config.layers, LENGTH, config.heads, config.head_size))
     out = subject.observe(subject.weights, jnp.asarray(tokens)[None], fold, empty)
-    dense = method_times._dense(*qkv)
+    dense = method_times._dense(*qkv, config=config)
     np.testing.assert_allclose(dense[:, 0], out, atol=2e-6)
+
+
+def test_a_suite_of_causal_attention_refuses_windows_and_sinks(subject):
+    with pytest.raises(ValueError, match="soft_cap = None, window = 6 and sinks = True; use"):
+        method_times.check_is_plain(subject)
 
 
 def test_every_method_and_dense_are_timed(subject, tokens):

@@ -267,6 +267,12 @@ def test_a_parameter_does_what_its_documentation_says(name, by_definition):
     assert oracle.relative_error(ours(**arguments), found) <= CLOSE
 
 
+def test_every_parameter_has_a_case():
+    elsewhere = {"query", "key", "value", "fused_backward", "sequence_parallelism_mesh_axis_name"}
+    given = {name for arguments, *_ in PARAMETERS.values() for name in arguments}
+    assert given | elsewhere == set(inspect.signature(blocksparse_attention).parameters)
+
+
 @pytest.mark.parametrize(
     ("arguments", "block"),
     [
@@ -332,6 +338,7 @@ FAULTS = {
     "-1 sides": ({"sliding_window": (-1, 3)}, ("sliding_window", None, 3)),
     "unsorted segments": ({"q_segment_ids": UNSORTED}, ("documents", UNSORTED)),
     "masks of heads": ({"attention_mask": SEEN}, ("array", SEEN)),
+    "built masks of heads": ({"mask_builder": local_masks}, ("array", LOCAL)),
     "sinks, in dq and dk too": ({"causal": True, "softmax_aux": SINKS}, CAUSAL),
 }
 

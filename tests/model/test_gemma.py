@@ -143,48 +143,49 @@ def test_experts_are_refused(tmp_path):
 
 
 def observed_attention(layer, seen, distance):
-    """The largest distance of p · v, as HADS computes p, to what the layer computed.
-
-    Relative to the largest value, as in test_conformance.py.
-    """
+    """The largest distance of p · v, as HADS computes p, to what the layer computed, relative."""
     p, _, _ = attention_weights(seen.q[0], seen.k[0], 0, seen.q.shape[1], seen.softmax)
     v = jnp.repeat(seen.v[0], seen.q.shape[2] // seen.v.shape[2], axis=1)
-    apart = jnp.abs(jnp.einsum("nts,snh->tnh", p, v) - seen.out[0]).max()
-    return distance.at[layer].set(apart / jnp.abs(seen.out).max())
+    far = jnp.abs(jnp.einsum("nts,snh->tnh", p, v) - seen.out[0]).max()
+    return distance.at[layer].set(far / jnp.abs(seen.out).max())
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    ["gemma2", "gpt_oss_attention", pytest.param("gemma3_text", marks=pytest.mark.second_python)],
+)
 def test_hads_measures_the_attention_that_each_layer_has(kind):
     """Caps, sinks, and the window of some layers."""
     model = MODELS[kind]()
     tokens, _ = checkpoints.expected(kind)
     distance = jnp.zeros(model.config.layers)
     found = jax.jit(lambda model: model.observe(tokens[:1], observed_attention, distance))(model)
-    assert found.max() < 1e-6
+    assert found.max() < 2e-6  # float32 sums in another order
 
 
 @pytest.mark.second_python
 @pytest.mark.parametrize(
-    "kind", ["gemma2", "gpt_oss_attention", pytest.param("gemma3_text", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "gpt_oss_attention",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "gemma3_text")),
+    ],
 )
 def test_plans_are_calibrated_made_and_measured(kind):
-    """A plan at density 1 is the model itself, and one at 0.7 costs what the dense pass says."""
+    """At equal density the plan is better than sink and window; at density 1 it is the model."""
     model = MODELS[kind]()
     subject = Observer(model)
     documents = np.random.default_rng(0).integers(0, model.config.vocab_size, (3, 32))
-    profile = subject.profile(documents[:2], block=4, curves=("mean_query", "oracle"))
-    assert np.isfinite(profile.cost("kl", "mean_query")).all()
-    whole, sparse = (methods.of_plan(make(profile, density, "kl"), 32) for density in (1.0, 0.7))
-    oracle = methods.at_density(profile, 0.7, 32, names=["oracle/kl"])
-    found = measure_methods(subject, [whole, sparse, *oracle], [documents[2]], 4)
-    assert [row["realised_density_ratio"] for row in found] == pytest.approx(
-        [1, 0.7, 0.7], abs=0.01
-    )
+    profile = subject.profile(documents[:2], block=4, curves=("static",))
+    plans = [make(profile, density, "kl", "static") for density in (1.0, 0.7)]
+    whole, sparse = (methods.of_plan(plan, 32) for plan in plans)
+    fixed = methods.at_density(profile, 0.7, 32, names=["sink_window"])
+    found = measure_methods(subject, [whole, sparse, *fixed], [documents[2]], 4)
+    densities = [row["realised_density_ratio"] for row in found]
+    assert densities == pytest.approx([1, 0.7, 0.7], abs=0.01)
     assert found[0]["kl"] < 1e-6
     assert abs(found[0]["perplexity_gap"]) < 1e-5
-    assert found[2]["kl"] < found[1]["kl"]
-    logits = model(documents[2:], mask=make(profile, 1.0, "kl"))
-    assert far(logits, np.asarray(model(documents[2:]), np.float64)) < 1e-5
+    assert found[1]["kl"] < found[2]["kl"]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.model import test_gemma
 from tests.server.conftest import client_of
 from xsake import hads, selection, shipped
 from xsake.data import text as texts
 from xsake.evaluate.methods import Activations, oracle_counts
 from xsake.evaluate.quality import compare, compare_predictions
 from xsake.hads import baselines
+from xsake.model.observer import Observer
 from xsake.server import passes
 from xsake.server.reader import METHODS
 
@@ -270,3 +272,19 @@ def test_a_model_without_a_profile_is_shown_with_fixed_patterns():
         answer = client.get(f"/api/play/texts/{read['id']}/method?method=hads&density=1")
         assert answer.status_code == 422
         assert "needs a profile of this model with blocks of 64" in answer.json()["detail"]
+
+
+@pytest.mark.second_python
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss_attention", pytest.param("gemma2", marks=pytest.mark.slow)]
+)
+def test_soft_caps_windows_and_sinks_are_read_as_the_library_measures_them(kind):
+    subject = Observer(test_gemma.MODELS[kind]())
+    tokens = np.random.default_rng(0).integers(0, subject.vocab_size, 32)
+    found, _ = passes.read(subject.weights, jnp.asarray(tokens), 32, subject=subject, block=4)
+    np.testing.assert_allclose(found.mass.sum(-1) + found.sinks, 1, atol=1e-5)
+    wanted = subject.profile([tokens], block=4, curves=()).statistics
+    np.testing.assert_allclose(found.entropy[..., 1:].mean(-1), wanted.entropy, atol=1e-5)
+    blocks = found.block_entropy[..., 4:].mean(-1)
+    np.testing.assert_allclose(blocks, wanted.block_entropy, atol=1e-5)
+    np.testing.assert_allclose(np.exp(found.row_mass), wanted.mass, atol=1e-5)

@@ -16,11 +16,11 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from xsake import masks, selection
-from xsake.attention import dot_product_attention
+from xsake import selection
 from xsake.bench.timing import Timing, time_calls
-from xsake.block_mask import BlockMask
 from xsake.evaluate.methods import SOURCES, Activations, Method, scores_of
+from xsake.model import Config
+from xsake.model.attend import by_mask, softmax_of
 from xsake.model.observer import Observer
 
 
@@ -32,12 +32,32 @@ def time_attention(
     The time includes the selection of blocks. Oracles are not meant to be timed: they compute dense
     attention in order to select.
     """
-    qkv = tuple(x[:, 0] for x in activations(subject, tokens[None])[:3])
-    calls: dict[str, Any] = {"dense": (_dense, qkv)}
+    config, given = inputs(subject, tokens)
+    calls: dict[str, Any] = {"dense": (functools.partial(_dense, config=config), given)}
     for method in methods:
-        run = functools.partial(_sparse, source=SOURCES[int(method.source)], block=block)
-        calls[method.name] = run, (method.counts, method.given, *qkv)
+        source = SOURCES[int(method.source)]
+        run = functools.partial(_sparse, config=config, source=source, block=block)
+        calls[method.name] = run, (method.counts, method.given, *given)
     return time_calls(calls, repeats)
+
+
+def inputs(subject: Observer, tokens: np.ndarray) -> tuple[Config, tuple[Any, ...]]:
+    """The model's config, and (q, k, v, sinks or None) of every layer on tokens [T]."""
+    model = nnx.merge(subject.graph, subject.weights)
+    sinks = [model.softmax(layer).sinks for layer in range(model.config.layers)]
+    stacked = jnp.stack(sinks) if model.config.sinks else None
+    return model.config, (*(x[:, 0] for x in activations(subject, tokens[None])[:3]), stacked)
+
+
+def check_is_plain(subject: Observer) -> None:
+    """Raises unless attention is causal softmax(q kᵀ / √H), which some suites measure."""
+    config = nnx.merge(subject.graph, subject.weights).config
+    if config.soft_cap is not None or config.window is not None or config.sinks:
+        raise ValueError(
+            "this suite measures causal attention, but the model has soft_cap = "
+            f"{config.soft_cap}, window = {config.window} and sinks = {config.sinks}; "
+            "use a model without them, or `xsake evaluate`"
+        )
 
 
 def activations(subject: Observer, tokens: np.ndarray) -> tuple[Array, Array, Array, Array]:
@@ -61,28 +81,38 @@ def activations(subject: Observer, tokens: np.ndarray) -> tuple[Array, Array, Ar
     return run(subject.weights, jnp.asarray(tokens))
 
 
-@jax.jit
-def _dense(q: Array, k: Array, v: Array) -> Array:
-    T = q.shape[1]
-    mask = BlockMask.from_rule(masks.causal(), (T, T))
+@functools.partial(jax.jit, static_argnames="config")
+def _dense(q: Array, k: Array, v: Array, sinks: Array | None, *, config: Config) -> Array:
+    attend = by_mask(config, None, 1, q.shape[1])
 
-    def attend(x: Any) -> Array:
-        q, k, v = x
-        return dot_product_attention(q[None], k[None], v[None], mask=mask)
+    def one(x: Any) -> Array:
+        layer, q, k, v, sinks = x
+        return attend(layer, q[None], k[None], v[None], None, sinks)[0]
 
-    return lax.map(attend, (q, k, v))
+    return lax.map(one, (jnp.arange(config.layers), q, k, v, sinks))
 
 
-@functools.partial(jax.jit, static_argnames=("source", "block"))
+@functools.partial(jax.jit, static_argnames=("config", "source", "block"))
 def _sparse(
-    counts: Array, given: Array, q: Array, k: Array, v: Array, *, source: str, block: int
+    counts: Array,
+    given: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    *,
+    config: Config,
+    source: str,
+    block: int,
 ) -> Array:
-    def attend(x: Any) -> Array:
-        counts, blocks, q, k, v = x
-        if source != "given":
-            scores = scores_of(source, Activations(q, k, v, None), block)
-            blocks = selection.keep_top(scores, counts)
-        mask = selection.to_mask(blocks, q.shape[0], block)
-        return dot_product_attention(q[None], k[None], v[None], mask=mask)
+    T = q.shape[1]
 
-    return lax.map(attend, (counts, given, q, k, v))
+    def one(x: Any) -> Array:
+        layer, counts, blocks, q, k, v, sinks = x
+        if source != "given":
+            seen = Activations(q, k, v, None, softmax_of(config, layer, sinks))
+            blocks = selection.keep_top(scores_of(source, seen, block), counts)
+        attend = by_mask(config, selection.to_mask(blocks, T, block), 1, T)
+        return attend(layer, q[None], k[None], v[None], None, sinks)[0]
+
+    return lax.map(one, (jnp.arange(config.layers), counts, given, q, k, v, sinks))

@@ -17,7 +17,7 @@ from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, calibrate, certified_attention, corrected_attention
 from xsake.hads.chunks import Softmax
 from xsake.model import Transformer
-from xsake.model.attend import by_mask, by_window, narrowed, softmax_of
+from xsake.model.attend import by_mask, by_window, narrowed
 from xsake.model.positions import document_positions
 from xsake.parallel import sharding
 
@@ -80,7 +80,7 @@ class Observer:
             layer: Any, q: Array, k: Array, v: Array, state: Any, sinks: Array | None = None
         ) -> tuple[Array, Any]:
             whole = sharding.everywhere((q, k, v), model.mesh)
-            mask = choose(layer, *whole, *_kernel_and_softmax(model, layer, sinks))
+            mask = choose(layer, *whole, *_kernel_and_softmax(model, layer))
             if not corrected:
                 by_chosen = by_mask(
                     *(model.config, mask, 1, T),
@@ -112,7 +112,7 @@ class Observer:
             layer: Any, q: Array, k: Array, v: Array, used: Any, sinks: Array | None = None
         ) -> tuple[Array, Any]:
             q, k, v = sharding.everywhere((q, k, v), model.mesh)
-            mask = choose(layer, q, k, v, *_kernel_and_softmax(model, layer, sinks))
+            mask = choose(layer, q, k, v, *_kernel_and_softmax(model, layer))
 
             def of_window(windowed: bool, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
                 out, report = certified_attention(
@@ -142,8 +142,6 @@ class Observer:
         return nnx.merge(self.graph, weights).logits(hidden)
 
 
-def _kernel_and_softmax(
-    model: Transformer, layer: Any, sinks: Array | None
-) -> tuple[Array, Softmax]:
-    own = model.layer(layer).out.kernel[...], softmax_of(model.config, layer, sinks)
+def _kernel_and_softmax(model: Transformer, layer: Any) -> tuple[Array, Softmax]:
+    own = model.layer(layer).out.kernel[...], model.softmax(layer)
     return sharding.everywhere(own, model.mesh)

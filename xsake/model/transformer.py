@@ -214,8 +214,7 @@ class Transformer(nnx.Module):
             if self.config.is_sparse:
                 seen: Any = SparseObservation(q, k, v, out, kernel, *more)
             else:
-                softmax = softmax_of(self.config, layer, *more)
-                seen = Observation(q, k, v, out, kernel, softmax)
+                seen = Observation(q, k, v, out, kernel, self.softmax(layer))
             return out, fold(layer, sharding.everywhere(seen, self.mesh), carry)
 
         found = self.run(tokens, positions, watched, carry)[1]
@@ -263,6 +262,11 @@ class Transformer(nnx.Module):
         if isinstance(self.layers, Layer):
             return jax.tree.map(lambda stacked: stacked[number], self.layers)
         return self.layers[number]
+
+    def softmax(self, number: Any) -> Softmax:
+        """The soft cap, window and sinks of a layer's attention, for HADS."""
+        sinks = self.layer(number).sinks
+        return softmax_of(self.config, number, None if sinks is None else sinks[...])
 
     @property
     def is_stacked(self) -> bool:

@@ -26,7 +26,7 @@ from xsake import block_scores, selection
 from xsake.hads import chunks
 from xsake.hads.chunks import Chunk, Chunks, Softmax
 from xsake.hads.statistics import AnyArray
-from xsake.model.attend import by_mask, softmax_of
+from xsake.model.attend import by_mask
 from xsake.model.observer import Observer
 from xsake.model.positions import document_positions
 from xsake.parallel import sharding
@@ -63,7 +63,7 @@ def read(
     ) -> tuple[Array, Seen]:
         out, _ = attend(layer, q, k, v, None, *sinks)
         q, k = sharding.everywhere((q, k), model.mesh)
-        new = _seen(q[0], k[0], block, length, softmax_of(model.config, layer, *sinks))
+        new = _seen(q[0], k[0], block, length, model.softmax(layer))
         return out, jax.tree.map(lambda every, x: every.at[layer].set(x), found, new)
 
     start = Seen(
@@ -213,7 +213,7 @@ def sparse(
         layer: Any, q: Array, k: Array, v: Array, state: Any, *sinks: Array
     ) -> tuple[Array, Any]:
         seen = sharding.everywhere((q[0], k[0]), model.mesh)
-        softmax = softmax_of(model.config, layer, *sinks)
+        softmax = model.softmax(layer)
         blocks = lax.switch(source, [as_given, by_query, by_mass], *seen, layer, softmax)
         mask = selection.to_mask(blocks, P, block)
         how: Any = {"implementation": subject.implementation, "mesh": model.mesh}

@@ -34,7 +34,8 @@ counts = jnp.asarray(oracle_counts(profile, {density}, "kl", T))
 
 
 def mask(layer, q, k):
-    kept = selection.keep_top(baselines.oracle(q[0], k[0], {block}), counts[layer])
+    scores = baselines.oracle(q[0], k[0], {block}, loaded.model.softmax(layer))
+    kept = selection.keep_top(scores, counts[layer])
     return selection.to_mask(kept, T, {block})
 
 

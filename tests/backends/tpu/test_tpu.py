@@ -276,6 +276,28 @@ def test_forward_and_backward_lower_for_tpus(head_size, dtype, block, by_interva
     assert text.count("@tpu_custom_call") == 3
 
 
+@pytest.mark.parametrize("most", [visits.MOST_WORDS, pytest.param(24, marks=pytest.mark.slow)])
+def test_they_lower_inside_shard_map(most, monkeypatch):
+    """In one launch, and in several, which share their results; both with intervals."""
+    monkeypatch.setattr(intervals, "are_read", lambda: True)
+    monkeypatch.setattr(visits, "MOST_WORDS", most)
+    length, heads = 300, jax.sharding.PartitionSpec(None, None, "heads", None)
+    rule = masks.causal() & masks.documents(jnp.arange(length) // 100)
+    mask = BlockMask.from_rule(rule, (length, length))
+    q, k, v = (jax.ShapeDtypeStruct((1, length, n, 64), "bfloat16") for n in (4, 2, 2))
+
+    def gradients(q, k, v):
+        results, pull_back = jax.vjp(
+            lambda *qkv: tpu.forward(Call(*qkv, None, mask, 0.1, None, Options())), q, k, v
+        )
+        return pull_back(results)
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("heads",))
+    run = jax.shard_map(gradients, mesh=mesh, in_specs=(heads,) * 3, out_specs=(heads,) * 3)
+    text = jax.jit(run).trace(q, k, v).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("@tpu_custom_call") == 3
+
+
 # ----------------------------------------------------------------------------------------- refusals
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from xsake import block_scores, dot_product_attention, masks, selection
-from xsake.bench.method_times import activations
+from xsake.bench.method_times import activations, check_is_plain
 from xsake.bench.suites import Record
 from xsake.bench.timing import provenance, time_queued
 from xsake.block_mask import BlockMask
@@ -81,6 +81,7 @@ def coverage(
     """
     loaded = huggingface.load(model, dtype=dtype, implementation=implementation, tokenizer=False)
     subject = Observer(loaded.model)
+    check_is_plain(subject)
     known = Profile.load(profile)
     length = known.facts.length
     tokens = np.load(documents).astype(np.int32)[:count, :length]

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 
 from xsake import block_scores, dot_product_attention, selection
-from xsake.bench.method_times import activations
+from xsake.bench.method_times import activations, check_is_plain
 from xsake.bench.suites import Record
 from xsake.bench.timing import provenance, time_queued
 from xsake.block_mask import BlockMask
@@ -320,6 +320,7 @@ def _on_activations(
     subject: Observer, plan: Plan, tokens: np.ndarray, implementation: str | None
 ) -> Record:
     """Time and quality of the plan's masks on the dense model's q, k, v, layer by layer."""
+    check_is_plain(subject)
     layers = jnp.arange(subject.layers)
     q, k, v, kernel = activations(subject, tokens)
 
