@@ -59,9 +59,7 @@ class RowsKernel(GradientKernel):
     """
 
     def __init__(self, shape, rule, tiling, adds=False, **static):
-        # A tile of the bias needs registers that a step of 128 keys does not leave.
-        small = shape.largest_head > 128 or static["bias"] is not None
-        step = tiling.key_step or min(shape.block[1], 64 if small else 128)
+        step = tiling.key_step or min(shape.block[1], 64 if shape.largest_head > 128 else 128)
         super().__init__(shape, rule, tiling, axis=0, step=step, **static)
         self.adds = adds
         self.stages, self.v_stages = self.stages_of(tiling.key_stages)
