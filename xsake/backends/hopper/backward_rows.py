@@ -202,7 +202,7 @@ class _TileSteps:
         p, slope = kernel.probabilities(s, lse, masked, keep, bias)
         if masked is not None:  # dp is issued only now: the rule needed its registers
             if kernel.soft_cap is None or self.d_bias is None:
-                p = slope = lax.optimization_barrier(slope)  # without a soft cap they are the same
+                p = slope = lax.optimization_barrier(slope)  # p is not read, or it is the slope
             else:
                 p, slope = lax.optimization_barrier((p, slope))
             dp = kernel.issue(kernel.own_rows(self.wg, scratch.d_out_smem), v)
