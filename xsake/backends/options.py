@@ -79,8 +79,7 @@ class BackwardTiling:
     row_step: int | None = None
     # Q and d_out tiles in flight, each. None: 4 with kv blocks of 64 where they fit, else 2.
     row_stages: int | None = None
-    # Keys per product of the kernel over row blocks. None: the block, or 64 with a head of 256 or a
-    # bias.
+    # Keys per product of the kernel over row blocks. None: the block, or 64 with a head of 256.
     key_step: int | None = None
     # K and V tiles in flight, each. None: 4 of 64 keys with row blocks of 64 and head sizes up to
     # 128, else 2.

@@ -59,9 +59,7 @@ class RowsKernel(GradientKernel):
     """
 
     def __init__(self, shape, rule, tiling, adds=False, **static):
-        # A tile of the bias needs registers that a step of 128 keys does not leave.
-        small = shape.largest_head > 128 or static["bias"] is not None
-        step = tiling.key_step or min(shape.block[1], 64 if small else 128)
+        step = tiling.key_step or min(shape.block[1], 64 if shape.largest_head > 128 else 128)
         super().__init__(shape, rule, tiling, axis=0, step=step, **static)
         self.adds = adds
         self.stages, self.v_stages = self.stages_of(tiling.key_stages)
@@ -204,7 +202,7 @@ class _TileSteps:
         p, slope = kernel.probabilities(s, lse, masked, keep, bias)
         if masked is not None:  # dp is issued only now: the rule needed its registers
             if kernel.soft_cap is None or self.d_bias is None:
-                p = slope = lax.optimization_barrier(slope)  # without a soft cap they are the same
+                p = slope = lax.optimization_barrier(slope)  # p is not read, or it is the slope
             else:
                 p, slope = lax.optimization_barrier((p, slope))
             dp = kernel.issue(kernel.own_rows(self.wg, scratch.d_out_smem), v)
