@@ -88,7 +88,7 @@ def lower_kernels_faster() -> None:
     """On JAX 0.11, gives its layout inference `equal_variables` in place of its own function.
 
     That one sorts the variables by the text of their operations, for which whole loops are printed:
-    a third of the time that lowering a kernel takes. JAX 0.12 does not sort them.
+    much of the time that lowering a kernel takes. JAX 0.12 does not sort them.
     """
     if version()[:2] == (0, 11):
         from jax.experimental.mosaic.gpu import constraints

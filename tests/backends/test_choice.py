@@ -108,6 +108,7 @@ def test_the_fit_finds_the_constants():
     assert fitted == pytest.approx(wanted, abs=1e-15)
 
 
+@pytest.mark.second_python
 def test_the_suite_measures_both_backends():
     problem = suite.Problem(1, 2, 1, 16, 8, "window and documents")
     records = list(suite._records(problem, "float32", []))

@@ -72,12 +72,9 @@ def choose(asked: str | None, call: Call) -> Explanation:
     chosen = able[0] if able else None
     form = kernel_rule.form(call.mask) if chosen == "hopper" else None
     if asked is None and chosen == "xla" and "dense" in able:
-        pairs = {"xla": costs.listed_pairs(call), "dense": dense.pairs(call)}
-        found = {name: costs.estimate(name, count, call) for name, count in pairs.items()}
-        estimates = {name: seconds for name, seconds in found.items() if seconds is not None}
-        if len(estimates) == 2:
-            fastest = min(estimates, key=estimates.__getitem__)
-            return Explanation(fastest, reasons, estimates=estimates)
+        found = costs.estimates(call, {"xla": costs.listed_pairs, "dense": dense.pairs})
+        if found:
+            return Explanation(min(found, key=found.__getitem__), reasons, estimates=found)
     return Explanation(chosen, reasons, asked, form)
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,13 @@ def platform_key(itemsize: int) -> str:
     return platform if platform == "cpu" else f"{platform}, {min(itemsize, 4)} bytes"
 
 
-def estimate(name: str, pairs: int, call: Call) -> float | None:
-    """Seconds of the call by a backend that computes so many token pairs; None: no constants."""
+def estimates(call: Call, pairs: dict[str, Callable[[Call], int]]) -> dict[str, float]:
+    """Seconds of the call by backends that compute so many token pairs; {} without constants."""
     constants = table().get(platform_key(call.q.dtype.itemsize), {})
+    if not constants:
+        return {}
     width = call.sizes.H + call.sizes.Hv
-    return constants[name].seconds(pairs, width) if name in constants else None
+    return {name: constants[name].seconds(count(call), width) for name, count in pairs.items()}
 
 
 def listed_pairs(call: Call) -> int:

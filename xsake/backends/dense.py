@@ -45,7 +45,7 @@ def why_not(call: Call) -> str | None:
     B, T, S, N, *_ = call.sizes
     return (
         f"holds all logits at once, of which it takes up to {LIMIT_BYTES / 2**30:.0f} GiB; these "
-        f"are {B} × {N} × {T} × {S}, {needed / 2**30:.1f} GiB"
+        f"are {B} × {N} × {T} × {S}, {needed / 2**30:.1f} GiB; 'xla' computes them block by block"
     )
 
 

@@ -288,14 +288,15 @@ def measure_apart(index: int, given: argparse.Namespace, env: dict[str, str]) ->
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Endless loops in processes of their own, ended on exit."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """Loops in processes of their own, which end on exit, or with this process."""
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(count)]
     try:
         yield
     finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+        for process in loops:
+            process.kill()
+            process.wait()
 
 
 def run(given: argparse.Namespace) -> None:
