@@ -25,13 +25,9 @@ def test_work_is_that_of_the_visits():
     dq = kv_blocks * 2 * tile + HEADS * BLOCKS * (3 * tile + scalars)
     dk_dv = visits * (2 * tile + scalars) + kv_heads * BLOCKS * 4 * tile
     assert backward["copied_bytes"] == pytest.approx(dq + dk_dv, rel=0.05)
-
-
-@pytest.mark.parametrize("chip", tpu_estimate.CHIPS)
-def test_the_least_time_is_that_of_the_scarcer_peak(chip):
-    forward, _ = tpu_estimate.estimate("window of 1,024", 512, 2048)
-    peak = tpu_estimate.CHIPS[chip]
-    products = forward["operations"] / peak["operations_per_second"]
-    memory = forward["copied_bytes"] / peak["bytes_per_second"]
-    assert forward[f"{chip}_least_seconds"] == max(products, memory)
-    assert forward[f"{chip}_limit"] == ("products" if products > memory else "memory")
+    # The least time is that of the scarcer peak.
+    for chip, peak in tpu_estimate.CHIPS.items():
+        products = backward["operations"] / peak["operations_per_second"]
+        memory = backward["copied_bytes"] / peak["bytes_per_second"]
+        assert backward[f"{chip}_least_seconds"] == max(products, memory)
+        assert backward[f"{chip}_limit"] == ("products" if products > memory else "memory")

@@ -46,7 +46,9 @@ def by_definition(q, k, v, keep, softmax=PLAIN):
     return out
 
 
-@pytest.mark.parametrize("kind", SOFTMAXES)
+@pytest.mark.parametrize(
+    "kind", ["plain", pytest.param("cap, window, sinks", marks=pytest.mark.second_python)]
+)
 def test_dropped_blocks_stand_in_as_their_centroids(kind):
     q, k, v, keep, mask = problem()
     softmax = SOFTMAXES[kind]

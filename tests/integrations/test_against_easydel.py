@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.integrations import easydel_cases
-from tests.integrations.test_blocksparse import some_on_both
 from tests.oracle import relative_error
 from xsake.attention import dot_product_attention
 from xsake.integrations import ejkernel
@@ -25,7 +24,22 @@ def test_every_case_was_stored():
     assert set(EXPECTED) == {*CASES, *SELECTIONS}
 
 
-@pytest.mark.parametrize("name", some_on_both(CASES, "segments, window, soft cap"))
+# Each is compiled; the others are in `make test-slow`.
+QUICK = ("attention mask", "sinks of heads", "one query", "window of two sides")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "segments, window, soft cap",
+        *(pytest.param(name, marks=pytest.mark.second_python) for name in QUICK),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in CASES
+            if name not in ("segments, window, soft cap", *QUICK)
+        ),
+    ],
+)
 def test_the_operation_returns_what_easydel_returned(name, monkeypatch):
     door = functools.partial(dot_product_attention, implementation="reference")
     monkeypatch.setattr(blocksparse, "dot_product_attention", door)

@@ -152,7 +152,10 @@ def observed_attention(layer, seen, distance):
 
 @pytest.mark.parametrize(
     "kind",
-    ["gemma2", "gpt_oss_attention", pytest.param("gemma3_text", marks=pytest.mark.second_python)],
+    [
+        "gpt_oss_attention",
+        *(pytest.param(x, marks=pytest.mark.second_python) for x in ("gemma2", "gemma3_text")),
+    ],
 )
 def test_hads_measures_the_attention_that_each_layer_has(kind):
     """Caps, sinks, and the window of some layers."""

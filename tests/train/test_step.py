@@ -90,17 +90,31 @@ def test_a_loss_in_parts_equals_the_loss_at_once(whole, stream):
     assert_close(other, gradient)
 
 
-@pytest.mark.parametrize("cap", [None, pytest.param(0.05, marks=pytest.mark.second_python)])
-def test_the_loss_is_that_of_the_logits(whole, stream, cap):
-    whole = changed(whole, model__final_soft_cap=cap)
-    batch = stream.batch(1, 3)
-    loss, count, _ = gradient_of(whole, batch)
+def loss_of_logits(whole, batch):
     model = step.transformer(whole, step.initial(whole).parameters)
     logits = np.asarray(model(batch.tokens, segment_ids=batch.segment_ids), np.float64)
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
     said = np.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
-    assert loss == pytest.approx(-(said * batch.weights).sum(), rel=1e-6)
+    return -(said * batch.weights).sum()
+
+
+def test_the_loss_is_that_of_the_logits(whole, stream):
+    batch = stream.batch(1, 3)
+    loss, count, _ = gradient_of(whole, batch)
+    assert loss == pytest.approx(loss_of_logits(whole, batch), rel=1e-6)
     assert count == batch.weights.sum()
+
+
+@pytest.mark.second_python
+def test_the_loss_of_capped_logits_is_theirs(whole, stream):
+    """The model's logits are capped; those of the loss, which never stores them, too."""
+    batch, plain = stream.batch(1, 3), loss_of_logits(whole, stream.batch(1, 3))
+    whole = changed(whole, model__final_soft_cap=0.05)
+    loss, _ = jax.jit(step.evaluation_loss, static_argnums=3)(
+        step.initial(whole).parameters, batch, None, whole
+    )
+    assert float(loss) == pytest.approx(loss_of_logits(whole, batch), rel=1e-6)
+    assert abs(float(loss) / plain - 1) > 1e-4
 
 
 @pytest.fixture
