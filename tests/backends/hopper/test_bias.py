@@ -153,7 +153,7 @@ ALSO_INTERPRETED = {
     "token mask per key": Problem(token_mask=(1, 0, 1, 0), block=(128, 64)),
     "token mask per query": Problem((1, 65, 71, 2, 2, 64, 64), token_mask=(1, 0, 0, 1)),
     "float16 bias, 128 keys a step": Problem(
-        (1, 70, 140, 1, 1, 128, 64), bias=(1, 1, 0, 0), bias_dtype="float16", block=(64, 128)
+        (1, 70, 90, 1, 1, 64, 64), bias=(1, 1, 0, 0), bias_dtype="float16", block=(128, 128)
     ),
 }
 
