@@ -72,7 +72,6 @@ LARGE_STEPS_ON_A_CPU = {
     "odd lengths",
     "one kv head",
     "head blocks",
-    "more row blocks than a GPU takes at once",
     "token mask",
     "documents, T ≠ S",
     "bias per query",

@@ -40,6 +40,7 @@ def method(subject, name, blocks):
     return Method(given.sum(-1, dtype=jnp.int32), given, jnp.int32(0), name)
 
 
+@pytest.mark.slow
 def test_all_blocks_are_dense_attention_and_fewer_are_not(subject, inputs):
     config, qkv = inputs
     dense = method_times._dense(*qkv, config=config)

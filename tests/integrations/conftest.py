@@ -1,1 +1,1 @@
-collect_ignore = ["fixtures/levanter.py"]  # a program that needs levanter
+collect_ignore = ["fixtures/easydel.py", "fixtures/levanter.py"]  # programs that need those packages

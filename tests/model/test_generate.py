@@ -191,6 +191,7 @@ def test_a_mask_applies_to_prefill_and_a_callable_is_called_per_chunk():
         generate(model(), prompts, mask=BlockMask.from_rule(window, (30, 30)))
 
 
+@pytest.mark.slow
 def test_a_cache_budget_changes_the_tokens():
     """A quarter of the blocks of a sequence of 250 tokens."""
     prompt = [random_tokens(SHORT, 250).tolist()]

@@ -30,6 +30,7 @@ def logged(folder):
     return [(x.loss_nats, x.index_loss_nats, x.gradient_norm, x.density_ratio) for x in steps]
 
 
+@pytest.mark.slow
 def test_a_run_with_an_indexer_resumes_exactly_and_is_exported(tmp_path):
     text = token_file(tmp_path)
     whole = sparse_run(tmp_path, text)
