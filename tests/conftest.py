@@ -44,6 +44,7 @@ LONGEST_FIRST = [
     "tests/nsa/test_attention.py",
     "tests/model/test_transformer.py",
     "tests/backends/hopper/test_hopper.py",
+    "tests/backends/hopper/test_kernels.py",
     "tests/server/test_play.py",
     "tests/server/test_schema.py",
 ]

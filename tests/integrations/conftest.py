@@ -1,1 +1,1 @@
-collect_ignore = ["fixtures/easydel.py", "fixtures/levanter.py"]  # programs that need those packages
+collect_ignore = ["fixtures/easydel.py", "fixtures/levanter.py"]  # they need those

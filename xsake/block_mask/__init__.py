@@ -99,8 +99,7 @@ class BlockMask:
     # int32 [B|1, 1, 2, T] | None: the keys that the rule allows a query, from the first integer to
     # before the second (masks/intervals.py); on GPUs and TPUs, for rules with arrays of that kind
     intervals: Leaf = None
-    # Whether the lists lie row after row. A mask made by hand, or by `dataclasses.replace`, has
-    # False.
+    # Whether the lists lie row after row. False if made by hand or by `dataclasses.replace`.
     is_packed: bool = dataclasses.field(default=False, init=False, metadata={"static": True})
     # Whether every block in which the rule allows a token pair is listed: the rule is the mask.
     is_rule: bool = dataclasses.field(default=False, init=False, metadata={"static": True})

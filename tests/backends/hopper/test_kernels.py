@@ -1,0 +1,315 @@
+"""The Hopper kernels: small cases interpreted, and cases on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xsake
+from tests import oracle
+from tests.backends.hopper.test_hopper import FORWARD, FUSED, mask_of, own_lists
+from tests.conditions import needs_gpu, needs_interpreter
+from xsake import BlockMask, Options, _jax, masks
+from xsake.backends import Call, hopper, kernel_rule
+from xsake.backends.options import BackwardTiling, ForwardTiling
+
+
+@pytest.mark.parametrize(
+    ("block", "ctas", "tiling"),
+    [
+        ((128, 128), 2, {"persistent": False}),
+        ((64, 64), 2, {"schedule": "counter"}),
+        ((128, 128), 1, {"schedule": "counter"}),
+    ],
+    ids=str,
+)
+@needs_interpreter
+def test_a_small_forward_agrees_when_interpreted(block, ctas, tiling, capsys, monkeypatch):
+    """A few row blocks with full and partial blocks; no warpgroup reads what may be overwritten."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import forward_kernel as hopper_forward
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: ctas)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 256, 1, 64)), jnp.bfloat16) for _ in range(3))
+    mask = mask_of(masks.causal(), 256, block)
+    out, lse = hopper_forward.forward(
+        q,
+        k,
+        v,
+        mask.lists,
+        block=block,
+        rule=kernel_rule.by_query(mask),
+        scale=0.125,
+        tiling=ForwardTiling(**tiling),
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
+    want, want_lse = oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(("causal",), 1, 1, 256, 256),
+        scale=0.125,
+    )
+    assert oracle.relative_error(out, want) <= 1e-2
+    assert oracle.relative_error(jnp.moveaxis(lse, 1, 2), want_lse) <= 1e-4
+    assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
+
+
+@needs_interpreter
+def test_a_small_backward_agrees_when_interpreted(monkeypatch):
+    """Seven products over blocks of 64, where one warpgroup hands its sums to the other.
+
+    The documents of the first batch row are in order, those of the second are not.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import backward_kernel as hopper_backward
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((2, 72, 1, 64)), jnp.bfloat16) for _ in range(4)
+    )
+    ids = np.stack([np.arange(72) // 20, np.arange(72) % 3])
+    ids[:, 69:] = -1
+    mask = mask_of(masks.documents(ids) & masks.causal(), 72, (64, 64))
+    exact = [np.asarray(x, np.float64) for x in (q, k, v)]
+    spec = ("and", ("documents", ids, ids), ("causal",))
+    seen = {"allowed": oracle.allowed(spec, 2, 1, 72, 72), "scale": 0.125}
+    out, lse = oracle.attention(*exact, **seen)
+    d_lse = np.where(np.isfinite(lse), rng.standard_normal(lse.shape), 0)
+    want = oracle.attention_grads(*exact, **seen, d_out=np.asarray(d_out, np.float64), d_lse=d_lse)
+    got = hopper_backward.backward(
+        q,
+        k,
+        v,
+        jnp.asarray(out, jnp.bfloat16),
+        jnp.asarray(np.moveaxis(lse, 2, 1), jnp.float32),
+        d_out,
+        jnp.asarray(np.moveaxis(d_lse, 2, 1), jnp.float32),
+        mask.lists,
+        block=mask.block,
+        rule=kernel_rule.by_key(mask),
+        row_rule=kernel_rule.by_query(mask),
+        scale=0.125,
+        tiling=BackwardTiling(fused=False, schedule="counter"),
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
+        assert oracle.relative_error(gradient, want[name]) <= 1e-2, name
+
+
+@pytest.mark.parametrize("used", ["out", "logsumexp", "both"])
+@needs_interpreter
+def test_gradients_flow_through_the_used_results(used, monkeypatch):
+    """The output, its logsumexp or both, interpreted; what is not used is not read."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import backward_kernel as hopper_backward
+    from xsake.backends.hopper import forward_kernel as hopper_forward
+
+    seen = {}
+
+    def backward(*args, **rest):
+        seen["d_lse"] = args[6]
+        return run(*args, **rest, interpret=plgpu.InterpretGPUParams())
+
+    forward = functools.partial(hopper_forward.forward, interpret=plgpu.InterpretGPUParams())
+    run = hopper_backward.backward
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(hopper_forward, "forward", forward)
+    monkeypatch.setattr(hopper_backward, "backward", backward)
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((1, 64, 1, 64)), jnp.bfloat16) for _ in range(4)
+    )
+    d_lse = jnp.asarray(rng.standard_normal((1, 64, 1)), jnp.float32)
+    mask = mask_of(masks.causal(), 64, (64, 64))
+    options = Options(
+        deterministic=True,
+        hopper_forward=ForwardTiling(),
+        hopper_backward=BackwardTiling(),
+    )
+
+    def loss(q, k, v):
+        out, lse = hopper.forward(Call(q, k, v, None, mask, 0.125, None, options))
+        parts = {"out": (out * d_out).astype(jnp.float32).sum(), "logsumexp": (lse * d_lse).sum()}
+        return sum(parts.values()) if used == "both" else parts[used]
+
+    jax.clear_caches()  # so that the kernels are traced again, through the functions above
+    got = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    want = oracle.attention_grads(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(("causal",), 1, 1, 64, 64),
+        scale=0.125,
+        d_out=np.asarray(d_out, np.float64) * (used != "logsumexp"),
+        d_lse=np.asarray(d_lse, np.float64) * (used != "out"),
+    )
+    for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
+        assert oracle.relative_error(gradient, want[name]) <= 1e-2, name
+    assert (seen["d_lse"] is None) == (used == "out")
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "size", "block", "tiling"),
+    [
+        (4096, (4, 4), 128, (128, 128), {}),
+        (4096, (4, 2), 128, (128, 128), {"max_polls": 0, "ctas": 40}),
+        (1000, (3, 3), 64, (64, 128), {"schedule": "fixed"}),
+        (1001, (2, 2), 64, (128, 64), {}),
+        (1000, (2, 2), 128, (64, 64), {"persistent": False}),
+        (2048, (4, 2), 64, (128, 128), {"order": "natural"}),
+        (2048, (4, 4), 128, (128, 128), {"l2_bytes": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.gpu
+@needs_gpu
+def test_dq_cast_inside_the_kernel_is_dq_cast_after_it(
+    length, heads, size, block, tiling, monkeypatch
+):
+    """Twenty times: a row block that is cast too early, or by nobody, does not show every time."""
+    tiling = dict(tiling)
+    if ctas := tiling.pop("ctas", None):
+        monkeypatch.setattr(_jax, "multiprocessors", lambda: ctas)
+    rng = np.random.default_rng(length)
+    mask = own_lists(heads[0], length, block, 0.3)  # through empty columns a warpgroup runs ahead
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((1, length, n, size)), jnp.bfloat16)
+        for n in (heads[0], heads[1], heads[1], heads[0])
+    )
+
+    def gradients(**tiling):
+        options = Options(hopper_backward=BackwardTiling(**tiling))
+
+        def attend(q, k, v):
+            return xsake.dot_product_attention(
+                q, k, v, mask=mask, implementation="hopper", options=options
+            )
+
+        return jax.jit(lambda: jax.vjp(attend, q, k, v)[1](d_out))
+
+    want = [np.asarray(x, np.float32) for x in gradients(cast="pass")()]
+    inside = gradients(cast="kernel", **tiling)
+    for _ in range(20):
+        for x, y in zip(inside(), want, strict=True):
+            assert np.isfinite(np.asarray(x, np.float32)).all()
+            assert oracle.relative_error(np.asarray(x, np.float32), y) <= 5e-3
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "size", "counts", "order", "tail"),
+    [
+        (2048, (128, 128), 64, False, "natural", 0),
+        (4096, (128, 128), 128, True, "heads", 0),
+        (16_384, (128, 128), 64, True, "heads", 0),
+        (16_384, (128, 128), 64, False, "heads", 3),
+        (4104, (128, 128), 64, False, "heads", 6),
+        (6144, (64, 128), 64, False, "heads", 6),
+        (6144, (128, 64), 64, False, "heads", 3),
+    ],
+)
+@pytest.mark.gpu
+@needs_gpu
+def test_one_launch_prepares_the_same_as_several(
+    length, block, size, counts, order, tail, monkeypatch
+):
+    """The same lists and statistics to the bit, and the same table, but for the last heads' order.
+
+    `tail` of them are sorted together.
+    """
+    from xsake.backends.hopper import prepare as hopper_prepare
+    from xsake.backends.hopper import work_table
+    from xsake.backends.hopper.scheduler import WorkTile
+    from xsake.backends.hopper.shape import Shape
+
+    rng = np.random.default_rng(length)
+    mask = own_lists(6, length, block)
+    out, d_out = (
+        jnp.asarray(rng.standard_normal((1, length, 6, size)), jnp.bfloat16) for _ in range(2)
+    )
+    lse = jnp.asarray(rng.standard_normal((1, 6, length)), jnp.float32)
+    shape = Shape.of(out, out, out, mask.lists, mask.block)
+    tiling = BackwardTiling(order=order)
+
+    def prepared():
+        return jax.jit(
+            lambda: hopper_prepare.prepare(
+                out, lse, d_out, lse, mask.lists, shape, tiling,
+                zeros=size, counts=counts,
+            )
+        )()  # fmt: skip
+
+    at_once = prepared()
+    monkeypatch.setattr(work_table.HeadTables, "fits", lambda *_: False)
+    one_by_one = prepared()
+    used = int(mask.kv_count.sum(-1).min())
+    table = np.array(one_by_one.table)
+    last = table[-1 - tail * shape.kv_blocks : -1]
+    visits = last[:, WorkTile._fields.index("count")]
+    last[:] = last[np.argsort(-visits, kind="stable")]
+    np.testing.assert_array_equal(at_once.table, table)
+    for name in ("lse", "delta", "counters"):
+        one, other = (getattr(x, name) for x in (at_once, one_by_one))
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_array_equal(one, other, err_msg=name)
+    one, other = (np.asarray(x.row_blocks).reshape(6, -1)[:, :used] for x in (at_once, one_by_one))
+    np.testing.assert_array_equal(one, other)
+    assert not np.asarray(at_once.zeros).any()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_stacked_layers_in_a_loop_are_the_layers_one_by_one():
+    """XLA hands a kernel an address inside the stack, not a slice: the right one each time."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((5, 1, 512, n, 64)), jnp.bfloat16) for n in (6, 2, 2, 6)
+    )
+    blocks = jnp.asarray(rng.random((5, 1, 6, 4, 4)) < 0.6)
+
+    def layer(x):
+        q, k, v, d_out, blocks = x
+        mask = BlockMask.from_dense(blocks, masks.causal(), shape=(512, 512))
+
+        def attend(q, k, v):
+            return xsake.dot_product_attention(
+                q, k, v, mask=mask, return_residual=True, implementation="hopper"
+            )
+
+        (out, logsumexp), back = jax.vjp(attend, q, k, v)
+        return out, logsumexp, *back((d_out, jnp.zeros_like(logsumexp)))
+
+    stacked = q, k, v, d_out, blocks
+    in_a_loop = jax.jit(lambda *x: jax.lax.map(layer, x))
+    alone = [jax.jit(layer)(tuple(x[i] for x in stacked)) for i in range(5)]
+    for _ in range(3):  # what the first call remembers must not serve the next
+        found = in_a_loop(*stacked)
+        for got, want in zip(found, zip(*alone, strict=True), strict=True):
+            for i in range(5):
+                one, other = (np.asarray(x[i], np.float32) for x in (got, want))
+                assert oracle.relative_error(one, other, floor=1.0) <= 1e-2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_scan_over_layers_runs_each_kernel_once():
+    """Otherwise XLA fuses the forward with the stacking of its result, and runs it once more."""
+
+    def layer(x, w):
+        h = (x @ w).reshape(1, 256, 2, 64)
+        out = xsake.dot_product_attention(h, h, h, is_causal=True, implementation="hopper")
+        return x + out.reshape(x.shape), None
+
+    def loss(w, x):
+        return (jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2).sum()
+
+    w, x = jnp.ones((3, 128, 128), jnp.bfloat16), jnp.ones((1, 256, 128), jnp.bfloat16)
+    text = jax.jit(jax.grad(loss)).lower(w, x).compile().as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == FORWARD + FUSED + 1  # delta
