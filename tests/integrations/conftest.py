@@ -1,1 +1,1 @@
-collect_ignore = ["fixtures/easydel.py", "fixtures/levanter.py"]  # they need those
+collect_ignore = ["fixtures/easydel.py", "fixtures/levanter.py"]  # they need their package
