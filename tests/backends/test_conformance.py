@@ -109,6 +109,7 @@ REFERENCE_ON_A_CPU = {
 # Sizes and rules that matter to the Hopper kernels. To `xla` these are sizes like any other, and it
 # evaluates every rule alike; test_masks.py and test_block_mask.py have them all.
 FOR_HOPPER = {
+    "bigbird",
     "chunked, causal",
     "dilated",
     "longformer",

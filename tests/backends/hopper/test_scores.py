@@ -216,7 +216,13 @@ def test_a_plan_runs_one_kernel_for_the_batch_and_agrees_with_plain_jax(
 
 
 @needs_interpreter
-@pytest.mark.parametrize("selector", [block_scores.part_queries, block_scores.outlier_queries])
+@pytest.mark.parametrize(
+    "selector",
+    [
+        pytest.param(block_scores.part_queries, marks=pytest.mark.slow),
+        block_scores.outlier_queries,
+    ],
+)
 def test_parts_of_a_row_block_by_the_kernel_agree_with_plain_jax(
     selector, interpreted_kernel, monkeypatch
 ):

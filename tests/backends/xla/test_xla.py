@@ -319,6 +319,7 @@ def test_chains_are_not_used_for_few_row_blocks_or_too_many_visits(monkeypatch, 
     assert not xla_chains.fits(mask, Sizes.of(q, q, q), 2)
 
 
+@pytest.mark.slow
 def test_chunks_side_by_side_equal_chunks_in_sequence():
     """Up to rounding: XLA contracts multiply and add differently in the two programs on x86."""
     T, side = 77, 10
