@@ -175,7 +175,7 @@ def test_results_match_the_oracle_for_any_array_values(name, request):
     backends = BACKENDS if request.config.getoption("--slow") else ("xla", "dense")
 
     @settings(
-        max_examples=30 if request.config.getoption("--slow") else 5,
+        max_examples=30 if request.config.getoption("--slow") else 3,
         deadline=None,
         derandomize=True,
         database=None,

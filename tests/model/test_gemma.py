@@ -104,7 +104,7 @@ def test_sinks_change_the_logits():
 @pytest.mark.parametrize(
     ("kind", "budget", "chunk"),
     [
-        ("gemma2", None, 8),
+        pytest.param("gemma2", None, 8, marks=pytest.mark.slow),
         pytest.param("gpt_oss_attention", 1.0, 8, marks=pytest.mark.slow),
         ("gpt_oss_attention", None, 64),
     ],

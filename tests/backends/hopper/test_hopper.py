@@ -177,7 +177,7 @@ def own_lists(heads, length, block=(128, 128), share=0.4):
 
 
 @pytest.mark.parametrize(
-    ("cast", "size"), [("pass", 128), slow("pass", 64), slow("kernel", 64), slow("kernel", 128)]
+    ("cast", "size"), [("pass", 64), slow("pass", 128), slow("kernel", 64), slow("kernel", 128)]
 )
 @needs_newer_jax
 def test_heads_with_their_own_lists_have_one_launch_before_the_products(size, cast):
