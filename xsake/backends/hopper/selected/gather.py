@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -65,6 +66,19 @@ class Copies:
         end = jnp.maximum(issued - lag, reported)
         pl.loop(reported, end)(arrive)
         return end
+
+    def report_before_keys(
+        self, changed: Any, issued: Any, reported: Any, lag: int, arrive: Callable[[Any], None]
+    ) -> Any:
+        """`report`; where the keys are about to change, of all but the last tile.
+
+        New keys wait until all tiles of an earlier block were read, so these must be reported.
+        """
+        return lax.cond(
+            changed,
+            lambda: self.report(issued, reported, 1, arrive),
+            lambda: self.report(issued, reported, lag, arrive),
+        )
 
     def wait(self, lag: int) -> None:
         """Waits for all but the last `lag` tiles, copied by threads, of all threads."""

@@ -177,12 +177,7 @@ class _Kernel:
             fill(d_out_gmem, d_out_smem, delta_gmem, STAGES + slot, d_out_ready, d_out_free)
             self.copies.commit()
             if not self.copies.by_tma:
-                # Keys wait for the block before: all its tiles must have been reported.
-                reported = lax.cond(
-                    changed,
-                    lambda: self.copies.report(done + 1, reported, 1, arrive),
-                    lambda: self.copies.report(done + 1, reported, LAG, arrive),
-                )
+                reported = self.copies.report_before_keys(changed, done + 1, reported, LAG, arrive)
                 load_keys()
             return at, number + changed.astype(jnp.int32), reported
 

@@ -148,12 +148,7 @@ class _Kernel:
             )
             self.copies.commit()
             if not self.copies.by_tma:
-                # Keys wait for the block before: all its tiles must have been reported.
-                reported = lax.cond(
-                    changed,
-                    lambda: self.copies.report(done + 1, reported, 1, arrive),
-                    lambda: self.copies.report(done + 1, reported, LAG, arrive),
-                )
+                reported = self.copies.report_before_keys(changed, done + 1, reported, LAG, arrive)
                 load_keys()
             return at, number + changed.astype(jnp.int32), reported
 
