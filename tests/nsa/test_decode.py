@@ -102,3 +102,27 @@ def test_a_full_cache_raises_and_under_jit_gives_nan():
     _, out = token_by_token(cache, last, WEIGHTS)
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("score", "change", "words"),
+    [
+        ("nsa", {"value": np.s_[:, :3]}, "value must have as many tokens as key, 5, got 3"),
+        ("nsa", {"key": np.s_[:, :, :1]}, "key must have a batch, heads and head size of"),
+        ("msa", {"index_key": np.s_[:, :3]}, "index_key must have as many tokens as key, 5, got 3"),
+        ("msa", {"index_key": np.s_[..., :2]}, "index_key must have a batch, heads and head size"),
+    ],
+)
+def test_prompts_that_do_not_fit_a_cache_are_refused(score, change, words):
+    """By the check of `prefill`; with the types of tests, jaxtyping would refuse them before it."""
+    names = ("key", "value", *(["index_key"] if score == "msa" else []))
+    given = {name: jnp.asarray(inputs(score)[name][:, :5]) for name in names}
+    given |= {name: given[name][part] for name, part in change.items()}
+    with pytest.raises(ValueError, match=words):
+        empty(score).check_fits(**given)
+
+
+def test_an_index_key_without_an_indexer_is_refused():
+    given = inputs("msa")
+    with pytest.raises(ValueError, match=r"index_key is for score='msa', but the cache has"):
+        nsa.prefill(empty("nsa"), **{x: given[x][:, :5] for x in ("key", "value", "index_key")})

@@ -111,14 +111,24 @@ class Cache:
             settings=settings,
         )
 
-    def check_fits(self, key: Array, value: Array) -> None:
-        """Raises if keys and values are of another batch, number of heads or size."""
-        for name, x, own in (("key", key, self.k), ("value", value, self.v)):
+    def check_fits(self, key: Array, value: Array, index_key: Array | None = None) -> None:
+        """Raises if the arrays are of another batch, number of heads or size than the cache's.
+
+        Or if they differ in their number of tokens.
+        """
+        given = [("key", key, self.k), ("value", value, self.v)]
+        if self.index_k is not None and index_key is not None:
+            given.append(("index_key", index_key, self.index_k))
+        for name, x, own in given:
             wanted = (own.shape[0], *own.shape[2:])
             if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != wanted:
                 raise ValueError(
                     f"{name} must have a batch, heads and head size of {list(wanted)}, as the "
                     f"cache has, got shape {list(x.shape)}"
+                )
+            if x.shape[1] != key.shape[1]:
+                raise ValueError(
+                    f"{name} must have as many tokens as key, {key.shape[1]}, got {x.shape[1]}"
                 )
 
     def check_capacity(self, more: int) -> None:
@@ -153,7 +163,12 @@ def prefill(
       index_key: the indexer's keys, for score="msa".
     """
     k, v = (jnp.asarray(x).astype(cache.k.dtype) for x in (key, value))
-    cache.check_fits(k, v)
+    index = None if index_key is None else jnp.asarray(index_key)
+    cache.check_fits(k, v, index)
+    if cache.index_k is None and index is not None:
+        raise ValueError(
+            f"index_key is for score='msa', but the cache has score={cache.settings.score!r}"
+        )
     (B, T), capacity = k.shape[:2], cache.k.shape[1]
     if capacity < T:
         raise ValueError(
@@ -169,9 +184,9 @@ def prefill(
     pooled = compress(k, v, ONE_SEQUENCE, block=block, stride=stride, compression=how)
     new: dict[str, Any] = {"k": k, "v": v, "pooled_k": pooled.k, "pooled_v": pooled.v}
     if cache.index_k is not None:
-        if index_key is None:
+        if index is None:
             raise ValueError("score='msa' needs index_key")
-        new["index_k"] = jnp.asarray(index_key).astype(cache.index_k.dtype)
+        new["index_k"] = index.astype(cache.index_k.dtype)
     new = {name: getattr(cache, name).at[:, : x.shape[1]].set(x) for name, x in new.items()}
     return dataclasses.replace(cache, **new, length=count)
 
@@ -213,6 +228,7 @@ def decode_step(
             "branch; decode without it"
         )
     index = check_indexer(settings, index_query, index_key, (len(q), 1, k.shape[2]))
+    cache.check_fits(k, v, None if index is None else index[1])
     position = cache.length
     cache = _append(cache, k, v, index, compression)
 
