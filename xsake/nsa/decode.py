@@ -217,7 +217,7 @@ def decode_step(
             f"query and key must have one token, got {q.shape[1]} and {k.shape[1]}; "
             "nsa.prefill takes a prompt"
         )
-    cache.check_fits(k, v)
+    cache.check_fits(k, v, None if index_key is None else jnp.asarray(index_key))
     cache.check_capacity(1)
     settings, scale = cache.settings, check_scale(q, scale)
     gates = check_gates(q, v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
@@ -228,7 +228,6 @@ def decode_step(
             "branch; decode without it"
         )
     index = check_indexer(settings, index_query, index_key, (len(q), 1, k.shape[2]))
-    cache.check_fits(k, v, None if index is None else index[1])
     position = cache.length
     cache = _append(cache, k, v, index, compression)
 
