@@ -1,7 +1,8 @@
-"""Provenance: the command line and the CPU."""
+"""Provenance: the command line and the CPU; turns of several processes."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import platform
 import shutil
@@ -54,3 +55,13 @@ def test_the_processor_is_named_by_lscpu(output, name, monkeypatch):
 def test_without_lscpu_the_processor_is_named_by_python(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert timing.provenance()["machine"]["processor"]
+
+
+def test_processes_that_share_a_lock_take_turns(tmp_path, monkeypatch):
+    """Another process could not take the lock inside `alone`, and can after it."""
+    path = tmp_path / "lock"
+    monkeypatch.setenv("XSAKE_TIMING_LOCK", str(path))
+    with path.open("w") as other:
+        with timing.alone(), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import os
 import platform
 import shutil
@@ -12,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,22 @@ class Timing:
         return statistics.median(
             mine / its for mine, its in zip(self.seconds, other.seconds, strict=True)
         )
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Waits for its turn if XSAKE_TIMING_LOCK names a file, and gives the turn back at the end.
+
+    So the processes of a suite that was split by `--only` can compile side by side, which takes
+    most of their time, and still have the accelerator to themselves when they time.
+    """
+    path = os.environ.get("XSAKE_TIMING_LOCK")
+    if not path:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def time_calls(

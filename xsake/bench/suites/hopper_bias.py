@@ -27,7 +27,7 @@ from xsake.attention import dot_product_attention
 from xsake.backends import reference
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.suites import Part, Record
-from xsake.bench.timing import time_queued
+from xsake.bench.timing import alone, time_queued
 
 HEADS = 16
 CHECKED = (0, 5)  # heads whose results are compared with the reference
@@ -112,32 +112,45 @@ def directions(attend: Callable[..., Array], has_bias: bool) -> dict[str, Callab
 
 def records(case: Case, done: list[Record]) -> Iterator[Record]:
     """A record for each direction and implementation."""
-    given = sampled(case)
-    # As an argument, so that XLA does not fold T × T constants.
-    allowed = given.get("mask", jnp.ones((1, 1, 1, 1), bool))
-    want = expected(given, allowed)
-    has_bias = "bias" in given
-    compiled: dict[str, dict[str, Any]] = {}
+    shapes = jax.eval_shape(functools.partial(sampled, case))
+    compiled: dict[tuple[str, str], Any] = {}
     failed: dict[tuple[str, str], str] = {}
     for name, attend in IMPLEMENTATIONS.items():
-        for direction, fn in directions(attend, has_bias).items():
+        for direction, fn in directions(attend, "bias" in shapes).items():
             try:
-                run = jax.jit(fn).lower(given).compile()
-                error = error_of(run(given), want)
+                compiled[direction, name] = jax.jit(fn).lower(shapes).compile()
             except Exception as problem:  # another library's, and memory at long lengths
                 if name == "xsake":
                     raise
                 failed[direction, name] = f"{type(problem).__name__}: {problem}"[:300]
-                continue
-            if not error <= ERROR_LIMIT["bfloat16"]:
-                if name == "xsake":
-                    raise WrongResultError(f"{case.name} {direction}: error {error}")
-                failed[direction, name] = f"error {error}"
-                continue
-            compiled.setdefault(direction, {})[name] = run, error
+    with alone():
+        yield from _timed(case, compiled, failed)
+
+
+def _timed(
+    case: Case, compiled: dict[tuple[str, str], Any], failed: dict[tuple[str, str], str]
+) -> Iterator[Record]:
+    """Checks and times what is compiled; a peer that fails gets a record that says why."""
+    given = sampled(case)
+    # As an argument, so that XLA does not fold T × T constants.
+    allowed = given.get("mask", jnp.ones((1, 1, 1, 1), bool))
+    want, errors = expected(given, allowed), {}
+    for (direction, name), run in compiled.items():
+        try:
+            errors[direction, name] = error_of(run(given), want)
+        except Exception as problem:  # a peer needs more memory than there is
+            if name == "xsake":
+                raise
+            failed[direction, name] = f"{type(problem).__name__}: {problem}"[:300]
+            continue
+        if not errors[direction, name] <= ERROR_LIMIT["bfloat16"]:
+            failed[direction, name] = f"error {errors[direction, name]}"
+            if name == "xsake":
+                raise WrongResultError(f"{case.name} {direction}: {failed[direction, name]}")
     pairs = visited_pairs(case, given)
-    for direction, runs in compiled.items():
-        times = times_of({name: run for name, (run, _) in runs.items()}, given)
+    for direction in directions(IMPLEMENTATIONS["xsake"], "bias" in given):
+        names = [x for x in IMPLEMENTATIONS if (direction, x) not in failed]
+        times = times_of({name: compiled[direction, name] for name in names}, given)
         factor = 1.0 if direction == "forward" else 3.5
         for name in IMPLEMENTATIONS:
             record = {
@@ -150,15 +163,15 @@ def records(case: Case, done: list[Record]) -> Iterator[Record]:
                 "H": case.H,
                 "density_ratio": pairs / (HEADS * case.T**2),
             }
-            if name not in runs:
+            if name not in times:
                 yield record | {"missing": failed[direction, name]}
                 continue
-            seconds = times[name]
+            memory = compiled[direction, name].memory_analysis()
             yield record | {
-                "median_seconds": seconds,
-                "teraflops": 4 * pairs * case.H * factor / seconds / 1e12,
-                "error": runs[name][1],
-                "temporary_bytes": int(runs[name][0].memory_analysis().temp_size_in_bytes),
+                "median_seconds": times[name],
+                "teraflops": 4 * pairs * case.H * factor / times[name] / 1e12,
+                "error": errors[direction, name],
+                "temporary_bytes": int(memory.temp_size_in_bytes),
             }
 
 
