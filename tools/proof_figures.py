@@ -14,9 +14,11 @@ from xsake.parallel.cost import Shape
 
 RESULTS = Path("benchmarks/results")
 METHODS = "hads-64-2026-11-15.json"  # all methods, perplexity
-LENGTHS = "tasks-lengths-2026-11-17.json"  # tasks at three lengths
-TASKS = "tasks-2026-11-17.json"  # tasks at 8,192 tokens, more families
-SPEED = "certificate-speed-2026-11-17.json"
+TASKS = "tasks-final-2026-11-18.json"  # tasks at three lengths, held-out prompts
+SPEED = {
+    "mean_query": "certificate-speed-2026-11-17.json",
+    "outlier_queries": "certificate-speed-2026-11-18.json",
+}
 KERNELS = "hopper-2026-11-17.json"
 SHOWN = {
     "oracle/output": "oracle",
@@ -69,23 +71,19 @@ def quality_figure(save: Save) -> None:
 def tasks_figure(save: Save) -> None:
     """Share of dense attention's right answers against density, at each length."""
     figure, axes = _axes((5.6, 3.9), "density", "right answers ÷ dense attention's")
-    for file, wanted, note in (
-        (LENGTHS, ("part_queries", "sink_window"), ""),
-        (TASKS, ("part_queries",), ", calibrated at 8,192"),
-    ):
-        means = summarise(_load(file)["rows"])
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for mean in means:
-            point = (mean["length"], mean["method"])
-            most = max(len(x["families"]) for x in means if (x["length"], x["method"]) == point)
-            # points of all families that were measured, so that they can be compared
-            if not mean["method"].startswith(wanted) or len(mean["families"]) < max(most, 2):
-                continue
-            name = f"{mean['method'].replace('/output', '')}, {mean['length']:,} tokens{note}"
-            lines.setdefault(name, []).append((mean["density"], mean["share_of_dense"]))
-        for name, points in lines.items():
-            style = ":" if name.startswith("sink") else "-"
-            axes.plot(*zip(*sorted(points), strict=True), style, marker="o", ms=4, label=name)
+    means = summarise(_load(TASKS)["rows"])
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for mean in means:
+        point = (mean["length"], mean["method"])
+        most = max(len(x["families"]) for x in means if (x["length"], x["method"]) == point)
+        # points of all families that were measured, so that they can be compared
+        if len(mean["families"]) < max(most, 3):
+            continue
+        name = f"{mean['method'].replace('/output', '')}, {mean['length']:,} tokens"
+        lines.setdefault(name, []).append((mean["density"], mean["share_of_dense"]))
+    for name, points in lines.items():
+        style = ":" if name.startswith("sink") else "-"
+        axes.plot(*zip(*sorted(points), strict=True), style, marker="o", ms=4, label=name)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.legend(fontsize=7)
     save(figure, "proof-tasks.png")
@@ -97,20 +95,20 @@ def time_figure(save: Save) -> None:
         (5.6, 3.9), "selection + sparse attention ÷ cuDNN's dense attention", "perplexity gap, %"
     )
     gaps = {
-        (name, row["density"]): 100 * row["perplexity_gap"]
-        for file, name, method in (
-            (LENGTHS, "part_queries", "part_queries/output"),
-            (TASKS, "mean_query", "mean_query/output from text"),
-        )
-        for row in _load(file)["perplexity"]
-        if row["length"] == 8192 and row["method"] == method
+        ("outlier_queries", row["density"]): 100 * row["perplexity_gap"]
+        for row in _load(TASKS)["perplexity"]
+        if row["length"] == 8192 and row["method"] == "outlier_queries/output"
+    } | {
+        ("mean_query", float(density)): 100 * row["perplexity_gap"]
+        for density, part in _load(METHODS)["densities"].items()
+        for row in part["rows"]
+        if row["method"] == "mean_query/output"
     }
-    rows = [row for row in _load(SPEED)["rows"] if "·8192·" in row["shape"]]
-    for selector in ("mean_query", "part_queries"):
+    for selector, file in SPEED.items():
         points = sorted(
             (row["selection_and_sparse_over_dense"], gaps[selector, row["density"]], row["density"])
-            for row in rows
-            if row["selector"] == selector
+            for row in _load(file)["rows"]
+            if row["selector"] == selector and row["shape"] == "1·9·8192·64"
         )
         x, y, densities = zip(*points, strict=True)
         axes.plot(x, y, marker="o", label=selector)
