@@ -22,6 +22,7 @@ Attention to selected blocks, where every query has its own list of kv blocks, i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -160,6 +161,58 @@ def first_order_only(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return lambda *args: fn(*unchanged(args))
+
+
+class Derivatives(NamedTuple):
+    """Attention from two functions of plain JAX: `xla` and `dense` differ in these only.
+
+    output(settings, q, k, v, bias, mask) returns (out, logsumexp), out not rounded to q's dtype;
+    gradients(settings, saved, cotangents) returns (dq, dk, dv, dbias). settings is hashable.
+    """
+
+    name: str  # of the backend
+    output: Callable[..., tuple[Array, Array]]
+    gradients: Callable[..., tuple[Any, ...]]
+
+    def forward(self, settings: Any, call: Call) -> tuple[Array, Array]:
+        """(out, logsumexp), differentiable once, in reverse mode."""
+        arrays = reverse_only(self.name, call.q, call.k, call.v, call.bias)
+        return _attention(self, settings, *arrays, call.mask)
+
+    def backward(
+        self, settings: Any, call: Call, results: tuple[Array, Array], cotangents: Any
+    ) -> tuple[Array, Array, Array]:
+        """(dq, dk, dv) of the call's keys; the results may cover more keys than the call has."""
+        saved = (call.q, call.k, call.v, None, call.mask, *results)
+        dq, dk, dv, _ = self._gradients(settings)(saved, cotangents)
+        return dq, dk, dv
+
+    def _gradients(self, settings: Any) -> Callable[..., tuple[Any, ...]]:
+        return first_order_only(self.name, functools.partial(self.gradients, settings))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(
+    of: Derivatives, settings: Any, q: Array, k: Array, v: Array, bias: Any, mask: BlockMask
+) -> tuple[Array, Array]:
+    out, logsumexp = of.output(settings, q, k, v, bias, mask)
+    return out.astype(q.dtype), logsumexp
+
+
+def _attention_fwd(
+    of: Derivatives, settings: Any, q: Any, k: Any, v: Any, bias: Any, mask: Any
+) -> Any:
+    run = first_order_only(of.name, functools.partial(of.output, settings))
+    out, logsumexp = run(q, k, v, bias, mask)
+    # The output is saved unrounded: dp - delta is a difference of nearly equal numbers.
+    return (out.astype(q.dtype), logsumexp), (q, k, v, bias, mask, out, logsumexp)
+
+
+def _attention_bwd(of: Derivatives, settings: Any, saved: Any, cotangents: Any) -> Any:
+    return *of._gradients(settings)(saved, cotangents), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def reverse_only(name: str, *arrays: Any) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array
 
 from xsake import _jax
-from xsake.backends import Call, Sizes, accumulator, first_order_only, reverse_only
+from xsake.backends import Call, Derivatives, Sizes, accumulator
 from xsake.backends.cpu_exp import exp
 from xsake.backends.products import logits, operand, product, sum_last
 from xsake.block_mask import BlockMask
@@ -57,18 +57,14 @@ def pairs(call: Call) -> int:
 
 def forward(call: Call) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
-    q, k, v, bias = reverse_only("dense", call.q, call.k, call.v, call.bias)
-    return _attention(_settings(call), q, k, v, bias, call.mask)
+    return DERIVATIVES.forward(_settings(call), call)
 
 
 def backward(
     call: Call, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of the call's keys; out and logsumexp may cover more keys than the call has."""
-    run = first_order_only("dense", functools.partial(_gradients, _settings(call)))
-    saved = (call.q, call.k, call.v, None, call.mask, out, logsumexp)
-    dq, dk, dv, _ = run(saved, (d_out, d_logsumexp))
-    return dq, dk, dv
+    return DERIVATIVES.backward(_settings(call), call, (out, logsumexp), (d_out, d_logsumexp))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,30 +77,6 @@ class Settings:
 
 def _settings(call: Call) -> Settings:
     return Settings(float(call.scale), call.soft_cap)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
-) -> tuple[Array, Array]:
-    out, logsumexp = _output(settings, q, k, v, bias, mask)
-    return out.astype(q.dtype), logsumexp
-
-
-def _attention_fwd(settings: Settings, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-    run = first_order_only("dense", functools.partial(_output, settings))
-    out, logsumexp = run(q, k, v, bias, mask)
-    # The output is saved unrounded: dp - delta is a difference of nearly equal numbers.
-    return (out.astype(q.dtype), logsumexp), (q, k, v, bias, mask, out, logsumexp)
-
-
-def _attention_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
-    run = first_order_only("dense", functools.partial(_gradients, settings))
-    dq, dk, dv, dbias = run(saved, cotangents)
-    return dq, dk, dv, dbias, None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -158,6 +130,9 @@ def _gradients(settings: Settings, saved: Any, cotangents: Any) -> Any:
     dv = product("...qk,...qh->...kh", p, d_rows, dtype)
     found = layout.by_token(dq.reshape(*s.shape[:5], -1)), layout.by_key(dk), layout.by_key(dv)
     return *(x.astype(q.dtype) for x in found), dbias
+
+
+DERIVATIVES = Derivatives("dense", _output, _gradients)
 
 
 @dataclasses.dataclass(frozen=True)

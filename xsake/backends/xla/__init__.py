@@ -26,13 +26,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 from jax import Array
 
 from xsake import _jax
-from xsake.backends import Call, Sizes, first_order_only, reverse_only
+from xsake.backends import Call, Derivatives, Sizes
 from xsake.backends.xla import cpu_jax_0_10, output
 from xsake.backends.xla.bias import BiasBlocks, has_own_bias
 from xsake.backends.xla.chunks import device_steps
@@ -57,18 +56,14 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
-    q, k, v, bias = reverse_only("xla", call.q, call.k, call.v, call.bias)
-    return _attention(_settings(call), q, k, v, bias, call.mask)
+    return DERIVATIVES.forward(_settings(call), call)
 
 
 def backward(
     call: Call, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of the call's keys; out and logsumexp may cover more keys than the call has."""
-    run = first_order_only("xla", functools.partial(gradients, _settings(call)))
-    saved = (call.q, call.k, call.v, None, call.mask, out, logsumexp)
-    dq, dk, dv, _ = run(saved, (d_out, d_logsumexp))
-    return dq, dk, dv
+    return DERIVATIVES.backward(_settings(call), call, (out, logsumexp), (d_out, d_logsumexp))
 
 
 def _settings(call: Call) -> Settings:
@@ -76,30 +71,6 @@ def _settings(call: Call) -> Settings:
     pairs = sizes.B * sizes.N * mask.kv_index.shape[-1] * math.prod(mask.block)
     steps = options.xla or device_steps(_jax.platform(), options.deterministic, mask.block, pairs)
     return Settings(float(call.scale), call.soft_cap, steps)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    settings: Settings, q: Array, k: Array, v: Array, bias: Array | None, mask: BlockMask
-) -> tuple[Array, Array]:
-    out, logsumexp = _output(settings, q, k, v, bias, mask)
-    return out.astype(q.dtype), logsumexp
-
-
-def _attention_fwd(settings: Settings, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-    run = first_order_only("xla", functools.partial(_output, settings))
-    out, logsumexp = run(q, k, v, bias, mask)
-    # The output is saved unrounded: dp - delta is a difference of nearly equal numbers.
-    return (out.astype(q.dtype), logsumexp), (q, k, v, bias, mask, out, logsumexp)
-
-
-def _attention_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
-    run = first_order_only("xla", functools.partial(gradients, settings))
-    dq, dk, dv, dbias = run(saved, cotangents)
-    return dq, dk, dv, dbias, None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -114,3 +85,6 @@ def _output(
     if cpu_jax_0_10.fits(mask, sizes, settings.steps.chains):
         return cpu_jax_0_10.visit_chains(inputs)
     return output.visit_chunks(inputs)
+
+
+DERIVATIVES = Derivatives("xla", _output, gradients)
