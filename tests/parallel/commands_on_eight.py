@@ -25,6 +25,7 @@ import numpy as np
 
 from tests import oracle
 from tests.model.families import LLAMA, random_model, random_tokens
+from tests.parallel.claims import named, run_claims
 from xsake.cli import hads as commands
 from xsake.hads import Plan, Profile
 from xsake.model import Sparse, generate, huggingface
@@ -154,16 +155,8 @@ CLAIMS = [
 
 
 def main(only: str = "") -> int:
-    assert len(jax.devices()) == 8
     assert mesh_for_text(LLAMA, ONE_DEVICE) is None
-    wrong = 0
-    for claim in CLAIMS:
-        name = claim.__name__.replace("_", " ")
-        if only in name:
-            holds = claim()
-            wrong += not holds
-            print(f"{name}: {'ok' if holds else 'WRONG'}", flush=True)
-    return 1 if wrong else 0
+    return run_claims(named(*CLAIMS), only)
 
 
 if __name__ == "__main__":

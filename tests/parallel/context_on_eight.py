@@ -15,6 +15,7 @@ if __name__ == "__main__":  # pytest imports this file too, to look for doctests
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {eight}"
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import oracle
+from tests.parallel.claims import LIMIT, Claim, name_of, named, run_claims
 from tests.specs import to_rule
 from xsake import BlockMask
 from xsake.hads import row_blocks
@@ -34,7 +36,6 @@ from xsake.parallel.collectives import collectives
 from xsake.parallel.context import ring
 
 B, T, N, K, H, BLOCK = 2, 128, 4, 2, 8, 16
-LIMIT = 1e-5
 
 RNG = np.random.default_rng(0)
 IDS = np.sort(RNG.integers(0, 4, (B, T)), axis=1).astype(np.int32)
@@ -383,23 +384,10 @@ SLOW_CLAIMS = [the_cost_model_counts_what_modules_compute_and_send]
 
 
 def main(only: str = "") -> int:
-    assert len(jax.devices()) == 8
-    wrong, everything = 0, only == "--all"
-    only = "" if everything else only
-    for case in CASES:
-        if only in case.name and (everything or only or case.name in ONE_OF_EACH):
-            error = run(case)
-            wrong += not error <= LIMIT
-            mesh = " × ".join(f"{axis} {size}" for axis, size in case.mesh.items())
-            verdict = "ok" if error <= LIMIT else f"WRONG, {error:.1e}"
-            print(f"{case.name}, {mesh}: {verdict}", flush=True)
-    for claim in CLAIMS:
-        name = claim.__name__.replace("_", " ")
-        if only in name and (everything or only or claim not in SLOW_CLAIMS):
-            holds = claim()
-            wrong += not holds
-            print(f"{name}: {'ok' if holds else 'WRONG'}", flush=True)
-    return 1 if wrong else 0
+    claims: dict[str, Claim] = {name_of(case): functools.partial(run, case) for case in CASES}
+    by_default = [name_of(case) for case in CASES if case.name in ONE_OF_EACH]
+    by_default += named(*(claim for claim in CLAIMS if claim not in SLOW_CLAIMS))
+    return run_claims(claims | named(*CLAIMS), only, by_default)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ from jax.sharding import PartitionSpec as P
 
 from tests import oracle
 from tests.draws import FAST_COMPILATION
+from tests.parallel.claims import Claim, name_of, named, run_claims
 from tests.parallel.context_on_eight import on_mesh
 from xsake import nsa
 from xsake.parallel.context import pages
 
 B, N, K, H = 2, 4, 2, 8
-LIMIT = 1e-5
 SIZES = {"block_size": 16, "num_selected": 4, "compression_block": 8, "compression_stride": 4}
 
 
@@ -164,21 +164,10 @@ def only_needed_pages_arrive() -> bool:
 
 
 def main(only: str = "") -> int:
-    assert len(jax.devices()) == 8
-    wrong, everything = 0, only == "--all"
-    only = "" if everything else only
-    for case in CASES:
-        if only in case.name and (everything or only or case.name == DEFAULT):
-            error = run(case)
-            wrong += not error <= LIMIT
-            verdict = "ok" if error <= LIMIT else f"WRONG, {error:.1e}"
-            mesh = " × ".join(f"{axis} {size}" for axis, size in case.mesh.items())
-            print(f"{case.name}, {mesh}, {error:.1e}: {verdict}", flush=True)
-    if only in (name := "only needed pages arrive"):
-        holds = only_needed_pages_arrive()
-        wrong += not holds
-        print(f"{name}: {'ok' if holds else 'WRONG'}", flush=True)
-    return 1 if wrong else 0
+    claims: dict[str, Claim] = {name_of(case): functools.partial(run, case) for case in CASES}
+    pages_claim = named(only_needed_pages_arrive)
+    one = [name_of(case) for case in CASES if case.name == DEFAULT]
+    return run_claims(claims | pages_claim, only, [*one, *pages_claim])
 
 
 if __name__ == "__main__":
