@@ -27,7 +27,7 @@ from tests import oracle
 from tests.model.families import LLAMA, random_model, random_tokens
 from tests.parallel.claims import named, run_claims
 from xsake.cli import hads as commands
-from xsake.hads import Plan, Profile
+from xsake.hads import Plan, Profile, profile
 from xsake.model import Sparse, generate, huggingface
 from xsake.model.kv_cache import KVCache
 from xsake.model.observer import Observer
@@ -92,6 +92,16 @@ def calibration_and_evaluation_are_those_of_one_device() -> bool:
         return near(split, one) and near(qualities[1], qualities[0])
 
 
+def documents_of_a_calibration_share_one_program() -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        path = folder_of(random_model(LLAMA), Path(name))
+        subject = Observer(on_mesh(path, MeshSizes(data=1, fsdp=2, tensor=2, context=2)))
+        before = profile._one_document._cache_size()
+        documents = list(random_tokens(LLAMA, (3, LENGTH)))
+        subject.profile(documents, block=BLOCK, curves=("static", "mean_query"))
+        return profile._one_document._cache_size() - before == 1
+
+
 def generation_is_that_of_one_device() -> bool:
     """Prompts in chunks and a budget; the cache lies on the mesh."""
     return generates({"budget": 0.5, "chunk": 16})
@@ -147,6 +157,7 @@ def the_server_reads_as_on_one_device() -> bool:
 ONE_DEVICE_SIZES = MeshSizes(1, 1, 1, 1)
 CLAIMS = [
     calibration_and_evaluation_are_those_of_one_device,
+    documents_of_a_calibration_share_one_program,
     generation_is_that_of_one_device,
     whole_prompts_are_continued_as_on_one_device,
     sparse_attention_generates_what_one_device_does,

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, PyTree
 
 from xsake import _files
@@ -35,6 +37,7 @@ from xsake.hads.statistics import (
     Statistics,
     measure,
 )
+from xsake.parallel import sharding
 
 SCHEMA = 1
 
@@ -235,6 +238,7 @@ def calibrate(
     state = Running.start(layers, heads, n, curves)
     if partial is not None:
         state = partial.load(state, **dataclasses.asdict(facts), curves=curves)
+    state = _beside(weights, state)
     done = int(state.documents)
     if report is not None and done:
         report(done)
@@ -250,6 +254,14 @@ def calibrate(
             jax.block_until_ready(state.documents)
             report(number + 1)
     return _finished(state, facts)
+
+
+def _beside(weights: PyTree, state: Running) -> Running:
+    """The state on the mesh of the weights, if any, as passes return it: none is recompiled."""
+    for x in jax.tree.leaves(weights):
+        if isinstance(x, Array) and isinstance(x.sharding, NamedSharding):
+            return sharding.put(state, NamedSharding(x.sharding.mesh, P()))
+    return state
 
 
 def _check_documents(documents: Sequence[AnyArray], vocab_size: int | None) -> None:

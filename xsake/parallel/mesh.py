@@ -140,6 +140,8 @@ def make_mesh(sizes: MeshSizes, devices: Sequence[Any] | None = None) -> Mesh | 
       sizes: of every axis.
       devices: which devices; default the first of all, in the order of processes.
     """
+    if unset := [name for name in AXES if getattr(sizes, name) < 1]:
+        raise ValueError(f"the axis {unset[0]!r} has no size yet; `resolved` divides the devices")
     if sizes.size == 1:
         return None
     shape = tuple(getattr(sizes, name) for name in AXES)
