@@ -64,6 +64,29 @@ def kernels_lowered(mask, head_size=64, value_size=None, deterministic=False, **
     return text.count("@mosaic_gpu")
 
 
+@needs_newer_jax
+def test_results_and_gradients_vary_as_the_arguments_do():
+    """Inside jax.shard_map: a result that claims to be the same everywhere has wrong gradients."""
+    heads = jax.sharding.PartitionSpec(None, None, "heads")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("heads",))
+    mask = BlockMask.from_rule(masks.causal(), (256, 256))
+    q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), jnp.bfloat16) for n in (4, 2))
+    seen = []
+
+    def gradients(q, k, v):
+        call = functools.partial(Call, bias=None, mask=mask, scale=0.1, soft_cap=None)
+        results, pull_back = jax.vjp(
+            lambda *x: hopper.forward(call(*x, options=Options())), q, k, v
+        )
+        found = pull_back(results)
+        seen.extend(map(_jax.varying_axes, (*results, *found)))
+        return found
+
+    run = jax.shard_map(gradients, mesh=mesh, in_specs=(heads,) * 3, out_specs=(heads,) * 3)
+    jax.jit(run).trace(q, k, k)
+    assert seen == [("heads",)] * 5
+
+
 @pytest.mark.parametrize(
     "names", [["none"], ["causal"], ["function"], ["documents"], list(RULES)], ids=len
 )

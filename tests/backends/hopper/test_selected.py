@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -122,6 +123,22 @@ def call_of(B=1, T=128, N=4, K=2, H=64, dtype=jnp.bfloat16, block=64, **more):
 def test_what_the_kernels_do_not_support_is_refused_with_the_reason(call, reason, monkeypatch):
     monkeypatch.setattr(_jax, "why_no_hopper", lambda needs: None)
     assert selected.why_not(call) == reason
+
+
+def test_what_varies_inside_shard_map_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(_jax, "why_no_hopper", lambda needs: None)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    rows, said = jax.sharding.PartitionSpec("data"), []
+
+    def record(q):
+        said.append(selected.why_not(dataclasses.replace(call_of(), q=q)))
+        return q
+
+    for checked in (True, False):
+        run = jax.shard_map(record, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=checked)
+        jax.eval_shape(run, call_of().q)
+    remedy = "has no types for what varies over 'data'; pass check_vma=False to shard_map"
+    assert said == [remedy, None]
 
 
 def test_without_a_hopper_gpu_the_reason_is_that():

@@ -209,7 +209,7 @@ def run_forward(
         bias=bias,
         tiling=tiling or tilings.measured_forward(Sizes.of(q, k, v), mask),
     )
-    return unaliased(out, logsumexp)
+    return _jax.vary(unaliased(out, logsumexp), _jax.varying_axes(q))
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="wants_bias")
@@ -245,4 +245,4 @@ def run_backward(
         deterministic=options.deterministic,
         tiling=tiling,
     )
-    return unaliased(*gradients)
+    return _jax.vary(unaliased(*gradients), _jax.varying_axes(q))

@@ -59,6 +59,8 @@ def why_not_arrays(q: Any, group: int, head_size: int) -> str | None:
         return f"takes heads of up to {MAX_HEAD}; these are {head_size}"
     if group > GROUPS[-1]:
         return f"takes up to {GROUPS[-1]} query heads for each kv head; these are {group}"
+    if axes := _jax.varying_axes(q):
+        return f"has no types for what varies over {axes[0]!r}; pass check_vma=False to shard_map"
     return None
 
 
