@@ -446,7 +446,8 @@ def _batchable(block: int, parts: int, represent: Represent) -> Callable[[Array,
             queries = jax.vmap(lambda q: represent(q, block // parts, block))(q)
             queries = (queries * scale).astype(k.dtype)
         causal = queries.shape[1] == parts * -(-k.shape[1] // block)
-        return hopper_scores.scores(queries, k, block, causal=causal, parts=parts)
+        found = hopper_scores.scores(queries, k, block, causal=causal, parts=parts)
+        return _jax.vary(found, _jax.varying_axes(q, k))
 
     @batched.def_vmap
     def folded(size: int, is_mapped: Sequence[bool], q: Array, k: Array) -> tuple[Array, bool]:
