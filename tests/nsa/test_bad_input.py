@@ -231,6 +231,13 @@ REFUSED = {
             "[2, 1, 32, 2, 8]; a pair of functions pools keys and values apart"
         ),
     ),
+    "a pooling of no array": (
+        lambda: attend(compression=lambda blocks: 1.0),
+        (
+            "compression must turn key blocks [2, 1, 32, 2, 8] into [2, 1, 2, 8], got 1.0; a pair "
+            "of functions pools keys and values apart"
+        ),
+    ),
     "pooling weights of another block": (
         lambda: attend(compression=nsa.weighted_pooling(zeros(16))),
         (f"weights must be [block] = [32] or [block, K] = [32, 2], got shape [16]; {POOLINGS}"),
@@ -363,6 +370,14 @@ REFUSED = {
     "a cache for msa without its size": (
         lambda: cache("msa"),
         "score='msa' needs index_size, the head size of the indexer",
+    ),
+    "a cache for a name": (
+        lambda: nsa.Cache.empty("nsa", batch=1, capacity=16, kv_heads=K, head_size=H),
+        "settings must be nsa.Settings(…), got 'nsa'",
+    ),
+    "a prompt of integers": (
+        lambda: nsa.prefill(cache(), ints(1, 9, K, H), zeros(1, 9, K, H)),
+        "key must be floating, got int32",
     ),
     "an index size for a cache of nsa": (
         lambda: cache(index_size=4),

@@ -61,6 +61,15 @@ def test_without_queries_nothing_is_selected_and_the_loss_is_zero(score, batch, 
         assert loss() == loss(block_indices=blocks) == 0
 
 
+@pytest.mark.parametrize("score", ["nsa", "moba"])
+def test_a_step_of_no_sequences_has_no_output(score):
+    sizes = {"batch": 0, "capacity": 16, "kv_heads": K, "head_size": H, "value_size": 3}
+    cache = nsa.Cache.empty(nsa.Settings(score=score, window_size=4), **sizes)
+    given = zeros(0, 1, N, H), zeros(0, 1, K, H), zeros(0, 1, K, 3)
+    out, cache = jax.eval_shape(nsa.decode_step, *given, cache)
+    assert (out.shape, cache.length.shape) == ((0, 1, N, 3), (0,))
+
+
 def test_a_cache_without_a_compressed_branch_holds_and_checks_none():
     """MSA selects by its indexer: a stride that nothing reads is no error, and no slot is kept."""
     sizes = {"batch": 1, "capacity": 64, "kv_heads": K, "head_size": H}

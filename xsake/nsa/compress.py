@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
@@ -107,7 +108,8 @@ def compress(
 
 def functions_of(compression: Any) -> tuple[Any, Any]:
     """How keys and how values are pooled: "mean" or a function, each."""
-    both = compression if isinstance(compression, tuple) else (compression, compression)
+    is_pair = isinstance(compression, (tuple, list))
+    both = tuple(compression) if is_pair else (compression, compression)
     if len(both) != 2 or not all(x == "mean" or callable(x) for x in both):
         raise ValueError(
             "compression must be 'mean', a function [B, P, block, K, H] -> [B, P, K, H], or a pair "
@@ -163,10 +165,11 @@ def pool_ending_at(name: str, x: Array, end: Array, block: int, pooling: Any) ->
         found = blocks.astype(accumulator(x.dtype)).mean(2)
     else:
         found = pooling(blocks)
-        if found.shape != (B, P, K, H):
+        what = list(found.shape) if isinstance(found, (Array, np.ndarray)) else repr(found)
+        if what != [B, P, K, H]:
             raise ValueError(
                 f"compression must turn {name} blocks {list(blocks.shape)} into {[B, P, K, H]}, "
-                f"got {list(found.shape)}; a pair of functions pools keys and values apart"
+                f"got {what}; a pair of functions pools keys and values apart"
             )
     return found.astype(x.dtype)
 

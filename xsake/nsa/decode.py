@@ -108,6 +108,8 @@ class Cache:
             the cache then holds. "nsa" always has them, because they select; "moba" never.
           dtype: of keys and values.
         """
+        if not isinstance(settings, Settings):
+            raise TypeError(f"settings must be nsa.Settings(…), got {settings!r}")
         value_size = head_size if value_size is None else value_size
         sizes = {"capacity": capacity, "kv_heads": kv_heads, "head_size": head_size}
         for name, size in (sizes | {"value_size": value_size}).items():
@@ -190,8 +192,12 @@ def prefill(
       compression: as in `native_sparse_attention`, and the same as in the steps that follow.
       index_key: the indexer's keys, for score="msa".
     """
-    k, v = (jnp.asarray(x).astype(cache.k.dtype) for x in (key, value))
+    k, v = jnp.asarray(key), jnp.asarray(value)
     index = None if index_key is None else jnp.asarray(index_key)
+    for name, x in (("key", k), ("value", v), ("index_key", index)):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating, got {x.dtype}")
+    k, v = (x.astype(cache.k.dtype) for x in (k, v))
     cache.check_fits(k, v, index)
     if cache.index_k is None and index is not None:
         raise ValueError(
@@ -282,7 +288,7 @@ def decode_step(
         )[:, 0]  # [B, K, c]
         slot = blocks[..., None] * settings.block_size
         slot = slot + jnp.arange(settings.block_size, dtype=jnp.int32)[None, None, None]
-        slot = slot.reshape(*blocks.shape[:2], -1)
+        slot = slot.reshape(*blocks.shape[:2], blocks.shape[2] * settings.block_size)
         found["g_slc"] = _attend_slots(q, cache, slot, position, scale)
     if "g_swa" in branches:
         back = jnp.arange(settings.window_size, dtype=jnp.int32)[None, None]
@@ -371,4 +377,4 @@ def _attend(q: Array, k: Array, v: Array, seen: Array, scale: float) -> tuple[Ar
     out = product("bkgl,blkh->bkgh", p.astype(grouped.dtype), operand(v), dtype)
     lse = jnp.where(l > 0, m + jnp.log(jnp.where(l > 0, l, 1)), -jnp.inf)
     out = out / jnp.where(l > 0, l, 1)
-    return out.reshape(B, 1, N, -1), lse.reshape(B, 1, N)
+    return out.reshape(B, 1, N, v.shape[3]), lse.reshape(B, 1, N)
