@@ -164,18 +164,11 @@ def native_sparse_attention(
                 *(settings, q, k, pooled, logsumexp, index, text, scale),
                 implementation=implementation,
             )
+        lists: dict[str, Any] = {"block": block_size, "counts": counts, "is_set": selects}
+        lists |= {"sequences": text.queries, "split": text.split}
+        forced = settings.forced if selects else (0, 0)
         found["g_slc"], _ = selected.attend_selected(
-            q,
-            k,
-            v,
-            indices,
-            block=block_size,
-            sequences=text.queries,
-            split=text.split,
-            counts=counts,
-            is_set=selects,
-            forced=settings.forced if selects else (0, 0),
-            **how,
+            q, k, v, indices, forced=forced, **lists, **how
         )
     if "g_swa" in branches:
         found["g_swa"] = _window(q, k, v, text, settings.window_size, **how)
