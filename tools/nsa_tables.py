@@ -22,7 +22,7 @@ def nsa(records: list[Record]) -> Cells:
         ]
         for record in records
     ]
-    head = "case | direction | seconds | temporary MiB | process MiB | load before | error"
+    head = "case | direction | seconds | temporary MiB | process MiB | load average | error"
     return head.split(" | "), lines
 
 

@@ -14,7 +14,7 @@ def test_records_of_a_small_case(monkeypatch):
     records = list(nsa.measure("all branches", 80, repeats=1))
     assert [x["direction"] for x in records] == ["forward", "forward+backward"]
     assert all(x["error"] <= 1e-5 and x["temporary_bytes"] > 0 for x in records)
-    assert tables.nsa(records).count("all branches, 80 tokens") == 2
+    assert tables.TABLES["nsa"](records).count("all branches, 80 tokens") == 2
 
 
 def test_cases_of_the_suite():

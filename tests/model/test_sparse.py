@@ -227,12 +227,12 @@ def test_a_saved_folder_is_the_same_model(attention, tmp_path):
 
 
 def test_inspect_counts_what_the_cache_holds(tmp_path, capsys):
-    """2 layers of k and v, 2 heads of 8, and the means of every 8 tokens: 64 + 8 numbers."""
+    """2 layers of k and v, 2 heads of 8, and the mean keys of every 8 tokens: 64 + 4 numbers."""
     huggingface.save(tmp_path, model("moba"), layout="xsake")
     checkpoints.inspect(tmp_path)
     said = capsys.readouterr().out
     assert "moba" in said
-    assert "288 in float32, 144 in bfloat16" in said
+    assert "272 in float32, 136 in bfloat16" in said
 
 
 def test_hugging_face_has_no_layout_for_sparse_attention(tmp_path):

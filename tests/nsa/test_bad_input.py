@@ -12,6 +12,7 @@ import pytest
 
 import xsake
 from xsake import nsa
+from xsake.backends.choice import BACKENDS
 
 B, T, N, K, H = 2, 32, 4, 2, 8
 
@@ -50,8 +51,37 @@ def apply(indices, *args, **call):
     )
 
 
+def select(**call):
+    return nsa.select_blocks(zeros(B, T, N, H), zeros(B, T, K, H), **call)
+
+
+def cache(score="nsa", settings=None, **call):
+    """A cache of 16 tokens, with the given arguments replaced."""
+    made = nsa.Settings(score=score, **settings or {})
+    sizes = {"batch": 1, "capacity": 16, "kv_heads": K, "head_size": H}
+    return nsa.Cache.empty(made, **sizes | call)
+
+
+def step(cache, *shape, **call):
+    """A decode step of N query heads; shape: the axes before the heads."""
+    kv = zeros(*shape, K, H)
+    return nsa.decode_step(zeros(*shape, N, H), kv, kv, cache, **call)
+
+
+def explain(query=None, indices=None, **call):
+    kv = zeros(B, T, K, H)
+    query = zeros(B, T, N, H) if query is None else query
+    return nsa.explain(query, kv, kv, INDICES if indices is None else indices, **call)
+
+
 GATE = zeros(B, T, N)
 INDICES = ints(B, T, K, 3)
+NETWORK = {"w_in": zeros(32, H, 5), "w_out": zeros(5, H)}
+STATIC = "under jax.jit name it in static_argnames, or bind it with functools.partial"
+POOLINGS = (
+    "block is compression_block, and keys and values of different sizes take a pair of poolings"
+)
+POSITIONS = "positions must be [block, H] = [32, 8] or [block, K, H] = [32, 2, 8]"
 
 REFUSED = {
     "a query without a batch axis": (
@@ -95,10 +125,36 @@ REFUSED = {
         lambda: attend(g_swa=GATE),
         "g_swa needs window_size, the number of tokens that a query sees",
     ),
+    "indices without the gate of their branch": (
+        lambda: attend(g_swa=GATE, window_size=4, block_indices=INDICES),
+        (
+            "block_indices are for the selected branch, which is off because g_swa is given and "
+            "g_slc is not; give g_slc too, or leave block_indices out"
+        ),
+    ),
+    "a number for compressed": (
+        lambda: attend(compressed=1),
+        "compressed must be True, False or None, got 1",
+    ),
+    "a traced compressed": (
+        lambda: jax.jit(attend)(compressed=True),
+        f"compressed must be True, False or None, got a traced array; {STATIC}",
+    ),
+    "a traced block size": (
+        lambda: jax.jit(attend)(block_size=16),
+        f"block_size must be a plain integer, got a traced array; {STATIC}",
+    ),
+    "an axis outside of shard_map": (
+        lambda: attend(axis="context"),
+        (
+            "axis 'context' is not a mesh axis here; make this call inside jax.shard_map over a "
+            "mesh that has it"
+        ),
+    ),
     "a gate of another shape": (
         lambda: attend(g_slc=zeros(B, T, N * H)),
         (
-            "g_slc must be [B, T, N] = [2, 32, 4] or [B, T, N, Hv] = [2, 32, 4, 8], "
+            "g_slc must be [B, T, N] = [2, 32, 4], or that with a last axis of Hv = 8 or 1, "
             "got shape [2, 32, 32]"
         ),
     ),
@@ -175,6 +231,45 @@ REFUSED = {
             "[2, 1, 32, 2, 8]; a pair of functions pools keys and values apart"
         ),
     ),
+    "a pooling of no array": (
+        lambda: attend(compression=lambda blocks: 1.0),
+        (
+            "compression must turn key blocks [2, 1, 32, 2, 8] into [2, 1, 2, 8], got 1.0; a pair "
+            "of functions pools keys and values apart"
+        ),
+    ),
+    "pooling weights of another block": (
+        lambda: attend(compression=nsa.weighted_pooling(zeros(16))),
+        (f"weights must be [block] = [32] or [block, K] = [32, 2], got shape [16]; {POOLINGS}"),
+    ),
+    "integer pooling weights": (
+        lambda: attend(compression=nsa.weighted_pooling(ints(32))),
+        "weights must be floating, got int32",
+    ),
+    "one position for all tokens of a block": (
+        lambda: attend(compression=nsa.weighted_pooling(zeros(32), zeros(1, H))),
+        f"{POSITIONS}, got shape [1, 8]; {POOLINGS}",
+    ),
+    "one position in a pooling network": (
+        lambda: attend(compression=nsa.mlp_pooling(**NETWORK, positions=zeros(1, H))),
+        f"{POSITIONS}, got shape [1, 8]; {POOLINGS}",
+    ),
+    "a pooling network of another block": (
+        lambda: attend(compression=nsa.mlp_pooling(**NETWORK | {"w_in": zeros(16, H, 5)})),
+        f"w_in must be [block, H, M] = [32, 8, 5], got shape [16, 8, 5]; {POOLINGS}",
+    ),
+    "a pooling network with another result": (
+        lambda: attend(compression=nsa.mlp_pooling(**NETWORK | {"w_out": zeros(5, 3)})),
+        f"w_out must be [M, H] = [5, 8], got shape [5, 3]; {POOLINGS}",
+    ),
+    "one bias for all hidden units": (
+        lambda: attend(compression=nsa.mlp_pooling(**NETWORK, b_in=zeros(1))),
+        f"b_in must be [M] = [5], got shape [1]; {POOLINGS}",
+    ),
+    "one bias for all results": (
+        lambda: attend(compression=nsa.mlp_pooling(**NETWORK, b_out=zeros(1))),
+        f"b_out must be [H] = [8], got shape [1]; {POOLINGS}",
+    ),
     "msa without an indexer": (
         lambda: attend(score="msa", index_key=zeros(B, T, 1, 4)),
         "score='msa' needs index_query",
@@ -190,6 +285,10 @@ REFUSED = {
     "index keys of another size": (
         lambda: attend(score="msa", index_query=zeros(B, T, K, 4), index_key=zeros(B, T, 1, 5)),
         "index_key must be [2, 32, 2, 4] or [2, 32, 1, 4], got shape [2, 32, 1, 5]",
+    ),
+    "an indexer of integers": (
+        lambda: attend(score="msa", index_query=zeros(B, T, K, 4), index_key=ints(B, T, 1, 4)),
+        "index_key must be floating, got int32",
     ),
     "an indexer beside given blocks": (
         lambda: attend(score="msa", index_query=zeros(B, T, K, 4), block_indices=INDICES),
@@ -235,18 +334,111 @@ REFUSED = {
             "selected branch; leave it out for the fastest that can run"
         ),
     ),
-    "a cache for msa without its size": (
-        lambda: nsa.Cache.empty(
-            nsa.Settings(score="msa"), batch=1, capacity=8, kv_heads=1, head_size=4
+    "an unknown implementation without tokens": (
+        lambda: nsa.select_blocks(zeros(1, 0, N, H), zeros(1, 0, K, H), implementation="triton"),
+        (
+            f"implementation 'triton' is not one of {list(BACKENDS)}; leave it out for the fastest "
+            "that can run"
         ),
+    ),
+    "an unknown implementation of moba's choice": (
+        lambda: select(score="moba", implementation="triton"),
+        (
+            f"implementation 'triton' is not one of {list(BACKENDS)}; leave it out for the fastest "
+            "that can run"
+        ),
+    ),
+    "an unknown compression beside moba's choice": (
+        lambda: select(score="moba", compression="max"),
+        (
+            "compression must be 'mean', a function [B, P, block, K, H] -> [B, P, K, H], or a pair "
+            "of those for keys and values, got 'max'"
+        ),
+    ),
+    "floating indices to explain": (
+        lambda: explain(indices=zeros(B, T, K, 3)),
+        "block_indices must hold integers, got float32",
+    ),
+    "a query without a batch axis to explain": (
+        lambda: nsa.explain(zeros(T, N, H), zeros(T, K, H), zeros(T, K, H), INDICES),
+        "query must be [B, T, N, H], got shape [32, 4, 8]; add a batch axis",
+    ),
+    "no block to explain": (
+        lambda: explain(block_size=0),
+        "block_size must be an integer from 1 to 2147483647, got 0",
+    ),
+    "a cache for msa without its size": (
+        lambda: cache("msa"),
         "score='msa' needs index_size, the head size of the indexer",
     ),
+    "a cache for a name": (
+        lambda: nsa.Cache.empty("nsa", batch=1, capacity=16, kv_heads=K, head_size=H),
+        "settings must be nsa.Settings(…), got 'nsa'",
+    ),
+    "a prompt of integers": (
+        lambda: nsa.prefill(cache(), ints(1, 9, K, H), zeros(1, 9, K, H)),
+        "key must be floating, got int32",
+    ),
+    "an index size for a cache of nsa": (
+        lambda: cache(index_size=4),
+        "index_size is for score='msa', but score is 'nsa'; leave it out",
+    ),
+    "index heads of a cache": (
+        lambda: cache("msa", index_size=4, index_heads=3),
+        "index_heads must be 1 or kv_heads = 2, got 3",
+    ),
+    "a cache without heads": (
+        lambda: cache(kv_heads=0),
+        "kv_heads must be an integer from 1 to 2147483647, got 0",
+    ),
+    "a cache of a fraction": (
+        lambda: cache(batch=1.5),
+        "batch must be an integer from 0 to 2147483647, got 1.5",
+    ),
+    "a cache of integers": (
+        lambda: cache(dtype=np.int32),
+        "dtype must be float16, bfloat16 or float32, got int32",
+    ),
+    "a compressed branch in a cache of moba": (
+        lambda: cache("moba", compressed=True),
+        (
+            "with score='moba' the cache holds means of whole blocks, not those of a compressed "
+            "branch; decode without it"
+        ),
+    ),
+    "a step with a compressed branch that the cache does not have": (
+        lambda: step(cache("msa", index_size=4), 1, 1, compressed=True),
+        (
+            "this cache holds no pooled blocks for a compressed branch; make it with "
+            "nsa.Cache.empty(…, compressed=True)"
+        ),
+    ),
+    "a stride of a compressed branch in a cache of msa": (
+        lambda: cache("msa", {"compression_stride": 24}, index_size=4, compressed=True),
+        "compression_block must be a multiple of compression_stride = 24, got 32",
+    ),
+    "a step without a batch axis": (
+        lambda: step(cache(), 1),
+        "query must be [B, 1, N, H], got shape [1, 4, 8]; add a batch axis",
+    ),
+    "a step with an index key of another size": (
+        lambda: step(
+            cache("msa", index_size=4),
+            *(1, 1),
+            index_query=zeros(1, 1, K, 5),
+            index_key=zeros(1, 1, 1, 5),
+        ),
+        (
+            "index_key must have a batch, heads and head size of [1, 1, 4], as the cache has, got "
+            "shape [1, 1, 1, 5]"
+        ),
+    ),
     "two tokens in a decode step": (
-        lambda: nsa.decode_step(zeros(1, 2, N, H), zeros(1, 2, K, H), zeros(1, 2, K, H), cache()),
+        lambda: step(cache(), 1, 2),
         "query and key must have one token, got 2 and 2; nsa.prefill takes a prompt",
     ),
     "a step of another batch": (
-        lambda: nsa.decode_step(zeros(2, 1, N, H), zeros(2, 1, K, H), zeros(2, 1, K, H), cache()),
+        lambda: step(cache(), 2, 1),
         (
             "key must have a batch, heads and head size of [1, 2, 8], as the cache has, got shape "
             "[2, 1, 2, 8]"
@@ -263,14 +455,10 @@ REFUSED = {
 }
 
 
-def cache():
-    return nsa.Cache.empty(nsa.Settings(), batch=1, capacity=16, kv_heads=K, head_size=H)
-
-
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused(what):
     call, sentence = REFUSED[what]
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(sentence)}$"):
+    with pytest.raises((TypeError, ValueError), match=f"(?m)^{re.escape(sentence)}$"):
         call()
 
 
@@ -286,6 +474,9 @@ def test_a_backend_says_why_it_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         apply(INDICES, implementation="never")
     shape = jax.ShapeDtypeStruct((B, T, K, H), jnp.float32)
-    answer = nsa.selected.explain(shape, shape, shape, INDICES)
+    answer = nsa.explain(shape, shape, shape, INDICES)
     assert answer.chosen == "xla"
     assert answer.reasons["never"] == "needs another machine"
+    asked = nsa.explain(shape, shape, shape, INDICES, implementation="never")
+    assert asked.chosen is None
+    assert "asked for, but needs another machine" in str(asked)

@@ -71,7 +71,7 @@ def test_what_cannot_be_run_is_refused_in_one_sentence(arguments, words):
 
 def test_outside_of_shard_map_it_says_where_to_call_it():
     x = jnp.zeros((1, 16, 1, 8))
-    with pytest.raises(ValueError, match=r"call context_attention inside jax.shard_map"):
+    with pytest.raises(ValueError, match=r"make this call inside jax.shard_map over a mesh that"):
         context_attention(x, x, x)
 
 

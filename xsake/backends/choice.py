@@ -60,11 +60,7 @@ class Explanation:
 
 def choose(asked: str | None, call: Call) -> Explanation:
     """The backend for a call: the one asked for by name, or the fastest that can run it."""
-    if asked is not None and asked not in BACKENDS:
-        raise ValueError(
-            f"implementation {asked!r} is not one of {list(BACKENDS)}; "
-            "leave it out for the fastest that can run"
-        )
+    check_name(asked)
     if is_empty(call):
         return Explanation(None, dict.fromkeys(BACKENDS, "is not run: an axis is empty"), asked)
     reasons = {name: backend.why_not(call) for name, backend in BACKENDS.items()}
@@ -76,6 +72,15 @@ def choose(asked: str | None, call: Call) -> Explanation:
         if found:
             return Explanation(min(found, key=found.__getitem__), reasons, estimates=found)
     return Explanation(chosen, reasons, asked, form)
+
+
+def check_name(asked: str | None) -> None:
+    """Raises unless `asked` names a backend or is None."""
+    if asked is not None and asked not in BACKENDS:
+        raise ValueError(
+            f"implementation {asked!r} is not one of {list(BACKENDS)}; "
+            "leave it out for the fastest that can run"
+        )
 
 
 def is_empty(call: Call) -> bool:

@@ -15,10 +15,14 @@ import numpy as np
 from jax import Array
 
 INT_MIN, INT_MAX = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+# What to do about a traced argument that has to be known when a call is compiled.
+MAKE_STATIC = "under jax.jit name it in static_argnames, or bind it with functools.partial"
 
 
 def size_of(name: str, value: Any, least: int, most: int | None = INT_MAX) -> int:
     """A whole number from `least` to `most`, or an error that names it."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be a plain integer, got a traced array; {MAKE_STATIC}")
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if is_whole and least <= value and (most is None or value <= most):
         return int(value)

@@ -10,6 +10,8 @@ Modules:
     decode.py       one new token against a cache
     sequences.py    packed sequences
     settings.py     the numbers of a call;  checks.py: its arrays
+
+`__all__` is what is public; the modules' other names may change.
 """
 
 from xsake.nsa.attention import (
@@ -20,6 +22,7 @@ from xsake.nsa.attention import (
 from xsake.nsa.compress import mlp_pooling, weighted_pooling
 from xsake.nsa.decode import Cache, decode_step, prefill
 from xsake.nsa.indexer import indexer_loss
+from xsake.nsa.selected import explain
 from xsake.nsa.settings import Settings
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "Settings",
     "apply_native_sparse_attention",
     "decode_step",
+    "explain",
     "indexer_loss",
     "mlp_pooling",
     "native_sparse_attention",

@@ -21,8 +21,9 @@ from jaxtyping import Float, Int
 
 from xsake.attention import Tensor, dot_product_attention
 from xsake.backends import accumulator
+from xsake.backends.choice import check_name
 from xsake.backends.options import Options
-from xsake.nsa import select
+from xsake.nsa import select, selected
 from xsake.nsa.checks import (
     check_arrays,
     check_counts,
@@ -37,7 +38,6 @@ from xsake.nsa.compress import (
     compress,
     functions_of,
 )
-from xsake.nsa.selected import attend_selected
 from xsake.nsa.settings import Score, Settings
 from xsake.nsa.split import Text
 from xsake.parallel import context_attention
@@ -83,7 +83,8 @@ def native_sparse_attention(
       query: [B, T, N, H].
       key: [B, T, K, H]; K divides N, and the N / K query heads of a kv head share their blocks.
       value: [B, T, K, Hv].
-      g_cmp: gate of the compressed branch, [B, T, N], or [B, T, N, Hv] for each element.
+      g_cmp: gate of the compressed branch, [B, T, N] or [B, T, N, 1], or [B, T, N, Hv] for each
+        element.
       g_slc: gate of the selected branch.
       g_swa: gate of the window branch.
       block_indices: int [B, T, K, C], blocks to select instead of computing them; -1, repeated,
@@ -111,7 +112,8 @@ def native_sparse_attention(
       index_key: [B, T, K, Hi] or [B, T, 1, Hi].
       scale: of the logits of all branches; default 1/sqrt(H).
       segment_ids: int [B, T]; each run of equal ids is a sequence, negative ids are padding.
-      cu_seqlens: int [sequences + 1], for B = 1: the same as ends of the sequences.
+      cu_seqlens: int [sequences + 1], for B = 1: the same as 0 and the end of every sequence;
+        tokens after the last end are padding.
       token_indices: int [T] positions or [T, 2] (sequence, position), for B = 1: the same again.
       axis: inside `jax.shard_map`, the mesh axis over whose devices the sequence is split, in order
         and evenly. Every device gives its part of all arrays, and gets its part of the output;
@@ -144,6 +146,7 @@ def native_sparse_attention(
     compresses = "g_cmp" in branches or (selects and score == "nsa")
     settings.check(selects=selects, compresses=compresses)
     functions_of(compression)
+    (selected.check_name if "g_slc" in branches else check_name)(implementation)
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]), selects)
     if 0 in q.shape[:2]:
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
@@ -161,18 +164,11 @@ def native_sparse_attention(
                 *(settings, q, k, pooled, logsumexp, index, text, scale),
                 implementation=implementation,
             )
-        found["g_slc"], _ = attend_selected(
-            q,
-            k,
-            v,
-            indices,
-            block=block_size,
-            sequences=text.queries,
-            split=text.split,
-            counts=counts,
-            is_set=selects,
-            forced=settings.forced if selects else (0, 0),
-            **how,
+        lists: dict[str, Any] = {"block": block_size, "counts": counts, "is_set": selects}
+        lists |= {"sequences": text.queries, "split": text.split}
+        forced = settings.forced if selects else (0, 0)
+        found["g_slc"], _ = selected.attend_selected(
+            q, k, v, indices, forced=forced, **lists, **how
         )
     if "g_swa" in branches:
         found["g_swa"] = _window(q, k, v, text, settings.window_size, **how)
@@ -271,7 +267,12 @@ def select_blocks(
     packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
     text = Text.of(q.shape[0], q.shape[1], axis, **packed)
     settings.check(selects=True, compresses=score == "nsa")
+    functions_of(compression)
+    check_name(implementation)
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
+    if 0 in q.shape[:2]:
+        blocks = -(-(text.length or q.shape[1]) // block_size)
+        return jnp.zeros((*q.shape[:2], k.shape[2], min(num_selected, blocks)), jnp.int32)
     pooled = logsumexp = None
     if score == "nsa":
         pooled, (_, logsumexp) = _compressed(

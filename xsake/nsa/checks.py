@@ -47,8 +47,8 @@ def check_gates(q: Array, v: Array, **gates: Any) -> dict[str, Array | None]:
         lead, Hv = q.shape[:3], v.shape[3]
         if gate.shape not in (lead, (*lead, 1), (*lead, Hv)):
             raise ValueError(
-                f"{name} must be [B, T, N] = {list(lead)} or [B, T, N, Hv] = {[*lead, Hv]}, "
-                f"got shape {list(gate.shape)}"
+                f"{name} must be [B, T, N] = {list(lead)}, or that with a last axis of Hv = {Hv} "
+                f"or 1, got shape {list(gate.shape)}"
             )
         found[name] = gate
     return found
@@ -116,6 +116,9 @@ def check_indexer(
     if settings.score != "msa" or not selects:
         return None
     q, k = jnp.asarray(index_query), jnp.asarray(index_key)
+    for name, x in (("index_query", q), ("index_key", k)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating, got {x.dtype}")
     if q.ndim != 4 or q.shape[:3] != lead:
         raise ValueError(
             f"index_query must be [B, T, K, Hi] with [B, T, K] = {list(lead)}, "

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
@@ -107,7 +108,8 @@ def compress(
 
 def functions_of(compression: Any) -> tuple[Any, Any]:
     """How keys and how values are pooled: "mean" or a function, each."""
-    both = compression if isinstance(compression, tuple) else (compression, compression)
+    is_pair = isinstance(compression, (tuple, list))
+    both = tuple(compression) if is_pair else (compression, compression)
     if len(both) != 2 or not all(x == "mean" or callable(x) for x in both):
         raise ValueError(
             "compression must be 'mean', a function [B, P, block, K, H] -> [B, P, K, H], or a pair "
@@ -163,10 +165,11 @@ def pool_ending_at(name: str, x: Array, end: Array, block: int, pooling: Any) ->
         found = blocks.astype(accumulator(x.dtype)).mean(2)
     else:
         found = pooling(blocks)
-        if found.shape != (B, P, K, H):
+        what = list(found.shape) if isinstance(found, (Array, np.ndarray)) else repr(found)
+        if what != [B, P, K, H]:
             raise ValueError(
                 f"compression must turn {name} blocks {list(blocks.shape)} into {[B, P, K, H]}, "
-                f"got {list(found.shape)}; a pair of functions pools keys and values apart"
+                f"got {what}; a pair of functions pools keys and values apart"
             )
     return found.astype(x.dtype)
 
@@ -231,12 +234,18 @@ def weighted_pooling(
       weights: of the tokens of a block, shared by the heads or for each kv head; 1 / block is the
         mean.
       positions: an embedding of the position in the block.
+
+    >>> by_mean = weighted_pooling(jnp.full(32, 1 / 32))  # for compression_block=32
+    >>> by_mean(jnp.ones((1, 7, 32, 2, 8))).shape
+    (1, 7, 2, 8)
     """
 
     def pool(blocks: Array) -> Array:
+        block, K, _ = blocks.shape[2:]
+        w = _parameter("weights", weights, {"[block]": (block,), "[block, K]": (block, K)})
         x = _with_positions(blocks, positions)
-        spec = "bplkh,l->bpkh" if weights.ndim == 1 else "bplkh,lk->bpkh"
-        return jnp.einsum(spec, x, weights.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
+        spec = "bplkh,l->bpkh" if w.ndim == 1 else "bplkh,lk->bpkh"
+        return jnp.einsum(spec, x, w.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
 
     return pool
 
@@ -261,14 +270,21 @@ def mlp_pooling(
     """
 
     def pool(blocks: Array) -> Array:
+        (block, _, H), M = blocks.shape[2:], jnp.shape(w_out)[:1]
+        parameters = {
+            "w_out": _parameter("w_out", w_out, {"[M, H]": (*M, H)}),
+            "w_in": _parameter("w_in", w_in, {"[block, H, M]": (block, H, *M)}),
+        }
+        for name, bias, form, size in (("b_in", b_in, "[M]", M), ("b_out", b_out, "[H]", (H,))):
+            if bias is not None:
+                parameters[name] = _parameter(name, bias, {form: size})
         x = _with_positions(blocks, positions)
+        p = {name: value.astype(x.dtype) for name, value in parameters.items()}
         exact = jax.lax.Precision.HIGHEST
-        hidden = jnp.einsum("bplkh,lhm->bpkm", x, w_in.astype(x.dtype), precision=exact)
-        if b_in is not None:
-            hidden = hidden + b_in.astype(x.dtype)[None, None, None]
-        hidden = jax.nn.gelu(hidden)
-        found = jnp.einsum("bpkm,mh->bpkh", hidden, w_out.astype(x.dtype), precision=exact)
-        return found if b_out is None else found + b_out.astype(x.dtype)[None, None, None]
+        hidden = jnp.einsum("bplkh,lhm->bpkm", x, p["w_in"], precision=exact)
+        hidden = jax.nn.gelu(hidden + p["b_in"][None, None, None] if "b_in" in p else hidden)
+        found = jnp.einsum("bpkm,mh->bpkh", hidden, p["w_out"], precision=exact)
+        return found + p["b_out"][None, None, None] if "b_out" in p else found
 
     return pool
 
@@ -278,5 +294,22 @@ def _with_positions(blocks: Array, positions: Array | None) -> Array:
     x = blocks.astype(accumulator(blocks.dtype))
     if positions is None:
         return x
-    by_head = positions[:, None] if positions.ndim == 2 else positions
+    block, K, H = blocks.shape[2:]
+    forms = {"[block, H]": (block, H), "[block, K, H]": (block, K, H)}
+    e = _parameter("positions", positions, forms)
+    by_head = e[:, None] if e.ndim == 2 else e
     return x + by_head[None, None].astype(x.dtype)
+
+
+def _parameter(name: str, x: Any, forms: dict[str, tuple[int, ...]]) -> Array:
+    """A parameter of a pooling as an array that has one of the shapes `forms`."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating, got {x.dtype}")
+    if x.shape not in forms.values():
+        wanted = " or ".join(f"{form} = {list(shape)}" for form, shape in forms.items())
+        raise ValueError(
+            f"{name} must be {wanted}, got shape {list(x.shape)}; block is compression_block, and "
+            "keys and values of different sizes take a pair of poolings"
+        )
+    return x

@@ -3,14 +3,16 @@
     cache.k, cache.v          slot s holds the token at position s of its batch row
     cache.pooled_k, pooled_v  slot i holds the block that ended at position i · stride + block - 1;
                               it is written by the step that completes the block
+    cache.index_k             the indexer's keys, for score="msa"
     cache.length [B]          tokens so far; sequences of a batch may differ
 
     cache = nsa.Cache.empty(settings, batch=B, capacity=S, …)
     cache = nsa.prefill(cache, key, value)               the prompt
     out, cache = nsa.decode_step(q, k, v, cache)         [B, 1, …] each, as often as needed
 
-A step reads the pooled keys, the selected blocks and the window, and nothing else of the cache. Its
-output equals that of `native_sparse_attention` over the whole sequence at that position.
+A step reads what scores the blocks (the pooled keys; for "msa" all index keys), the selected
+blocks, the window, and the pooled values if there is a compressed branch. Its output equals that of
+`native_sparse_attention` over the whole sequence at that position.
 """
 
 from __future__ import annotations
@@ -39,8 +41,20 @@ from xsake.nsa.compress import (
     pool_ending_at,
 )
 from xsake.nsa.sequences import ONE_SEQUENCE, Sequences
-from xsake.nsa.settings import Settings
+from xsake.nsa.settings import Settings, check_compressed
 from xsake.nsa.split import Text
+
+# Why a cache does not serve a compressed branch, by score; that of "nsa" always does.
+NO_POOLED_VALUES = {
+    "moba": (
+        "with score='moba' the cache holds means of whole blocks, not those of a compressed "
+        "branch; decode without it"
+    ),
+    "msa": (
+        "this cache holds no pooled blocks for a compressed branch; make it with "
+        "nsa.Cache.empty(…, compressed=True)"
+    ),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -50,8 +64,8 @@ class Cache:
 
     k: Leaf  # [B, S, K, H]
     v: Leaf  # [B, S, K, Hv]
-    pooled_k: Leaf  # [B, P, K, H]; for score="moba" the means of whole blocks
-    pooled_v: Leaf  # [B, P, K, Hv]
+    pooled_k: Leaf  # [B, P, K, H]; for score="moba" the means of whole blocks; None: not read
+    pooled_v: Leaf  # [B, P, K, Hv]; None: there is no compressed branch
     index_k: Leaf  # [B, S, K|1, Hi] for score="msa", else None
     length: Leaf  # int32 [B]
     settings: Settings = dataclasses.field(metadata={"static": True})
@@ -76,6 +90,7 @@ class Cache:
         value_size: int | None = None,
         index_size: int | None = None,
         index_heads: int = 1,
+        compressed: bool | None = None,
         dtype: Any = jnp.float32,
     ) -> Cache:
         """A cache without tokens.
@@ -89,23 +104,36 @@ class Cache:
           value_size: Hv; default H.
           index_size: Hi, needed for score="msa".
           index_heads: heads of the indexer's keys, K or 1.
+          compressed: for score="msa", whether steps have a compressed branch, whose pooled blocks
+            the cache then holds. "nsa" always has them, because they select; "moba" never.
           dtype: of keys and values.
         """
-        size_of("capacity", capacity, 1)
-        settings.check(selects=True, compresses=settings.score != "moba")
-        if settings.score == "msa" and index_size is None:
-            raise ValueError("score='msa' needs index_size, the head size of the indexer")
-        blocks = block_count(capacity, *_pooled_sizes(settings))
+        if not isinstance(settings, Settings):
+            raise TypeError(f"settings must be nsa.Settings(…), got {settings!r}")
         value_size = head_size if value_size is None else value_size
+        sizes = {"capacity": capacity, "kv_heads": kv_heads, "head_size": head_size}
+        for name, size in (sizes | {"value_size": value_size}).items():
+            size_of(name, size, 1)
+        size_of("batch", batch, 0)
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+            raise TypeError(f"dtype must be float16, bfloat16 or float32, got {jnp.dtype(dtype)}")
+        _check_index_sizes(settings, index_size, index_heads, kv_heads)
+        check_compressed(compressed)
+        if compressed and settings.score == "moba":
+            raise ValueError(NO_POOLED_VALUES["moba"])
+        has_pooled = settings.score == "nsa" or bool(compressed)
+        settings.check(selects=True, compresses=has_pooled)
+        blocks = block_count(capacity, *_pooled_sizes(settings))
 
         def zeros(length: int, *shape: int) -> Array:
             return jnp.zeros((batch, length, *shape), dtype)
 
+        has_means = has_pooled or settings.score == "moba"
         return cls(
             k=zeros(capacity, kv_heads, head_size),
             v=zeros(capacity, kv_heads, value_size),
-            pooled_k=zeros(blocks, kv_heads, head_size),
-            pooled_v=zeros(blocks, kv_heads, value_size),
+            pooled_k=zeros(blocks, kv_heads, head_size) if has_means else None,
+            pooled_v=zeros(blocks, kv_heads, value_size) if has_pooled else None,
             index_k=None if index_size is None else zeros(capacity, index_heads, index_size),
             length=jnp.zeros(batch, jnp.int32),
             settings=settings,
@@ -154,16 +182,22 @@ def prefill(
 ) -> Cache:
     """An empty cache with the keys and values of prompts.
 
+    It computes no attention: `native_sparse_attention` gives the output of the prompts.
+
     Args:
       cache: without tokens; what it holds is overwritten.
       key: of the prompts, padded on the right to T tokens.
       value: like key.
       lengths: int [B], tokens of each prompt; default T.
-      compression: as in `native_sparse_attention`.
+      compression: as in `native_sparse_attention`, and the same as in the steps that follow.
       index_key: the indexer's keys, for score="msa".
     """
-    k, v = (jnp.asarray(x).astype(cache.k.dtype) for x in (key, value))
+    k, v = jnp.asarray(key), jnp.asarray(value)
     index = None if index_key is None else jnp.asarray(index_key)
+    for name, x in (("key", k), ("value", v), ("index_key", index)):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating, got {x.dtype}")
+    k, v = (x.astype(cache.k.dtype) for x in (k, v))
     cache.check_fits(k, v, index)
     if cache.index_k is None and index is not None:
         raise ValueError(
@@ -179,10 +213,13 @@ def prefill(
         raise ValueError(f"lengths must have shape [{B}], got {list(count.shape)}")
     if not isinstance(count, jax.core.Tracer) and not bool(((count >= 0) & (count <= T)).all()):
         raise ValueError(f"lengths must be from 0 to T = {T}, got {count.tolist()}")
-    block, stride = _pooled_sizes(cache.settings)
+    new: dict[str, Any] = {"k": k, "v": v}
     how = _used(cache, compression)
-    pooled = compress(k, v, ONE_SEQUENCE, block=block, stride=stride, compression=how)
-    new: dict[str, Any] = {"k": k, "v": v, "pooled_k": pooled.k, "pooled_v": pooled.v}
+    if cache.pooled_k is not None:
+        block, stride = _pooled_sizes(cache.settings)
+        values = None if cache.pooled_v is None else v
+        pooled = compress(k, values, ONE_SEQUENCE, block=block, stride=stride, compression=how)
+        new |= {"pooled_k": pooled.k} | ({} if values is None else {"pooled_v": pooled.v})
     if cache.index_k is not None:
         if index is None:
             raise ValueError("score='msa' needs index_key")
@@ -209,9 +246,14 @@ def decode_step(
     """Attention of one new token of every sequence, and the cache with its key and value.
 
     Arguments are as in `native_sparse_attention`; the rest of its arguments is in cache.settings.
-    Where the cache is full the output is NaN; eagerly that raises.
+    `compression` is that of the `prefill`. Where the cache is full the output is NaN; eagerly that
+    raises.
     """
-    q, k, v, _ = check_qkv(query, key, value)
+    q, k, v, is_unbatched = check_qkv(query, key, value)
+    if is_unbatched:
+        raise ValueError(
+            f"query must be [B, 1, N, H], got shape {list(q.shape[1:])}; add a batch axis"
+        )
     if q.shape[1] != 1 or k.shape[1] != 1:
         raise ValueError(
             f"query and key must have one token, got {q.shape[1]} and {k.shape[1]}; "
@@ -222,20 +264,18 @@ def decode_step(
     settings, scale = cache.settings, check_scale(q, scale)
     gates = check_gates(q, v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
     branches = settings.branches(gates, compressed, has_indices=False)
-    if settings.score == "moba" and "g_cmp" in branches:
-        raise ValueError(
-            "with score='moba' the cache holds means of whole blocks, not those of a compressed "
-            "branch; decode without it"
-        )
+    if "g_cmp" in branches and cache.pooled_v is None:
+        raise ValueError(NO_POOLED_VALUES[settings.score])
     index = check_indexer(settings, index_query, index_key, (len(q), 1, k.shape[2]))
     position = cache.length
     cache = _append(cache, k, v, index, compression)
 
     found: dict[str, Array] = {}
     block, stride = _pooled_sizes(settings)
-    end = jnp.arange(cache.pooled_k.shape[1], dtype=jnp.int32)[None] * stride + block - 1
-    pooled = Pooled(cache.pooled_k, cache.pooled_v, end, None, None)
-    logsumexp = None
+    pooled = logsumexp = None
+    if cache.pooled_k is not None:
+        end = jnp.arange(cache.pooled_k.shape[1], dtype=jnp.int32)[None] * stride + block - 1
+        pooled = Pooled(cache.pooled_k, cache.pooled_v, end, None, None)
     if "g_cmp" in branches or ("g_slc" in branches and settings.score == "nsa"):
         seen = (end <= position[:, None])[:, None]
         found["g_cmp"], logsumexp = _attend(q, cache.pooled_k, cache.pooled_v, seen, scale)
@@ -248,7 +288,7 @@ def decode_step(
         )[:, 0]  # [B, K, c]
         slot = blocks[..., None] * settings.block_size
         slot = slot + jnp.arange(settings.block_size, dtype=jnp.int32)[None, None, None]
-        slot = slot.reshape(*blocks.shape[:2], -1)
+        slot = slot.reshape(*blocks.shape[:2], blocks.shape[2] * settings.block_size)
         found["g_slc"] = _attend_slots(q, cache, slot, position, scale)
     if "g_swa" in branches:
         back = jnp.arange(settings.window_size, dtype=jnp.int32)[None, None]
@@ -270,8 +310,24 @@ def _pooled_sizes(settings: Settings) -> tuple[int, int]:
 
 
 def _used(cache: Cache, compression: Any) -> Any:
-    """How blocks are pooled: MoBA's are means whatever the compression."""
+    """How blocks are pooled, checked: MoBA's are means whatever the compression."""
+    functions_of(compression)
     return "mean" if cache.settings.score == "moba" else compression
+
+
+def _check_index_sizes(settings: Settings, size: Any, heads: Any, kv_heads: int) -> None:
+    """Raises unless the indexer's sizes are given for score="msa", and only for it."""
+    if settings.score != "msa":
+        if size is not None:
+            raise ValueError(
+                f"index_size is for score='msa', but score is {settings.score!r}; leave it out"
+            )
+        return
+    if size is None:
+        raise ValueError("score='msa' needs index_size, the head size of the indexer")
+    size_of("index_size", size, 1)
+    if size_of("index_heads", heads, 1) not in (1, kv_heads):
+        raise ValueError(f"index_heads must be 1 or kv_heads = {kv_heads}, got {heads}")
 
 
 def _append(
@@ -284,15 +340,18 @@ def _append(
     for name, x in added.items():
         old = getattr(cache, name)
         new[name] = old.at[row, position].set(x[:, 0].astype(old.dtype), mode="drop")
+    functions = functions_of(_used(cache, compression))
+    if cache.pooled_k is None:
+        return dataclasses.replace(cache, **new)
     block, stride = _pooled_sizes(cache.settings)
     since_first = position - (block - 1)
     completes = (since_first >= 0) & (since_first % stride == 0)
     slot = jnp.where(completes, since_first // stride, cache.pooled_k.shape[1])  # or dropped
-    functions = functions_of(_used(cache, compression))
     for name, pooling in zip(("k", "v"), functions, strict=True):
-        made = pool_ending_at(name, new[name], position[:, None], block, pooling)[:, 0]
         old = getattr(cache, f"pooled_{name}")
-        new[f"pooled_{name}"] = old.at[row, slot].set(made, mode="drop")
+        if old is not None:
+            made = pool_ending_at(name, new[name], position[:, None], block, pooling)[:, 0]
+            new[f"pooled_{name}"] = old.at[row, slot].set(made, mode="drop")
     return dataclasses.replace(cache, **new)
 
 
@@ -318,4 +377,4 @@ def _attend(q: Array, k: Array, v: Array, seen: Array, scale: float) -> tuple[Ar
     out = product("bkgl,blkh->bkgh", p.astype(grouped.dtype), operand(v), dtype)
     lse = jnp.where(l > 0, m + jnp.log(jnp.where(l > 0, l, 1)), -jnp.inf)
     out = out / jnp.where(l > 0, l, 1)
-    return out.reshape(B, 1, N, -1), lse.reshape(B, 1, N)
+    return out.reshape(B, 1, N, v.shape[3]), lse.reshape(B, 1, N)

@@ -37,7 +37,7 @@ def indexer_loss(
     index_key: Float[Tensor, "B T J Hi"],
     block_indices: Int[Tensor, "B T K C"] | None = None,
     *,
-    block_size: int = 128,
+    block_size: int = 64,
     scale: float | None = None,
     index_scale: float | None = None,
     segment_ids: Int[Tensor, ...] | None = None,
@@ -46,7 +46,7 @@ def indexer_loss(
     axis: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, ""]:
-    """KL from the indexer's to the attention's distribution; the caller adds it to its loss.
+    """KL(attention ‖ indexer) of their distributions over keys; the caller adds it to its loss.
 
     Gradients reach index_query and index_key only: the teacher is constant.
 
@@ -57,7 +57,7 @@ def indexer_loss(
       index_key: [B, T, K, Hi] or [B, T, 1, Hi].
       block_indices: both distributions are over the keys of these blocks; None: over all keys
         before the query, for a warm-up in which attention is dense.
-      block_size: tokens of a block.
+      block_size: tokens of a block, as for `select_blocks`, which returned the block_indices.
       scale: of the teacher's logits; default 1/sqrt(H).
       index_scale: of the student's; default 1/sqrt(Hi).
       segment_ids: as in `native_sparse_attention`, like the next two.
@@ -67,7 +67,7 @@ def indexer_loss(
       implementation: a backend by name.
 
     Returns:
-      The mean over queries that see a key, float32.
+      The mean over queries that see a key, float32; 0 if none does.
     """
     q, k, _, scale = check_arrays(query, key, key, scale)
     B, T, N, H = q.shape
@@ -82,6 +82,8 @@ def indexer_loss(
     packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
     text = Text.of(B, T, axis, **packed)
     indices = check_indices(block_indices, q, k)
+    if 0 in (B, T):
+        return jnp.zeros((), accumulator(q.dtype))
 
     def attend(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
         how: dict[str, Any] = {"scale": scale, "implementation": implementation}

@@ -30,6 +30,8 @@ from xsake.backends.choice import Explanation
 from xsake.backends.hopper import selected as hopper
 from xsake.backends.options import Options
 from xsake.backends.xla import selected as xla
+from xsake.masks.integers import size_of
+from xsake.nsa.checks import check_arrays, check_indices
 from xsake.nsa.sequences import ONE_SEQUENCE, Sequences, sequences_of
 from xsake.nsa.split import Split
 
@@ -90,7 +92,13 @@ def attend_selected(
         options=Options.of(options),
         forced=forced,
     )
-    name = backend_for(call, implementation).chosen
+    found = backend_for(call, implementation)
+    name = found.chosen
+    if name is None:
+        raise ValueError(
+            f"implementation {implementation!r} cannot run the selected branch: it "
+            f"{found.reasons[str(implementation)]}"
+        )
     if 0 in (*call.sizes[:3], indices.shape[-1]):
         B, T, _, N, _, _, Hv = call.sizes
         lse = jnp.full((B, T, N), -jnp.inf, accumulator(query.dtype))
@@ -108,7 +116,6 @@ def attend_selected(
             implementation=REFERENCE,
             return_residual=True,
         )
-    assert name is not None
     call = _jax.vary(call, _jax.varying_axes(*jax.tree.leaves(call)))
     q, k, v = reverse_only(name, call.q, call.k, call.v)
     static = (name, call.block, call.scale, call.options, call.forced)
@@ -117,20 +124,21 @@ def attend_selected(
 
 
 def backend_for(call: SelectedCall, asked: str | None = None) -> Explanation:
-    """The backend that runs a call, and every backend's reason; raises if `asked` cannot."""
+    """The backend that runs a call, None if `asked` cannot; and every backend's reason."""
+    check_name(asked)
+    reasons = {name: backend.why_not(call) for name, backend in BACKENDS.items()}
+    reasons[REFERENCE] = None
+    able = [name for name, why in reasons.items() if why is None and asked in (None, name)]
+    return Explanation(able[0] if able else None, reasons, asked)
+
+
+def check_name(asked: str | None) -> None:
+    """Raises unless `asked` names a backend of the selected branch or is None."""
     if asked is not None and asked not in NAMES:
         raise ValueError(
             f"implementation {asked!r} is not one of {NAMES}, which compute the selected branch; "
             "leave it out for the fastest that can run"
         )
-    reasons = {name: backend.why_not(call) for name, backend in BACKENDS.items()}
-    reasons[REFERENCE] = None
-    able = [name for name, why in reasons.items() if why is None and asked in (None, name)]
-    if not able:
-        raise ValueError(
-            f"implementation {asked!r} cannot run the selected branch: it {reasons[str(asked)]}"
-        )
-    return Explanation(able[0], reasons, asked)
 
 
 def explain(
@@ -140,14 +148,17 @@ def explain(
     block_indices: Abstract,
     *,
     block_size: int = 64,
-    scale: float = 1.0,
+    scale: float | None = None,
     segment_ids: Abstract | None = None,
+    cu_seqlens: Abstract | None = None,
+    token_indices: Abstract | None = None,
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Explanation:
     """Returns the backend that the selected branch would take, and every backend's reason.
 
-    Takes arrays or shapes. `xsake.explain` does the same for the other branches.
+    Arguments are as in `apply_native_sparse_attention`, but arrays may be shapes. `xsake.explain`
+    does the same for the other branches.
 
     >>> q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), "float32") for n in (4, 2))
     >>> indices = jax.ShapeDtypeStruct((1, 256, 2, 16), "int32")
@@ -155,24 +166,29 @@ def explain(
     True
     """
     answers = []
+    if block_indices is None:
+        raise TypeError("block_indices must be an array, got NoneType")
+    size_of("block_size", block_size, 1)
+    packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
 
-    def ask(q: Any, k: Any, v: Any, indices: Any, ids: Any) -> int:
-        sequences = sequences_of(*q.shape[:2], segment_ids=ids, cu_seqlens=None, token_indices=None)
+    def ask(query: Any, key: Any, value: Any, indices: Any, packed: Any) -> int:
+        q, k, v, own_scale = check_arrays(query, key, value, scale)
+        sequences = sequences_of(*q.shape[:2], **packed)
         call = SelectedCall(
             q=q,
             k=k,
             v=v,
-            indices=indices,
+            indices=check_indices(indices, q, k),
             first=sequences.first,
             last=sequences.last,
             block=block_size,
-            scale=scale,
+            scale=own_scale,
             options=Options.of(options),
         )
         answers.append(backend_for(call, implementation))
         return 0
 
-    jax.eval_shape(ask, query, key, value, block_indices, segment_ids)
+    jax.eval_shape(ask, query, key, value, block_indices, packed)
     return answers[0]
 
 

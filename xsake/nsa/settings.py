@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from xsake.masks.integers import size_of
+import jax
+
+from xsake.masks.integers import MAKE_STATIC, size_of
 
 Score = Literal["nsa", "moba", "msa"]
 # Blocks that are always selected, (initial, local), unless the caller says otherwise: those of the
@@ -77,6 +79,7 @@ class Settings:
         self, gates: dict[str, Any], compressed: bool | None, has_indices: bool
     ) -> list[str]:
         """The branches to compute, by the names of their gates."""
+        check_compressed(compressed)
         given = [name for name, gate in gates.items() if gate is not None]
         selects = self.score == "nsa" and not has_indices
         if "g_cmp" in given and compressed is None and not selects:
@@ -95,6 +98,11 @@ class Settings:
                     f"compressed=True adds a branch, and {given[0]} is given, so g_cmp is needed "
                     "too"
                 )
+            if has_indices and "g_slc" not in given:
+                raise ValueError(
+                    f"block_indices are for the selected branch, which is off because {given[0]} "
+                    "is given and g_slc is not; give g_slc too, or leave block_indices out"
+                )
             return given
         wanted = {
             "g_cmp": selects if compressed is None else compressed,
@@ -102,3 +110,13 @@ class Settings:
             "g_swa": self.window_size is not None,
         }
         return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def check_compressed(compressed: Any) -> None:
+    """Raises unless `compressed` is True, False or None."""
+    if compressed is None or isinstance(compressed, bool):
+        return
+    what = f"{compressed!r}"
+    if isinstance(compressed, jax.core.Tracer):
+        what = f"a traced array; {MAKE_STATIC}"
+    raise TypeError(f"compressed must be True, False or None, got {what}")

@@ -110,7 +110,10 @@ def call_of(B=1, T=128, N=4, K=2, H=64, dtype=jnp.bfloat16, block=64, **more):
         (call_of(block=32), "takes blocks of a multiple of 64 tokens; these are 32"),
         (
             call_of(first=jnp.zeros((1, 128), jnp.int32)),
-            "takes one sequence in every batch row; these are packed, or against a cache",
+            (
+                "takes one whole sequence in every batch row; these are packed into one or split "
+                "over devices (packed ones can have a batch row each)"
+            ),
         ),
         (
             call_of(options=Options(deterministic=True)),

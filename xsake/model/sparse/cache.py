@@ -43,6 +43,7 @@ class SparseCache:
                 head_size=config.head_size,
                 index_size=config.index_size if config.attention == "msa" else None,
                 index_heads=config.sparse.index_heads,
+                compressed="g_cmp" in config.branches,
                 dtype=dtype,
             )
 

@@ -319,8 +319,8 @@ def axis_size(axis: str) -> int:
         return lax.axis_size(axis)
     except NameError as error:
         raise ValueError(
-            f"axis {axis!r} is not a mesh axis here; call context_attention inside jax.shard_map "
-            "over a mesh that has it"
+            f"axis {axis!r} is not a mesh axis here; make this call inside jax.shard_map over a "
+            "mesh that has it"
         ) from error
 
 

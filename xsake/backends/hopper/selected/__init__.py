@@ -43,7 +43,10 @@ def why_not(call: SelectedCall) -> str | None:
     if call.block % BLOCK:
         return f"takes blocks of a multiple of {BLOCK} tokens; these are {call.block}"
     if call.first is not None or call.last is not None:
-        return "takes one sequence in every batch row; these are packed, or against a cache"
+        return (
+            "takes one whole sequence in every batch row; these are packed into one or split over "
+            "devices (packed ones can have a batch row each)"
+        )
     if call.options.deterministic:
         return "adds dk and dv in any order; deterministic asks for one"
     return None
