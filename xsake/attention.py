@@ -21,6 +21,8 @@ out · eᴸ / (eᴸ + Σ exp(sink)), with L the logsumexp.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -37,7 +39,7 @@ from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.integers import integers
 from xsake.masks.rule import Rule, check_fits, combine, result_sizes
 
-__all__ = ["Explanation", "dot_product_attention", "explain"]
+__all__ = ["Explanation", "dot_product_attention", "explain", "explain_calls"]
 
 Tensor = Array | np.ndarray
 Abstract = Tensor | jax.ShapeDtypeStruct
@@ -153,7 +155,7 @@ def dot_product_attention(
     positions = _positions(sizes, q_positions, kv_positions)
     call = Call(
         q, k, v,
-        bias=_check_bias(sizes, bias),
+        bias=check_bias(sizes, bias),
         mask=_block_mask(sizes, mask, combine(limits), positions),
         scale=1 / math.sqrt(sizes.H) if scale is None else number("scale", scale),
         soft_cap=check_soft_cap(logits_soft_cap),
@@ -200,6 +202,49 @@ def explain(
     return question.answer
 
 
+def explain_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Explanation]:
+    """The Explanation of every attention call inside function(*args, **kwargs), in order.
+
+    For what calls `dot_product_attention` itself: a model, a Flax module, the functions of
+    `xsake.integrations`. The function is traced and not computed; arguments may be shapes. Calls
+    inside a `jax.jit` of the function's own that was traced before with such arguments are not
+    seen again. Under `shard_map` the calls are those of one device.
+
+    >>> import jax, xsake
+    >>> q = jax.ShapeDtypeStruct((1, 256, 4, 64), "float32")
+    >>> [x.reasons["xla"] for x in xsake.explain_calls(xsake.dot_product_attention, q, q, q)]
+    [None]
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+    found: list[Explanation] = []
+
+    def run(*shapes: Any) -> int:
+        for i, x in zip(at, shapes, strict=True):
+            leaves[i] = x
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        function(*args, **kwargs)
+        return 0
+
+    token = _LISTENER.set(found.append)
+    try:
+        jax.eval_shape(run, *(leaves[i] for i in at))
+    finally:
+        _LISTENER.reset(token)
+    return found
+
+
+# Is told of every backend that is chosen, by `report`.
+_LISTENER: ContextVar[Callable[[Explanation], None] | None] = ContextVar("listener", default=None)
+
+
+def report(explanation: Explanation) -> Explanation:
+    """Tells `explain_calls`, if it runs, of a call's backend."""
+    if (listener := _LISTENER.get()) is not None:
+        listener(explanation)
+    return explanation
+
+
 # ------------------------------------------------------------------------------------------- choose
 
 
@@ -216,7 +261,7 @@ class _Question(str):
 
 def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
     """(out, logsumexp) by the chosen backend."""
-    explanation = choose(asked, call)
+    explanation = report(choose(asked, call))
     if is_empty(call):
         B, T, _, N, _, _, Hv = call.sizes
         out = jnp.zeros((B, T, N, Hv), call.q.dtype)
@@ -233,7 +278,7 @@ def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
 
 def check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bool]:
     """q, k and v as 4-D arrays that fit together, and whether they came without a batch axis."""
-    q, k, v = map(_array, ("query", "key", "value"), (query, key, value))
+    q, k, v = map(as_array, ("query", "key", "value"), (query, key, value))
     if q.ndim not in (3, 4):
         raise ValueError(f"query must be [B, T, N, H] or [T, N, H], got shape {list(q.shape)}")
     for name, x in (("key", k), ("value", v)):
@@ -268,17 +313,23 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bo
     return q, k, v, is_unbatched
 
 
-def _array(name: str, x: Any) -> Array:
+def as_array(name: str, x: Any) -> Array:
+    """x as an array of JAX, or an error that names it."""
+    problem = TypeError(f"{name} must be an array, got {type(x).__name__}")
     if x is None or isinstance(x, (str, dict)):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    return jnp.asarray(x)
+        raise problem
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):  # objects, strings, lists of unequal lengths
+        raise problem from None
 
 
 def number(name: str, value: Any, above: float = -math.inf) -> float:
     """A finite number above a limit, or an error that names it."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a plain number, got a traced array; fold it into query")
-    if (not np.isscalar(value) and np.ndim(value)) or isinstance(value, (str, bool)):
+    is_number = isinstance(value, (int, float, np.number)) or hasattr(value, "dtype")
+    if not is_number or isinstance(value, bool) or np.ndim(value):
         raise TypeError(f"{name} must be a plain number, got {value!r}")
     if not math.isfinite(value) or value <= above:
         limit = "" if above == -math.inf else f" above {above}"
@@ -286,10 +337,11 @@ def number(name: str, value: Any, above: float = -math.inf) -> float:
     return float(value)
 
 
-def _check_bias(sizes: Sizes, bias: Any) -> Array | None:
+def check_bias(sizes: Sizes, bias: Any) -> Array | None:
+    """The bias as [B|1, N|1, T|1, S|1]."""
     if bias is None:
         return None
-    bias = _array("bias", bias)
+    bias = as_array("bias", bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating (a bool mask goes to mask), got {bias.dtype}")
     return _broadcastable("bias", bias, sizes)
@@ -321,7 +373,7 @@ def check_sinks(sizes: Sizes, sinks: Any) -> Array | None:
     """Sinks as float [N, M]."""
     if sinks is None:
         return None
-    sinks = _array("sinks", sinks)
+    sinks = as_array("sinks", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"sinks must be floating, got {sinks.dtype}")
     if sinks.ndim not in (1, 2) or sinks.shape[0] != sizes.N or sinks.size == 0:
@@ -391,7 +443,7 @@ def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any])
     elif mask is not None:
         if callable(mask):
             raise TypeError("mask is a function; wrap it with xsake.masks.rule(fn)")
-        mask = _array("mask", mask)
+        mask = as_array("mask", mask)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be bool (an additive mask goes to bias), got {mask.dtype}")
         rule = masks.array(_broadcastable("mask", mask, sizes)) & rule

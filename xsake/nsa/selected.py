@@ -24,7 +24,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from xsake import _jax
-from xsake.attention import Abstract, dot_product_attention
+from xsake.attention import Abstract, dot_product_attention, report
 from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
 from xsake.backends.choice import Explanation
 from xsake.backends.hopper import selected as hopper
@@ -90,7 +90,8 @@ def attend_selected(
         options=Options.of(options),
         forced=forced,
     )
-    name = backend_for(call, implementation).chosen
+    found = backend_for(call, implementation)
+    name = found.chosen
     if 0 in (*call.sizes[:3], indices.shape[-1]):
         B, T, _, N, _, _, Hv = call.sizes
         lse = jnp.full((B, T, N), -jnp.inf, accumulator(query.dtype))
@@ -109,6 +110,7 @@ def attend_selected(
             return_residual=True,
         )
     assert name is not None
+    report(found)
     call = _jax.vary(call, _jax.varying_axes(*jax.tree.leaves(call)))
     q, k, v = reverse_only(name, call.q, call.k, call.v)
     static = (name, call.block, call.scale, call.options, call.forced)

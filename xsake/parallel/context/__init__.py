@@ -45,6 +45,7 @@ from xsake.attention import (
     lengths_rule,
     number,
     per_token,
+    report,
     window_rule,
 )
 from xsake.backends import Sizes, scale_gradient, with_sinks
@@ -171,6 +172,7 @@ def context_attention(
     backend = choose(implementation, settings.call(q, k, v, ring.step_mask(settings, local, 0)))
     if isinstance(method, _Question):
         return method.ask(problem, backend)
+    report(backend)
     if backend.chosen is None:
         raise ValueError(
             f"implementation {implementation!r} cannot run this call: it "
