@@ -21,8 +21,6 @@ out · eᴸ / (eᴸ + Σ exp(sink)), with L the logsumexp.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -33,7 +31,14 @@ from jaxtyping import Bool, Float, Int
 
 from xsake import masks
 from xsake.backends import Call, Sizes, accumulator, run_forward, with_sinks
-from xsake.backends.choice import BACKENDS, Explanation, choose, is_empty
+from xsake.backends.choice import (
+    BACKENDS,
+    Explanation,
+    choose,
+    explain_calls,
+    is_empty,
+    report,
+)
 from xsake.backends.options import Options
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.integers import integers
@@ -202,49 +207,6 @@ def explain(
     return question.answer
 
 
-def explain_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Explanation]:
-    """The Explanation of every attention call inside function(*args, **kwargs), in order.
-
-    For what calls `dot_product_attention` itself: a model, a Flax module, the functions of
-    `xsake.integrations`. The function is traced and not computed; arguments may be shapes. Calls
-    inside a `jax.jit` of the function's own that was traced before with such arguments are not
-    seen again. Under `shard_map` the calls are those of one device.
-
-    >>> import jax, xsake
-    >>> q = jax.ShapeDtypeStruct((1, 256, 4, 64), "float32")
-    >>> [x.reasons["xla"] for x in xsake.explain_calls(xsake.dot_product_attention, q, q, q)]
-    [None]
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    at = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
-    found: list[Explanation] = []
-
-    def run(*shapes: Any) -> int:
-        for i, x in zip(at, shapes, strict=True):
-            leaves[i] = x
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        function(*args, **kwargs)
-        return 0
-
-    token = _LISTENER.set(found.append)
-    try:
-        jax.eval_shape(run, *(leaves[i] for i in at))
-    finally:
-        _LISTENER.reset(token)
-    return found
-
-
-# Is told of every backend that is chosen, by `report`.
-_LISTENER: ContextVar[Callable[[Explanation], None] | None] = ContextVar("listener", default=None)
-
-
-def report(explanation: Explanation) -> Explanation:
-    """Tells `explain_calls`, if it runs, of a call's backend."""
-    if (listener := _LISTENER.get()) is not None:
-        listener(explanation)
-    return explanation
-
-
 # ------------------------------------------------------------------------------------------- choose
 
 
@@ -322,6 +284,17 @@ def as_array(name: str, x: Any) -> Array:
         return jnp.asarray(x)
     except (TypeError, ValueError):  # objects, strings, lists of unequal lengths
         raise problem from None
+
+
+def floating_dtype(name: str, dtype: Any) -> Any:
+    """A dtype of floating numbers, or an error that names the argument."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name} must be a floating dtype, got {dtype!r}")
+    return found
 
 
 def number(name: str, value: Any, above: float = -math.inf) -> float:

@@ -273,7 +273,10 @@ def one_query(**arguments):
         ),
         (lambda: BlockSparseAttn(object()), "metadata must be an OperationMetadata, .* got object"),
         (lambda: OperationMetadata.from_config({}), "config must be a model's config with attn_dt"),
-        (lambda: OperationMetadata(runtime_dtype="x"), "runtime_dtype must be a dtype, got 'x'"),
+        (
+            lambda: OperationMetadata(runtime_dtype="x"),
+            "runtime_dtype must be a floating dtype, got",
+        ),
         (
             lambda: OperationMetadata(runtime_softmax_dtype=jnp.bfloat16),
             "runtime_softmax_dtype is bfloat16, but the softmax is always in float32; give float32",

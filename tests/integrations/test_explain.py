@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import xsake
-import xsake.attention as attention_module
 from tests.integrations.test_levanter import AttentionMask, named
+from xsake.backends import choice
 from xsake.integrations import easydel, ejkernel, levanter
 from xsake.integrations.flax import attention
 
@@ -56,7 +56,7 @@ def of_native_sparse():
         (of_flax, ["reference", "reference"]),
     ],
 )
-def test_the_backend_behind_an_entrance_is_told(calls, chosen):
+def test_the_backend_behind_an_entrance_is_reported(calls, chosen):
     """None: whichever is chosen here, which can run; the Hopper kernels cannot."""
     found = calls()
     assert len(found) == len(chosen)
@@ -65,10 +65,10 @@ def test_the_backend_behind_an_entrance_is_told(calls, chosen):
         assert one.reasons["hopper"] is not None
 
 
-def test_nothing_is_told_after_an_error():
+def test_nothing_is_reported_after_an_error():
     with pytest.raises(ValueError, match="implementation 'cudnn' is not one of"):
         xsake.explain_calls(xsake.dot_product_attention, Q, K, K, implementation="cudnn")
-    told = []
-    assert xsake.explain_calls(lambda: told.append(attention_module._LISTENER.get())) == []
-    assert told != [None]
-    assert attention_module._LISTENER.get() is None
+    reported = []
+    assert xsake.explain_calls(lambda: reported.append(choice._LISTENER.get())) == []
+    assert reported != [None]
+    assert choice._LISTENER.get() is None

@@ -24,9 +24,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from xsake import _jax
-from xsake.attention import Abstract, dot_product_attention, report
+from xsake.attention import Abstract, dot_product_attention
 from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
-from xsake.backends.choice import Explanation
+from xsake.backends.choice import Explanation, report
 from xsake.backends.hopper import selected as hopper
 from xsake.backends.options import Options
 from xsake.backends.xla import selected as xla

@@ -15,11 +15,10 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from xsake.attention import number
+from xsake.attention import floating_dtype, number
 
 __all__ = ["OperationMetadata"]
 
@@ -47,7 +46,7 @@ class OperationMetadata:
         mesh, partition_axis, operation_configs.
       requires_cache: for EasyDeL's inference engine; nothing here reads it.
       platform: without meaning here, as are the following.
-      backend: of EasyDeL; `xsake.explain_calls` tells which of XSAKE's backends runs.
+      backend: of EasyDeL; `xsake.explain_calls` shows which of XSAKE's backends runs.
       sequence_axis_name: of EasyDeL's ring attention.
       scan_ring_attention: likewise.
       blocksize_b: batch rows of a block.
@@ -82,6 +81,8 @@ class OperationMetadata:
                 f"dropout_prob={self.dropout_prob} would drop attention weights, which XSAKE does "
                 "not support; leave it 0, and apply dropout to the output"
             )
+        if self.mesh is not None and not hasattr(self.mesh, "shape"):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(self.mesh).__name__}")
         self._check_partition()
 
     def _take_from_config(self) -> None:
@@ -206,10 +207,7 @@ def _check_dtypes(runtime: Any, softmax: Any) -> None:
     for name, dtype in (("runtime_dtype", runtime), ("runtime_softmax_dtype", softmax)):
         if dtype is None:
             continue
-        try:
-            found = jnp.dtype(dtype)
-        except TypeError:
-            raise TypeError(f"{name} must be a dtype, got {dtype!r}") from None
+        found = floating_dtype(name, dtype)
         if name == "runtime_softmax_dtype" and found != np.float32:
             raise ValueError(
                 f"{name} is {found}, but the softmax is always in float32; give float32 or None"

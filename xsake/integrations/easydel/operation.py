@@ -62,7 +62,7 @@ class OperationRegistry:
     @classmethod
     def get(cls, impl_name: str) -> type[Any]:
         """The class that is registered under a name."""
-        if impl_name not in cls._registry:
+        if impl_name not in list(cls._registry):
             raise ValueError(f"operation {impl_name!r} is not one of {list(cls._registry)}")
         return cls._registry[impl_name]
 
@@ -70,7 +70,8 @@ class OperationRegistry:
     def create(cls, impl_name: str, metadata: Any, requires_cache: bool | None = None) -> Any:
         """An operation with its metadata, in which requires_cache is set if it is given."""
         if requires_cache is not None:
-            metadata = dataclasses.replace(metadata, requires_cache=requires_cache)
+            given = OperationMetadata.of(metadata)
+            metadata = dataclasses.replace(given, requires_cache=requires_cache)
         return cls.get(impl_name)(metadata)
 
     @classmethod

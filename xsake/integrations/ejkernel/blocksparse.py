@@ -148,7 +148,11 @@ def _by_token(
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """The shards of a sequence over the devices of a mesh axis; None: there is one."""
+    """The shards of a sequence over the devices of a mesh axis; None: there is one.
+
+    `parallel.context_attention` would send less, but it takes neither a bias nor blocks that lie on
+    two devices, and both are arguments here.
+    """
 
     axis: str | None
 

@@ -188,7 +188,7 @@ def check_precision(precision: Any) -> None:
     try:
         for each in precision if isinstance(precision, tuple) else (precision,):
             lax.Precision(each)
-    except ValueError:
+    except (TypeError, ValueError):
         raise NotImplementedError(
             f"precision={precision!r} selects an algorithm for products, which XSAKE cannot "
             "follow; give None or one of jax.lax.Precision: float32 products always have HIGHEST"

@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from xsake import attention
-from xsake.attention import block_for, number
+from xsake.attention import block_for, floating_dtype, number
 from xsake.block_mask import BlockMask
 from xsake.integrations.flax.attend import check_precision
 from xsake.integrations.levanter.axes import Axes
@@ -95,8 +93,10 @@ def dot_product_attention(
     q = axes.array("query", query, axes.batch, [axes.q], axes.heads, [axes.key])
     k = axes.array("key", key, axes.batch, [axes.k], axes.kv_heads, [axes.key])
     v = axes.array("value", value, axes.batch, [axes.k], axes.kv_heads, [axes.feature])
-    if attention_dtype is not None and jnp.dtype(attention_dtype).itemsize < q.dtype.itemsize:
-        q, k, v = (x.astype(attention_dtype) for x in (q, k, v))
+    if attention_dtype is not None:
+        dtype = floating_dtype("attention_dtype", attention_dtype)
+        if dtype.itemsize < q.dtype.itemsize:
+            q, k, v = (x.astype(dtype) for x in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scaling_factor is None else scaling_factor
     how: dict[str, Any] = {
         "scale": number("scaling_factor", scale),
@@ -146,7 +146,7 @@ def _implementation(use_flash: bool | None, attn_backend: Any) -> str | None:
     if attn_backend is None:
         attn_backend = "vanilla" if use_flash is False else "default"
     name = getattr(attn_backend, "value", attn_backend)
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(
             f"attn_backend {name!r} is one of Levanter's own; leave it out, or name one of "
             f"{list(BACKENDS)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,6 +33,11 @@ class Sharding:
             raise ValueError(
                 "mesh and axis_mapping are given together: the devices, and {axis: mesh axis} for "
                 f"the axes {[*axes.batch, *axes.kv_heads]}"
+            )
+        if not hasattr(mesh, "shape") or not isinstance(mapping, Mapping):
+            raise TypeError(
+                "mesh must be a jax.sharding.Mesh and axis_mapping a dict of axes, got "
+                f"{type(mesh).__name__} and {type(mapping).__name__}"
             )
         over = {name: _mesh_axes(mapping[name]) for name in axes.sizes if mapping.get(name)}
         if unknown := [x for found in over.values() for x in found if x not in mesh.shape]:

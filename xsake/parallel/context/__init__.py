@@ -45,11 +45,10 @@ from xsake.attention import (
     lengths_rule,
     number,
     per_token,
-    report,
     window_rule,
 )
 from xsake.backends import Sizes, scale_gradient, with_sinks
-from xsake.backends.choice import Explanation, choose
+from xsake.backends.choice import Explanation, choose, report
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask
