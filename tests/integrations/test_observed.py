@@ -240,6 +240,10 @@ def choose(layer, q, k):
             lambda: of_functions(flax_with(scale=2.0)),
             "layer 0 calls its attention_fn with arguments that Flax's does not take: .* 'scale'",
         ),
+        (
+            lambda: observed(decoder(), computes={windowed: masks.causal()}),
+            r"computes must be \{function: attention\(…\)\} with .* got Window",
+        ),
         (lambda: observed(None), "model must be an nnx.Module or a linen.Module, got NoneType"),
         (
             lambda: observed(Linen()),

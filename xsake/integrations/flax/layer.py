@@ -180,8 +180,9 @@ def _known(number: int, function: AttentionFn, computes: Mapping[AttentionFn, At
         return function
     if function in (nnx.dot_product_attention, linen.dot_product_attention):
         return Attend(None, None, None, {})
-    if function in computes:
-        return computes[function]
+    for named, attend in computes.items():
+        if named is function:
+            return attend
     name = getattr(function, "__qualname__", type(function).__name__)
     raise ValueError(
         f"layer {number} has the attention_fn {name}, and what it computes is not known; pass "

@@ -56,7 +56,7 @@ def observed(
     *,
     call: Call | None = None,
     projection: Callable[[Any], Any] | None = None,
-    computes: Mapping[AttentionFn, Attend] | None = None,
+    computes: Mapping[AttentionFn, Any] | None = None,
 ) -> Observed:
     """A model made with Flax, for calibration, evaluation and plans.
 
@@ -78,6 +78,11 @@ def observed(
     """
     run: Any
     _check_model(model, variables)
+    if other := [x for x in (computes or {}).values() if not isinstance(x, Attend)]:
+        raise TypeError(
+            "computes must be {function: attention(…)} with xsake.integrations.flax.attention, got "
+            f"{type(other[0]).__name__}"
+        )
     if variables is None:
         from flax import nnx
 
