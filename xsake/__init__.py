@@ -1,7 +1,7 @@
 """XSAKE: attention for JAX that visits only the blocks that matter."""
 
 from xsake import masks, nsa
-from xsake.attention import Explanation, dot_product_attention, explain
+from xsake.attention import Explanation, dot_product_attention, explain, explain_calls
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.nsa import apply_native_sparse_attention, native_sparse_attention
@@ -13,6 +13,7 @@ __all__ = [
     "apply_native_sparse_attention",
     "dot_product_attention",
     "explain",
+    "explain_calls",
     "masks",
     "native_sparse_attention",
     "nsa",

@@ -31,13 +31,20 @@ from jaxtyping import Bool, Float, Int
 
 from xsake import masks
 from xsake.backends import Call, Sizes, accumulator, run_forward, with_sinks
-from xsake.backends.choice import BACKENDS, Explanation, choose, is_empty
+from xsake.backends.choice import (
+    BACKENDS,
+    Explanation,
+    choose,
+    explain_calls,
+    is_empty,
+    report,
+)
 from xsake.backends.options import Options
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.integers import integers
 from xsake.masks.rule import Rule, check_fits, combine, result_sizes
 
-__all__ = ["Explanation", "dot_product_attention", "explain"]
+__all__ = ["Explanation", "dot_product_attention", "explain", "explain_calls"]
 
 Tensor = Array | np.ndarray
 Abstract = Tensor | jax.ShapeDtypeStruct
@@ -153,7 +160,7 @@ def dot_product_attention(
     positions = _positions(sizes, q_positions, kv_positions)
     call = Call(
         q, k, v,
-        bias=_check_bias(sizes, bias),
+        bias=check_bias(sizes, bias),
         mask=_block_mask(sizes, mask, combine(limits), positions),
         scale=1 / math.sqrt(sizes.H) if scale is None else number("scale", scale),
         soft_cap=check_soft_cap(logits_soft_cap),
@@ -216,7 +223,7 @@ class _Question(str):
 
 def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
     """(out, logsumexp) by the chosen backend."""
-    explanation = choose(asked, call)
+    explanation = report(choose(asked, call))
     if is_empty(call):
         B, T, _, N, _, _, Hv = call.sizes
         out = jnp.zeros((B, T, N, Hv), call.q.dtype)
@@ -233,7 +240,7 @@ def _run(asked: str | None, call: Call) -> tuple[Array, Array]:
 
 def check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bool]:
     """q, k and v as 4-D arrays that fit together, and whether they came without a batch axis."""
-    q, k, v = map(_array, ("query", "key", "value"), (query, key, value))
+    q, k, v = map(as_array, ("query", "key", "value"), (query, key, value))
     if q.ndim not in (3, 4):
         raise ValueError(f"query must be [B, T, N, H] or [T, N, H], got shape {list(q.shape)}")
     for name, x in (("key", k), ("value", v)):
@@ -268,17 +275,34 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bo
     return q, k, v, is_unbatched
 
 
-def _array(name: str, x: Any) -> Array:
+def as_array(name: str, x: Any) -> Array:
+    """x as an array of JAX, or an error that names it."""
+    problem = TypeError(f"{name} must be an array, got {type(x).__name__}")
     if x is None or isinstance(x, (str, dict)):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    return jnp.asarray(x)
+        raise problem
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):  # objects, strings, lists of unequal lengths
+        raise problem from None
+
+
+def floating_dtype(name: str, dtype: Any) -> Any:
+    """A dtype of floating numbers, or an error that names the argument."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name} must be a floating dtype, got {dtype!r}")
+    return found
 
 
 def number(name: str, value: Any, above: float = -math.inf) -> float:
     """A finite number above a limit, or an error that names it."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a plain number, got a traced array; fold it into query")
-    if (not np.isscalar(value) and np.ndim(value)) or isinstance(value, (str, bool)):
+    is_number = isinstance(value, (int, float, np.number)) or hasattr(value, "dtype")
+    if not is_number or isinstance(value, bool) or np.ndim(value):
         raise TypeError(f"{name} must be a plain number, got {value!r}")
     if not math.isfinite(value) or value <= above:
         limit = "" if above == -math.inf else f" above {above}"
@@ -286,10 +310,11 @@ def number(name: str, value: Any, above: float = -math.inf) -> float:
     return float(value)
 
 
-def _check_bias(sizes: Sizes, bias: Any) -> Array | None:
+def check_bias(sizes: Sizes, bias: Any) -> Array | None:
+    """The bias as [B|1, N|1, T|1, S|1]."""
     if bias is None:
         return None
-    bias = _array("bias", bias)
+    bias = as_array("bias", bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating (a bool mask goes to mask), got {bias.dtype}")
     return _broadcastable("bias", bias, sizes)
@@ -321,7 +346,7 @@ def check_sinks(sizes: Sizes, sinks: Any) -> Array | None:
     """Sinks as float [N, M]."""
     if sinks is None:
         return None
-    sinks = _array("sinks", sinks)
+    sinks = as_array("sinks", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"sinks must be floating, got {sinks.dtype}")
     if sinks.ndim not in (1, 2) or sinks.shape[0] != sizes.N or sinks.size == 0:
@@ -391,7 +416,7 @@ def _block_mask(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any])
     elif mask is not None:
         if callable(mask):
             raise TypeError("mask is a function; wrap it with xsake.masks.rule(fn)")
-        mask = _array("mask", mask)
+        mask = as_array("mask", mask)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be bool (an additive mask goes to bias), got {mask.dtype}")
         rule = masks.array(_broadcastable("mask", mask, sizes)) & rule

@@ -1,1 +1,2 @@
-collect_ignore = ["fixtures/easydel.py", "fixtures/levanter.py"]  # they need their package
+# they need their package
+collect_ignore = [f"fixtures/{x}.py" for x in ("easydel", "easydel_model", "levanter")]

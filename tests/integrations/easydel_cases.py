@@ -42,6 +42,8 @@ def cases():
         "attention mask": ("vanilla", {"mask_info": ("attention mask", shown)}),
         "sinks of all heads": ("blocksparse", {"softmax_aux": normal(3, 3)}),
         "sinks of heads": ("blocksparse", {"softmax_aux": normal(4, N, 1)}),
+        "one sink a head": ("blocksparse", {"softmax_aux": normal(6, N)}),
+        "one sink a kv head": ("blocksparse", {"softmax_aux": normal(7, K)}),
         "one query": ("vanilla", {"queries": 1}),  # as its block-sparse operation does on TPUs
     }
 

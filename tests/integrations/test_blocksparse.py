@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -183,6 +184,12 @@ PARAMETERS = {
         ("positions", both(("sliding_window", 3, 3)), None, KV_AT),
         {},
     ),
+    "softmax_aux, one a head": ({"softmax_aux": SINKS[:, 0]}, CAUSAL, {"sinks": SINKS[:, :1]}),
+    "softmax_aux, one a kv head": (
+        {"softmax_aux": SINKS[:K, 0]},
+        CAUSAL,
+        {"sinks": np.repeat(SINKS[:K, :1], N // K, axis=0)},
+    ),
     "softmax_aux for all heads": (
         {"softmax_aux": SINKS[0]},
         CAUSAL,
@@ -288,14 +295,31 @@ def test_the_mask_has_the_blocks_asked_for(monkeypatch, arguments, block):
     monkeypatch.setattr(
         blocksparse,
         "dot_product_attention",
-        lambda q, k, v, bias, mask, **rest: calls.append((mask, rest)) or q,
+        lambda q, k, v, mask, **rest: calls.append((mask, rest)) or q,
     )
     ours(**arguments)
-    ours(**arguments, fused_backward=True)
-    (mask, first), (_, second) = calls
+    mask, _ = calls[0]
     assert mask.block == block
-    assert first["options"].hopper_backward is None
-    assert second["options"].hopper_backward.fused
+
+
+def test_a_fused_backward_is_that_of_the_hopper_kernels(monkeypatch):
+    """It is required of `hopper`, which then runs or raises; elsewhere it is refused, with why."""
+    with pytest.raises(
+        ValueError, match=r"fused_backward=True needs the backend hopper, which need"
+    ):
+        ours(fused_backward=True)
+    calls = []
+    monkeypatch.setattr(
+        blocksparse, "dot_product_attention", lambda q, k, v, **rest: calls.append(rest) or q
+    )
+    monkeypatch.setattr(
+        blocksparse, "explain", lambda *q, **rest: SimpleNamespace(reasons={"hopper": None})
+    )
+    ours(fused_backward=True)
+    assert calls[0]["options"].hopper_backward.fused
+    assert calls[0]["implementation"] == "hopper"
+    with pytest.raises(ValueError, match="fused_backward=True takes no bias, whose gradient"):
+        ours(fused_backward=True, bias=BIAS)
 
 
 def test_full_bounds_do_not_show_what_a_rule_hides(by_definition):
@@ -446,7 +470,10 @@ def layouts(**more):
         ({"chunk_size": 0}, "chunk_size must be an integer from 1"),
         ({"sliding_window": (1, 2, 3)}, r"sliding_window must be w or \(left, right\), got"),
         ({"sliding_window": -2}, "window left must be an integer from 0"),
-        ({"softmax_aux": np.zeros((3, 1), np.float32)}, r"softmax_aux must be \[M\] .* K = 2 and"),
+        ({"softmax_aux": SINKS[:3]}, r"softmax_aux must be \[N\], \[K\].* K = 2, or \[M\]"),
+        ({"softmax_aux": np.zeros(3, np.int32)}, "softmax_aux must be floating, got int32"),
+        ({"softmax_aux": "x"}, "softmax_aux must be an array, got str"),
+        ({"mask_builder": max}, "mask_builder <built-in function max> has no signature to read"),
         ({"softmax_scale": float("nan")}, "softmax_scale must be a finite number, got nan"),
         ({"attention_mask": SEEN[0, 0]}, r"attention_mask must be \[B, T, S\] or .* \[24, 24\]"),
         ({"attention_mask": BIAS}, "attention_mask must be bool or integer .* goes to bias"),
@@ -486,6 +513,12 @@ def test_other_layouts_and_head_sizes_are_refused():
         blocksparse_attention(q, q, q, fused_backward=True)
     with pytest.raises(ValueError, match=r"key must be \[B, heads, tokens, H\], got shape \[2, 8"):
         blocksparse_attention(q, q[0], q)
+    with pytest.raises(TypeError, match="attention_mask must be an array, got object"):
+        blocksparse.token_mask(object())
+    with pytest.raises(TypeError, match="query must be an array, got NoneType"):
+        blocksparse_attention(None, q, q)
     ids = np.zeros((1, 8), np.int32)
     with pytest.raises(ValueError, match="mesh would not shard the ranges"):
         SparseMask.from_inputs(ids, ids, ids, ids, 8, 8, mesh=object())
+    with pytest.raises(TypeError, match="q_segment_ids must hold integers, got object"):
+        SparseMask.from_inputs(ids, None, ids, ids, 8, 8)

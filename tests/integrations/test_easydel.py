@@ -28,7 +28,8 @@ from xsake.integrations.easydel import (
     OperationMetadata,
     OperationRegistry,
 )
-from xsake.integrations.ejkernel import blocksparse
+from xsake.integrations.easydel import operation as easydel_operation
+from xsake.integrations.ejkernel import FwdParams, blocksparse
 
 B, T, N, K, H = 2, 12, 4, 2, 8
 CLOSE = 2e-6
@@ -52,6 +53,7 @@ IDS = RNG.integers(-1, 2, (B, T)).astype(np.int32)
 SEEN = RNG.random((B, N, T, T)) < 0.5
 AT = RNG.permuted(np.tile(np.arange(T), (B, 1)), axis=1).astype(np.int32)
 SINKS = RNG.standard_normal((K, 2)).astype(np.float32)
+BIAS = RNG.standard_normal((1, N, T, T)).astype(np.float32)
 CAUSAL = ("causal",)
 
 
@@ -102,7 +104,7 @@ def test_it_is_registered_by_name_and_has_a_method_for_every_platform(monkeypatc
         return output
 
     monkeypatch.setattr(BlockSparseAttn, "forward_native", keep)
-    platforms = ("cpu", "gpu", "cuda", "rocm", "tpu")
+    platforms = ("cpu", "gpu", "cuda", "rocm", "tpu", "tt")
     for platform in platforms:
         assert getattr(operation, f"forward_{platform}")(1, causal=False) is output
     assert operation(1, causal=False) is output
@@ -138,6 +140,8 @@ ARGUMENTS = {
         ("positions", both(("sliding_window", 2, None)), AT, AT),
         {},
     ),
+    "bias": ({"bias": BIAS, "mask_info": MaskInfo()}, CAUSAL, {"bias": BIAS}),
+    "init_bias": ({"init_bias": lambda: BIAS}, CAUSAL, {"bias": BIAS}),
     "softmax_aux": (
         {"softmax_aux": SINKS},
         CAUSAL,
@@ -160,12 +164,68 @@ def test_an_argument_does_what_its_documentation_says(name, by_definition):
 def test_metadata_sets_blocks_and_the_fused_backward(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        easydel, "blocksparse_attention", lambda q, k, v, **rest: calls.append(rest) or q
+        easydel_operation, "blocksparse_attention", lambda q, k, v, **rest: calls.append(rest) or q
     )
     attend(OperationMetadata(blocksize_q=64, blocksize_k=128), fused_backward=True)
     assert calls[0]["q_blocksize"] == 64
     assert calls[0]["kv_blocksize"] == 128
     assert calls[0]["fused_backward"] is True
+    config = SimpleNamespace(fwd_params=FwdParams(q_blocksize=32), bwd_params=None)
+    attend(OperationMetadata(operation_configs={"blocksparse": config}))
+    assert calls[1]["fwd_params"].q_blocksize == 32
+
+
+# ---------------------------------------------------------------- EasyDeL's own metadata and models
+
+
+def a_config(**more):
+    """The attributes of EasyDeL's base config that an operation reads, and some others."""
+    axes = SimpleNamespace(batch_axis=("fsdp", "dp"), head_axis="tp", decode_head_axis=None)
+    fields = dict(
+        attn_dtype=jnp.bfloat16, attn_softmax_dtype=jnp.float32, blocksize_q=512, blocksize_k=512,
+        platform="jax", backend="cpu", sequence_axis_name="sp", partition_axis=axes,
+        mesh=a_mesh(2), operation_configs=None,
+    )  # fmt: skip
+    return SimpleNamespace(**fields | more)
+
+
+def test_metadata_of_a_config_has_its_dtypes_mesh_and_axes():
+    metadata = OperationMetadata.from_config(a_config())
+    assert metadata.runtime_dtype == jnp.bfloat16
+    assert metadata.blocksize_q is None  # 512 is EasyDeL's default for every operation
+    mesh = SimpleNamespace(shape={"dp": 2, "fsdp": 4, "tp": 2})
+    metadata = OperationMetadata(runtime_dtype=jnp.float32, base_config=a_config(mesh=mesh))
+    assert metadata.runtime_dtype == jnp.float32
+    assert metadata.axes(8, 16, 4) == (("fsdp", "dp"), ("tp",))
+    assert metadata.axes(2, 1, 1) == (("dp",), None)  # what does not divide stays whole
+
+
+def test_easydels_metadata_is_read_by_name(by_definition):
+    """As its models make it: no blocksize_q, no softmax_scale, settings of other operations."""
+    theirs = SimpleNamespace(
+        runtime_dtype=jnp.float32, runtime_softmax_dtype=jnp.float32, platform="triton",
+        backend="gpu", sequence_axis_name="sp", partition_axis={"batch_axis": "dp"},
+        partition_manager=object(), base_config=None, operation_configs=None, mesh=None,
+        requires_cache=True, get_shardings=lambda **how: None,
+    )  # fmt: skip
+    operation = BlockSparseAttn(theirs)
+    assert operation.get_impl_metadata() is theirs
+    given = dict(
+        softmax_scale=None, bias=None, init_bias=lambda: 1 / 0, deterministic=True,
+        dropout_rng=None, dropout_prob=0.0, precision=jax.lax.Precision.DEFAULT,
+        prevent_cse=True, cache_view=None,
+        cum_seqlens_q=None, cum_seqlens_k=None, normalize_output=True, optimized=False,
+        compute_dtype=None, mask_value=None, vmem_limit_bytes=None, policy=jax.checkpoint_policies,
+        mask_info=MaskInfo(SEEN), cache_metadata=SimpleNamespace(starts=None, indexs=None),
+    )  # fmt: skip
+    found = operation(query=X["q"], key=X["k"], value=X["v"], **given).attention_outputs
+    assert oracle.relative_error(found, expected(both(("array", SEEN)))) <= CLOSE
+
+
+def test_a_registry_of_easydel_may_ask_for_a_cache():
+    operation = OperationRegistry.create("blocksparse", OperationMetadata(), requires_cache=False)
+    assert operation.get_impl_metadata().requires_cache is False
+    assert OperationRegistry.list_implementations() == ["blocksparse"]
 
 
 @pytest.mark.second_python
@@ -188,12 +248,82 @@ def test_one_query_decodes_at_the_last_key_that_it_is_shown(window, by_definitio
         assert oracle.relative_error(out.attention_outputs, found) <= CLOSE
 
 
+def one_query(**arguments):
+    return BlockSparseAttn(OperationMetadata())(X["q"][:, -1:], X["k"], X["v"], **arguments)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: attend(cache_metadata=1), "cache_metadata is not read here; give the cached key"),
-        (lambda: attend(init_bias=1), "init_bias is not an argument of this operation"),
+        (lambda: attend(cache_metadata=1), "cache_metadata is int, and pages of a cache are not"),
+        (lambda: attend(cache_view=object()), "cache_view is object, and pages of a cache are not"),
+        (lambda: attend(compute_dtype=1), "compute_dtype is not an argument of this operation"),
+        (
+            lambda: attend(cum_seqlens_q=IDS),
+            "cum_seqlens_q is not read here; give packed sequences",
+        ),
+        (lambda: attend(dropout_prob=0.1), "dropout_prob=0.1 would drop attention weights"),
+        (lambda: attend(normalize_output=False), "normalize_output=False asks for sums that"),
+        (lambda: attend(precision="BF16_BF16_F32"), "selects an algorithm for products"),
+        (lambda: attend(bias=BIAS[..., :3]), r"bias must be broadcastable to \[B, N, T, S\]"),
         (lambda: attend(mask_info=3), "mask_info must be a MaskInfo, got int"),
+        (
+            lambda: BlockSparseAttn(None),
+            "metadata must be an OperationMetadata, of .* got NoneType",
+        ),
+        (lambda: BlockSparseAttn(object()), "metadata must be an OperationMetadata, .* got object"),
+        (lambda: OperationMetadata.from_config({}), "config must be a model's config with attn_dt"),
+        (
+            lambda: OperationMetadata(runtime_dtype="x"),
+            "runtime_dtype must be a floating dtype, got",
+        ),
+        (
+            lambda: OperationMetadata(runtime_softmax_dtype=jnp.bfloat16),
+            "runtime_softmax_dtype is bfloat16, but the softmax is always in float32; give float32",
+        ),
+        (lambda: OperationMetadata(dropout_prob=0.1), "dropout_prob=0.1 would drop attention weig"),
+        (
+            lambda: OperationMetadata(softmax_scale=math.nan),
+            "softmax_scale must be a finite number",
+        ),
+        (
+            lambda: attend(OperationMetadata(operation_configs=[])),
+            "operation_configs must be a dict",
+        ),
+        (
+            lambda: OperationMetadata(mesh=a_mesh(2), partition_spec=P("x", None, None, None, "x")),
+            r"partition_spec must be a PartitionSpec of up to 4 axes, those of \[B, T, N, H\], got",
+        ),
+        (
+            lambda: OperationMetadata(mesh=a_mesh(2), partition_spec=("x",)),
+            "partition_spec must be a PartitionSpec of up to 4 axes",
+        ),
+        (
+            lambda: OperationMetadata(mesh=a_mesh(2), partition_spec=P("y")),
+            r"names the axis 'y', but the mesh has \['x'\]",
+        ),
+        (
+            lambda: attend(OperationMetadata(mesh=a_mesh(4), partition_spec=P("x"))),
+            "2 batch rows cannot be sharded over 4 devices of mesh axis 'x'; pad them, or shard",
+        ),
+        (
+            lambda: attend(mask_info=MaskInfo(SEEN[:, :, :, :3])),
+            r"mask_info.attention_mask must be .* = \[2, 4, 12, 12\], got shape \[2, 4, 12, 3\]",
+        ),
+        (lambda: attend(mask_info=MaskInfo("x")), "mask_info.attention_mask must be an array, got"),
+        (
+            lambda: one_query(mask_info=MaskInfo(kv_segment_ids=IDS[:, :5])),
+            r"mask_info.kv_segment_ids must be \[2, 12\], got shape \[2, 5\]",
+        ),
+        (
+            lambda: one_query(mask_info=MaskInfo(SEEN[0])),
+            r"mask_info.attention_mask must be .* got shape \[4, 12, 12\]",
+        ),
+        (lambda: one_query(mask_info=MaskInfo(SEEN[0, 0])), r"got shape \[12, 12\]"),
+        (
+            lambda: one_query(mask_info=MaskInfo(q_positions=IDS)),
+            r"q_positions must be \[2, 1\], got",
+        ),
         (lambda: OperationMetadata(partition_spec=P("x")), "needs the mesh that it names"),
         (lambda: OperationMetadata(partition_spec=P(None, "x")), "shards tokens or features of"),
         (
@@ -203,7 +333,7 @@ def test_one_query_decodes_at_the_last_key_that_it_is_shown(window, by_definitio
     ],
 )
 def test_what_cannot_be_honoured_is_refused(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((NotImplementedError, TypeError, ValueError), match=message):
         call()
 
 
@@ -244,7 +374,7 @@ def main() -> None:
 
 @pytest.mark.second_python
 def test_a_mesh_shards_batch_rows_and_heads_and_tokens():
-    names = "test_blocksparse, test_easydel"
+    names = "test_blocksparse, test_easydel, test_levanter"
     code = f"from tests.integrations import {names}; [x.main() for x in ({names})]"
     flags = "--xla_force_host_platform_device_count=4"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"

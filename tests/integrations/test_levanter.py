@@ -7,13 +7,16 @@ import functools
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from tests.integrations import levanter_cases
 from tests.integrations.test_blocksparse import some_on_both
 from tests.oracle import relative_error
+from xsake import masks
 from xsake.integrations.levanter import dot_product_attention, dot_product_attention_with_sink
 
 CLOSE = 2e-6
@@ -61,12 +64,36 @@ def turned(x, names, order):
     return named(np.transpose(x, [names.index(name) for name in order]), *order)
 
 
+def mesh(count):
+    """Of one device that stands for several: only its shape is read."""
+    return SimpleNamespace(shape={"x": count})
+
+
+def sharded(**mapping):
+    return {"mesh": mesh(4), "axis_mapping": mapping}
+
+
+def too_short(field, count):
+    """An AttentionMask with five queries, or with `count` arrays of segment ids."""
+    ids = named(np.zeros(5, np.int32), "position")
+    return AttentionMask(is_causal=True, **{field: (ids,) * count if count else ids})
+
+
 def call(case="causal", orders=NAMES, **more):
+    if isinstance(case, tuple):
+        mask = too_short(*case)
+        return dot_product_attention("position", "key_position", "head_size", *given(NAMES), mask)
     fields, others = CASES[case]
-    arrays = [turned(x, *ns) for x, *ns in zip(levanter_cases.arrays(), NAMES, orders, strict=True)]
     mask = None if fields is None else AttentionMask(**fields)
     more = {"use_flash": False} | others | more
+    arrays = given(orders)
     return dot_product_attention("position", "key_position", "head_size", *arrays, mask, **more)
+
+
+def given(orders):
+    """Query, key and value with their axes in these orders."""
+    each = zip(levanter_cases.arrays(), NAMES, orders, strict=True)
+    return [turned(x, *names) for x, *names in each]
 
 
 @pytest.mark.parametrize("case", some_on_both(CASES, "segments", "sinks"))
@@ -136,6 +163,15 @@ def test_backends_of_levanter_that_mean_something_here():
         ({"bias": named(np.zeros(9, np.float32), "position"), "logits_soft_cap": 2.0}, "before"),
         ({"precision": "BF16_BF16_F32"}, "selects an algorithm for products"),
         ({"attn_backend": "nvte"}, "attn_backend 'nvte' is one of Levanter's own; leave it out"),
+        ({"attn_backend": "vanilla", "use_flash": True}, "use_flash=True contradicts attn_backend"),
+        ({"attn_backend": "default", "use_flash": False}, "use_flash=False contradicts attn_backe"),
+        ({"case": ("segment_ids", 3)}, "segment_ids must be one named array, or two, .* got 3"),
+        ({"case": ("segment_ids", 0)}, "segment_ids has 5 along 'position', but query, key and"),
+        ({"case": ("explicit_mask", 0)}, "explicit_mask has 5 along 'position', but query, key"),
+        ({"mesh": mesh(2)}, "mesh and axis_mapping are given together"),
+        (sharded(batch="y"), r"names the mesh axis 'y', but the mesh has \['x'\]"),
+        (sharded(position="x"), "axis_mapping shards 'position', but only batch rows and kv heads"),
+        (sharded(kv_head="x"), "2 along 'kv_head' cannot be sharded over 4 devices of mesh axis"),
         ({"flash_block_size": 0}, "flash_block_size must be an integer from 1"),
         ({"scaling_factor": float("inf")}, "scaling_factor must be a finite number"),
         (
@@ -153,6 +189,22 @@ def test_what_cannot_be_honoured_is_refused(arguments, message):
         call(**arguments)
 
 
+# ----------------------------------------------------------------------------------------- sharded
+
+
+def main() -> None:
+    """Batch rows and kv heads over 2 × 2 devices; test_easydel.py has a process for it."""
+    devices = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+    mapping = {"batch": "data", "kv_head": "model", "mlp": "model"}
+    run = jax.jit(
+        lambda case: call(case, use_flash=None, mesh=devices, axis_mapping=mapping).array,
+        static_argnums=0,
+    )
+    for case in ("segments", "sinks", "bias", "explicit"):
+        assert relative_error(run(case), EXPECTED[case]) <= CLOSE, case
+    assert len(run("segments").sharding.device_set) == 4
+
+
 def test_axes_that_do_not_fit_are_refused():
     q, k, v = (named(x, *ns) for x, ns in zip(levanter_cases.arrays(), NAMES, strict=True))
     attend = functools.partial(dot_product_attention, Key="head_size", value=v)
@@ -160,5 +212,47 @@ def test_axes_that_do_not_fit_are_refused():
         attend(QPos="position", KPos="position", query=q, key=k)
     with pytest.raises(ValueError, match=r"without \['key_position'\]"):
         attend(QPos="position", KPos="key_position", query=q, key=q)
-    with pytest.raises(TypeError, match="mask must be an AttentionMask or a named array, got int"):
-        attend(QPos="position", KPos="key_position", query=q, key=k, mask=3)
+    attend = functools.partial(attend, "position", "key_position")
+    with pytest.raises(
+        TypeError, match="mask must be an AttentionMask, a named array or a rule of"
+    ):
+        attend(query=q, key=k, mask=3)
+    with pytest.raises(TypeError, match=r"query must be a named array, .* got ndarray; for arrays"):
+        attend(query=levanter_cases.arrays()[0], key=k)
+    with pytest.raises(ValueError, match="key has 7 along 'key_position', but value has 9"):
+        attend(query=q, key=cut(k, "key_position", 7))
+    with pytest.raises(ValueError, match="query has 9 along 'position', but axis 'position' has 8"):
+        dot_product_attention(Axis("position", 8), "key_position", "head_size", q, k, v)
+    with pytest.raises(TypeError, match="KPos must be an axis or its name, got tuple"):
+        dot_product_attention("position", (), "head_size", q, k, v)
+
+
+def cut(x, name, size):
+    """The first elements along an axis."""
+    at = tuple(slice(size) if axis.name == name else slice(None) for axis in x.axes)
+    return named(np.asarray(x.array)[at], *(axis.name for axis in x.axes))
+
+
+def test_a_rule_may_be_the_mask_and_dropout_may_be_none():
+    arrays = [named(x, *ns) for x, ns in zip(levanter_cases.arrays(), NAMES, strict=True)]
+    out = dot_product_attention(
+        "position", "key_position", "head_size", *arrays, masks.causal(), use_flash=False,
+        dropout=None,
+    )  # fmt: skip
+    assert relative_error(out.array, EXPECTED["causal"]) <= CLOSE
+
+
+@pytest.mark.second_python
+def test_sinks_tell_the_heads_of_a_key_without_kv_heads():
+    """One kv head without an axis: the shared batch axis is not taken for it."""
+    q, k, v = levanter_cases.arrays()
+    fields, more = CASES["sinks"]
+    sinks = np.asarray(more["attn_sink"].array)[0]
+    out = dot_product_attention(
+        "position", "key_position", "head_size",
+        named(q[:, 0], "batch", "heads", "position", "head_size"),
+        named(k[:, 0], "batch", "key_position", "head_size"),
+        named(v[:, 0], "batch", "key_position", "head_size"),
+        AttentionMask(**fields), use_flash=False, attn_sink=named(sinks, "heads"),
+    )  # fmt: skip
+    assert relative_error(out.array, EXPECTED["sinks"][:, 0]) <= CLOSE

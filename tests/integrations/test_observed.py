@@ -13,6 +13,7 @@ from flax import linen, nnx
 from xsake import BlockMask, hads, masks
 from xsake.evaluate import methods, table
 from xsake.integrations.flax import attention, observed
+from xsake.integrations.flax.layer import Layer
 from xsake.integrations.flax.linen import SelfAttention
 
 VOCABULARY, WIDTH, N, LAYERS = 32, 16, 2, 2
@@ -175,13 +176,91 @@ def masks_of(layer, length):
     return BlockMask.from_rule(rule, (length, length), block=BLOCK)
 
 
+def flax_with(**how):
+    return functools.partial(nnx.dot_product_attention, **how)
+
+
+def of_functions(function):
+    return observed(decoder(attention_fns=[function] * LAYERS))
+
+
+def windowed(query, key, value, *, mask=None, **others):
+    """A window of the user's own, which no argument shows."""
+    at = np.arange(query.shape[1])
+    near = at[:, None] - at <= 20
+    return nnx.dot_product_attention(query, key, value, mask=mask * near, **others)
+
+
+PADDING = VOCABULARY - 1
+
+
+class Padded(Decoder):
+    """Hides padding, by an array as mask."""
+
+    def __call__(self, tokens):
+        x = 3 * self.embedding(tokens)
+        hidden = nnx.make_attention_mask(jnp.ones_like(tokens), tokens != PADDING)
+        mask = nnx.combine_masks(nnx.make_causal_mask(tokens), hidden)
+        for block in (self.lower, self.upper):
+            x = block(x, mask)
+        return self.embedding.attend(x)
+
+
+def choose(layer, q, k):
+    return masks_of(layer, q.shape[1])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: observed(nnx.Embed(4, 4, rngs=nnx.Rngs(0))), "the model calls no module with an"),
+        (lambda: observed(decoder(causal=False)), "layer 0 sees later tokens, but HADS plans"),
         (
-            lambda: observed(decoder(causal=False)).profile(DOCUMENTS[:1], block=BLOCK),
-            "plain causal attention .* changes the model's output by .* HADS plans such attention",
+            lambda: of_functions(windowed),
+            "layer 0 has the attention_fn windowed, and what it computes is not known; pass",
+        ),
+        (
+            lambda: of_functions(flax_with(bias=np.zeros((2, 2), np.float32))),
+            "layer 0 adds a bias to its logits, which HADS does not plan",
+        ),
+        (
+            lambda: a_layer(nnx.dot_product_attention, dropout_rate=0.1),
+            "dropout_rate=0.1 would drop attention weights",
+        ),
+        (
+            lambda: of_functions(attention(masks.chunked(8))),
+            r"layer 0 has the rule chunked\(8\), but HADS plans causal attention and sliding wind",
+        ),
+        (
+            lambda: of_functions(attention(masks_of(0, 2))),
+            "layer 0 has a BlockMask, which is for one length; give its rule",
+        ),
+        (lambda: of_functions(attention(choose, layer=0)), "layer 0 has a plan already"),
+        (
+            lambda: of_functions(flax_with(scale=2.0)),
+            "layer 0 calls its attention_fn with arguments that Flax's does not take: .* 'scale'",
+        ),
+        (
+            lambda: observed(decoder(), computes={windowed: masks.causal()}),
+            r"computes must be \{function: attention\(…\)\} with .* got Window",
+        ),
+        (lambda: observed(None), "model must be an nnx.Module or a linen.Module, got NoneType"),
+        (
+            lambda: observed(Linen()),
+            r"Linen is a linen.Module, .* pass observed\(model, variables\)",
+        ),
+        (lambda: observed(decoder(), {}), "Decoder is an nnx.Module, which has its parameters"),
+        (
+            lambda: observed(decoder(), call=lambda model, tokens: (model(tokens), 1)),
+            r"must return logits \[B, T, vocab\], but for tokens \[1, 2\] it returns tuple; pass",
+        ),
+        (
+            lambda: observed(decoder(), projection=lambda module: None),
+            "the output projection must be an array, got NoneType",
+        ),
+        (
+            lambda: subject().profile([np.zeros(3)], block=BLOCK),
+            "document 0 must be token ids, got float64",
         ),
         (
             lambda: observed(decoder(), projection=lambda module: jnp.zeros((3, 4))),
@@ -190,8 +269,60 @@ def masks_of(layer, length):
     ],
 )
 def test_models_that_cannot_be_planned_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((NotImplementedError, TypeError, ValueError), match=message):
         make()
+
+
+def a_layer(function, *args, **kwargs):
+    q = jnp.zeros((1, 4, N, WIDTH // N))
+    return Layer.of(0, function, {}, args, kwargs, q, q)
+
+
+def test_what_a_layer_has_of_its_own_is_known():
+    """For every length: a window may be longer than the texts of the profile."""
+    own = attention(masks.sliding_window(400, 0), scale=0.5, logits_soft_cap=1.5)
+    layer = a_layer(own, None, masks.sliding_window(900, 9))  # bias and mask by position
+    assert (layer.softmax.window, layer.softmax.soft_cap) == (401, 1.5)
+    np.testing.assert_allclose(layer.scaled(jnp.ones(3)), 0.5 * np.sqrt(WIDTH // N), rtol=1e-6)
+    plain = a_layer(flax_with(is_causal=True), mask=None)
+    assert plain.softmax == hads.chunks.PLAIN
+    assert plain.rule == masks.causal()
+
+
+@pytest.mark.second_python
+def test_what_a_layer_has_of_its_own_is_kept_under_a_plan():
+    how = {"implementation": "reference"}
+    own = [
+        attention(masks.sliding_window(12, 0), scale=0.9, **how),
+        attention(logits_soft_cap=1.5, **how),
+    ]
+    found, tokens = observed(decoder(attention_fns=own)), TOKENS[:, :32]
+    everything = BlockMask.from_rule(masks.causal(), (32, 32), block=BLOCK)
+
+    @jax.jit
+    def run(weights):
+        def choose(layer, q, k):
+            return everything
+
+        plain = subject()(weights, tokens)
+        return plain, found(weights, tokens), found(weights, tokens, choose)
+
+    plain, dense, sparse = run(found.weights)
+    assert np.abs(dense - plain).max() > 1e-2
+    np.testing.assert_allclose(sparse, dense, atol=CLOSE)
+
+
+@pytest.mark.second_python
+def test_what_a_function_is_said_to_compute_is_checked_on_every_document():
+    said = {windowed: attention(masks.sliding_window(20, 0))}
+    observed(decoder(attention_fns=[windowed] * LAYERS), computes=said)._check_layers(DOCUMENTS[:2])
+    padded = [x % PADDING for x in DOCUMENTS[:2]]
+    padded[1][3] = PADDING  # a token that the model hides
+    with pytest.raises(
+        ValueError,
+        match=r"layer 0 does not compute the causal .* on document 1 .* rounding explains",
+    ):
+        observed(Padded(rngs=nnx.Rngs(0))).profile(padded, block=BLOCK)
 
 
 # ---------------------------------------------------------------------------- the module for Linen

@@ -3,12 +3,19 @@
 Call ─ why_not of every backend ─ those that can run ─┬─ hopper, where it can
                                                       ├─ xla or dense, by the estimates of costs.py
                                                       └─ otherwise the first
+
+`report` passes each choice to `explain_calls`, while that traces a function.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextvars import ContextVar
 from types import ModuleType
+from typing import Any
+
+import jax
 
 from xsake.backends import Call, costs, dense, hopper, kernel_rule, reference, tpu, xla
 
@@ -86,3 +93,49 @@ def check_name(asked: str | None) -> None:
 def is_empty(call: Call) -> bool:
     """Whether B, T or S is 0: no backend runs."""
     return 0 in call.sizes[:3]
+
+
+# -------------------------------------------------------------------------- calls inside a function
+
+
+def explain_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Explanation]:
+    """The Explanation of every attention call inside function(*args, **kwargs), in order.
+
+    For what calls `dot_product_attention` itself: a model, a Flax module, the functions of
+    `xsake.integrations`. The function is traced and not computed; arguments may be shapes. Calls
+    inside a `jax.jit` of the function's own that was traced before with such arguments are not
+    seen again. Under `shard_map` the calls are those of one device.
+
+    >>> import jax, xsake
+    >>> q = jax.ShapeDtypeStruct((1, 256, 4, 64), "float32")
+    >>> [x.reasons["xla"] for x in xsake.explain_calls(xsake.dot_product_attention, q, q, q)]
+    [None]
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+    found: list[Explanation] = []
+
+    def run(*shapes: Any) -> int:
+        for i, x in zip(at, shapes, strict=True):
+            leaves[i] = x
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        function(*args, **kwargs)
+        return 0
+
+    token = _LISTENER.set(found.append)
+    try:
+        jax.eval_shape(run, *(leaves[i] for i in at))
+    finally:
+        _LISTENER.reset(token)
+    return found
+
+
+# What `report` calls with every backend that is chosen.
+_LISTENER: ContextVar[Callable[[Explanation], None] | None] = ContextVar("listener", default=None)
+
+
+def report(explanation: Explanation) -> Explanation:
+    """Reports a call's backend to `explain_calls`, if it is running."""
+    if (listener := _LISTENER.get()) is not None:
+        listener(explanation)
+    return explanation

@@ -228,7 +228,7 @@ def calibrate(
     """
     documents = [np.asarray(document) for document in documents]
     row_blocks.check_sizes(layers=layers, heads=heads, block=block, band=band)
-    _check_documents(documents, vocab_size)
+    check_documents(documents, vocab_size)
     if unknown := [name for name in curves if name not in CURVES]:
         raise ValueError(f"curves has {unknown[0]!r}, which is not one of {list(CURVES)}")
     length = len(documents[0])
@@ -264,7 +264,8 @@ def _beside(weights: PyTree, state: Running) -> Running:
     return state
 
 
-def _check_documents(documents: Sequence[AnyArray], vocab_size: int | None) -> None:
+def check_documents(documents: Sequence[AnyArray], vocab_size: int | None) -> None:
+    """Raises unless the documents are token ids of one length."""
     if not documents or any(x.shape != documents[0].shape or x.ndim != 1 for x in documents):
         raise ValueError(
             "calibration needs documents of one length, got lengths "

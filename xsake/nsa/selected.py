@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from xsake import _jax
 from xsake.attention import Abstract, dot_product_attention
 from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
-from xsake.backends.choice import Explanation
+from xsake.backends.choice import Explanation, report
 from xsake.backends.hopper import selected as hopper
 from xsake.backends.options import Options
 from xsake.backends.xla import selected as xla
@@ -116,6 +116,7 @@ def attend_selected(
             implementation=REFERENCE,
             return_residual=True,
         )
+    report(found)
     call = _jax.vary(call, _jax.varying_axes(*jax.tree.leaves(call)))
     q, k, v = reverse_only(name, call.q, call.k, call.v)
     static = (name, call.block, call.scale, call.options, call.forced)

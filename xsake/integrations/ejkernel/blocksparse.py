@@ -19,7 +19,15 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from xsake import masks
-from xsake.attention import Tensor, check_qkv, dot_product_attention, number, per_token
+from xsake.attention import (
+    Tensor,
+    as_array,
+    check_qkv,
+    dot_product_attention,
+    explain,
+    number,
+    per_token,
+)
 from xsake.backends import Sizes
 from xsake.backends.hopper.limits import FUSED_SIZE
 from xsake.backends.options import BackwardTiling, Options
@@ -68,8 +76,8 @@ def blocksparse_attention(
       kv_segment_ids: int [B, S]; default q_segment_ids.
       q_positions: int [B, T], what causal and sliding_window compare; default arange.
       kv_positions: int [B, S].
-      softmax_aux: logits that join the softmax's denominator once: [M] for every head, or [K, M] or
-        [N, M].
+      softmax_aux: logits that join the softmax's denominator once: [N] or [K], one for each head or
+        kv head; [N, M] or [K, M]; or any other number of them, [M], for every head.
       bias: [B|1, N|1, T|1, S|1], added to the logits after the soft cap.
       attention_mask: bool or integers, [B, T, S] or [B, N|1, T, S]; 0 hides the key.
       sequence_parallelism_mesh_axis_name: inside `jax.shard_map`: the axis over whose devices T and
@@ -85,8 +93,8 @@ def blocksparse_attention(
       sliding_window: w or (left, right): keys q - left … q + right; -1 or None = no limit.
       chunk_size: tokens of a row block and of a kv block.
       causal: a query sees keys at its own position and before.
-      fused_backward: True requires one kernel for all gradients; False leaves the choice to the
-        device.
+      fused_backward: True requires one kernel for all gradients, which only the backend `hopper`
+        has, and is refused where that cannot run the call; False leaves the choice to the device.
       q_blocksize: tokens of a row block.
       kv_blocksize: tokens of a kv block.
 
@@ -109,23 +117,18 @@ def blocksparse_attention(
     ]
     block = block_sizes(fwd_params, bwd_params, chunk_size, q_blocksize, kv_blocksize)
     layouts, built = _built(mask_builder, qkv_layouts, sizes, shards)
-    return jnp.swapaxes(
-        dot_product_attention(
-            q,
-            k,
-            v,
-            bias,
-            _mask(rules[0] & rules[1] & built, layouts, block, sizes),
-            scale=None if softmax_scale is None else number("softmax_scale", softmax_scale),
-            logits_soft_cap=logits_soft_cap,
-            sinks=None if softmax_aux is None else sinks_of_heads(softmax_aux, sizes.N, sizes.K),
-            q_segment_ids=q_segment_ids,
-            kv_segment_ids=None if kv_segment_ids is None else shards.gather(kv_segment_ids, -1),
-            options=_options(fused_backward, sizes),
-        ),
-        1,
-        2,
+    call: dict[str, Any] = dict(
+        bias=bias,
+        mask=_mask(rules[0] & rules[1] & built, layouts, block, sizes),
+        scale=None if softmax_scale is None else number("softmax_scale", softmax_scale),
+        logits_soft_cap=logits_soft_cap,
+        sinks=None if softmax_aux is None else sinks_of_heads(softmax_aux, sizes.N, sizes.K),
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=None if kv_segment_ids is None else shards.gather(kv_segment_ids, -1),
     )
+    if fused_backward:
+        call |= _fused(q, k, v, sizes, call)
+    return jnp.swapaxes(dot_product_attention(q, k, v, **call), 1, 2)
 
 
 def _by_token(
@@ -134,7 +137,8 @@ def _by_token(
     """[B, T, N, H] of [B, N, T, H], with the keys and values of all devices."""
     by_token = []
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if jnp.ndim(x) != 4:
+        x = as_array(name, x)
+        if x.ndim != 4:
             raise ValueError(f"{name} must be [B, heads, tokens, H], got shape {list(x.shape)}")
         by_token.append(jnp.swapaxes(x, 1, 2))
     q, k, v = by_token
@@ -144,13 +148,22 @@ def _by_token(
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """The shards of a sequence over the devices of a mesh axis; None: there is one."""
+    """The shards of a sequence over the devices of a mesh axis; None: there is one.
+
+    `parallel.context_attention` would send less, but it takes neither a bias nor blocks that lie on
+    two devices, and both are arguments here.
+    """
 
     axis: str | None
 
     def count(self) -> int:
         if self.axis is None:
             return 1
+        if not isinstance(self.axis, str):
+            raise TypeError(
+                "sequence_parallelism_mesh_axis_name must be the name of a mesh axis, got "
+                f"{self.axis!r}"
+            )
         try:
             return lax.axis_size(self.axis)
         except NameError:
@@ -192,7 +205,7 @@ def _limits(
 
 def token_mask(mask: Any) -> Rule:
     """A rule of a bool or integer array, [B, T, S] or [B, N|1, T, S]; 0 hides the key."""
-    mask = jnp.asarray(mask)
+    mask = as_array("attention_mask", mask)
     if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise TypeError(
             f"attention_mask must be bool or integer (an additive mask goes to bias), got "
@@ -239,24 +252,41 @@ def _mask(
 
 
 def sinks_of_heads(softmax_aux: Any, N: int, K: int) -> Array:
-    """[N, M] of [M], which every head has, [K, M] or [N, M]."""
-    aux = jnp.asarray(softmax_aux)
-    if aux.ndim == 1:
+    """[N, M]. Of one axis: N or K numbers are one sink for each head, others serve every head.
+
+    This is how ejkernel's XLA and CUDA kernels read them, and its TPU kernel [N]; its Triton
+    kernel takes one axis for every head always.
+    """
+    aux = as_array("softmax_aux", softmax_aux)
+    if not jnp.issubdtype(aux.dtype, jnp.floating):
+        raise TypeError(f"softmax_aux must be floating, got {aux.dtype}")
+    if aux.ndim == 1 and aux.shape[0] in (N, K):
+        aux = aux[:, None]
+    elif aux.ndim == 1 and aux.size:
         return jnp.broadcast_to(aux, (N, aux.shape[0]))
-    if aux.ndim == 2 and aux.shape[0] in (N, K):
+    if aux.ndim == 2 and aux.shape[0] in (N, K) and aux.size:
         return jnp.repeat(aux, N // aux.shape[0], axis=0)
     raise ValueError(
-        f"softmax_aux must be [M] for every head, or [K, M] or [N, M] with K = {K} and N = {N}, "
-        f"got shape {list(aux.shape)}"
+        f"softmax_aux must be [N], [K], [N, M] or [K, M] with N = {N} and K = {K}, or [M] for "
+        f"every head, got shape {list(aux.shape)}"
     )
 
 
-def _options(fused_backward: bool, sizes: Sizes) -> Options:
-    if not fused_backward:
-        return Options()
+def _fused(q: Array, k: Array, v: Array, sizes: Sizes, call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the door for one kernel for all gradients, which only `hopper` has."""
     if max(sizes.H, sizes.Hv) > FUSED_SIZE:
         raise ValueError(
             f"fused_backward=True takes head sizes up to {FUSED_SIZE}, got {sizes.H} of query and "
             f"{sizes.Hv} of value; leave it False"
         )
-    return Options(hopper_backward=BackwardTiling(fused=True))
+    if call["bias"] is not None:
+        raise ValueError(
+            "fused_backward=True takes no bias, whose gradient has a kernel of its own; leave it "
+            "False"
+        )
+    if reason := explain(q, k, v, **call).reasons["hopper"]:
+        raise ValueError(
+            f"fused_backward=True needs the backend hopper, which {reason}; leave it False"
+        )
+    options = Options(hopper_backward=BackwardTiling(fused=True))
+    return {"options": options, "implementation": "hopper"}

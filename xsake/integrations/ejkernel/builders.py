@@ -31,7 +31,13 @@ def layouts_of(builder: Any) -> Any:
     """What a builder without arguments returns; None for one that takes five."""
     if not callable(builder):
         raise TypeError(f"mask_builder must be a function, got {type(builder).__name__}")
-    takes = inspect.signature(builder)
+    try:
+        takes = inspect.signature(builder)
+    except ValueError:
+        raise TypeError(
+            f"mask_builder {builder!r} has no signature to read; wrap it in a function that takes "
+            "no arguments, or (q_len, kv_len, num_heads, head_idx, num_reps)"
+        ) from None
     if _binds(takes, 0):
         return builder()
     if _binds(takes, 5):

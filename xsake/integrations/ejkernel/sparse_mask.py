@@ -18,14 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from xsake import masks
 from xsake.attention import per_token
 from xsake.block_mask import BlockMask
 from xsake.integrations.ejkernel.block_sizes import DEFAULT
-from xsake.masks.integers import integers
+from xsake.masks.integers import int_array, integers
 from xsake.masks.rule import Grid, Leaf, Rule
 
 __all__ = ["SparseMask", "block_mask", "create_sparsity_mask", "window_rule"]
@@ -81,8 +80,9 @@ class SparseMask:
                 "mesh would not shard the ranges, in ejkernel either; leave it out and shard the "
                 "arrays with jax.device_put"
             )
-        B = np.shape(q_segment_ids)[0]
-        T, S = np.shape(q_segment_ids)[-1], np.shape(kv_segment_ids)[-1]
+        q_ids = int_array("q_segment_ids", q_segment_ids, 2)
+        kv_ids = int_array("kv_segment_ids", kv_segment_ids, 2)
+        (B, T), S = q_ids.shape, kv_ids.shape[1]
         limits = window_rule((window_left, window_right))
         limits = limits & masks.causal() if causal else limits
         rule = masks.at_positions(
@@ -90,7 +90,7 @@ class SparseMask:
             per_token("q_positions", q_positions, B, T),
             per_token("kv_positions", kv_positions, B, S),
         )
-        rule = rule & masks.documents(q_segment_ids, kv_segment_ids)
+        rule = rule & masks.documents(q_ids, kv_ids)
         block = (q_blocksize, kv_blocksize)
         blocks = BlockMask.from_rule(rule, (T, S), batch=B, block=block).blocks()
         if calculate_dkdv_mask:

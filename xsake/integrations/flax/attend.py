@@ -105,10 +105,11 @@ class Attend:
         attn_weights_value_einsum: Any = None,
     ) -> Array:
         """Attention of query [batch…, T, N, H] to key and value [batch…, S, K, H]."""
-        _refuse_dropout(dropout_rate, deterministic)
-        _refuse_weights(module)
-        check_precision(precision)
-        _refuse_products(
+        check_call(
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            module=module,
+            precision=precision,
             einsum_dot_general=einsum_dot_general,
             qk_attn_weights_einsum=qk_attn_weights_einsum,
             attn_weights_value_einsum=attn_weights_value_einsum,
@@ -143,6 +144,28 @@ class Attend:
 # ----------------------------------------------------------------------------------------- refusals
 
 
+def check_call(
+    *,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    module: Any = None,
+    precision: Any = None,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    **others: Any,
+) -> None:
+    """Raises for arguments of Flax's attention that XSAKE does not support."""
+    _refuse_dropout(dropout_rate, deterministic)
+    _refuse_weights(module)
+    check_precision(precision)
+    _refuse_products(
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+
+
 def _refuse_dropout(rate: float, deterministic: bool) -> None:
     if rate > 0 and not deterministic:
         raise NotImplementedError(
@@ -165,7 +188,7 @@ def check_precision(precision: Any) -> None:
     try:
         for each in precision if isinstance(precision, tuple) else (precision,):
             lax.Precision(each)
-    except ValueError:
+    except (TypeError, ValueError):
         raise NotImplementedError(
             f"precision={precision!r} selects an algorithm for products, which XSAKE cannot "
             "follow; give None or one of jax.lax.Precision: float32 products always have HIGHEST"

@@ -7,16 +7,16 @@
 
 A module's attention_fn is called with q, k and v. For one call of the model it is replaced: in NNX
 on a copy of the model, in Linen by `linen.intercept_methods`. Layers are numbered in the order in
-which the model calls them. The model must call them outside scans, remat and jit of its own, whose
-traced values cannot leave them.
+which the model calls them; layer.py knows what each of them computes. The model must call them
+outside scans, remat and jit of its own, whose traced values cannot leave them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,22 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake import masks
+from xsake.attention import as_array
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, as_input_mask
-from xsake.hads import Profile, calibrate, corrected_attention
-from xsake.hads.chunks import PLAIN
-from xsake.hads.profile import hash_of
-from xsake.integrations.flax.attend import attention
+from xsake.hads import Profile, calibrate
+from xsake.hads.chunks import Softmax
+from xsake.hads.profile import check_documents, hash_of
+from xsake.integrations.flax.attend import Attend, attention
+from xsake.integrations.flax.layer import AttentionFn, Layer
 
 __all__ = ["Observed", "observed"]
 
-# Of float32 and of bfloat16 rounding over many layers, relative to the largest logit. Attention
-# that is not causal, or scaled otherwise, changes logits by about their own size.
-SAME = 2e-2
-
 Call = Callable[[Any, Any], Any]  # (model or variables, tokens [B, T]) -> logits [B, T, vocab]
-AttentionFn = Callable[..., Any]
 # (the module's own attention_fn, its output projection) -> what is called instead of it
 Hook = Callable[[AttentionFn, Any], AttentionFn]
 
@@ -47,10 +43,11 @@ Hook = Callable[[AttentionFn, Any], AttentionFn]
 class Seen(NamedTuple):
     """What a layer's attention was called with."""
 
-    q: Array  # [B, T, N, H]
+    q: Array  # [B, T, N, H], scaled so that the logits are q kᵀ / √H
     k: Array  # [B, T, K, H]
     v: Array  # [B, T, K, Hv]
     kernel: Array  # [N, Hv, width], the output projection
+    softmax: Softmax  # the layer's soft cap and window
 
 
 def observed(
@@ -59,13 +56,15 @@ def observed(
     *,
     call: Call | None = None,
     projection: Callable[[Any], Any] | None = None,
+    computes: Mapping[AttentionFn, Any] | None = None,
 ) -> Observed:
     """A model made with Flax, for calibration, evaluation and plans.
 
     Every module with an `attention_fn` is a layer: nnx.MultiHeadAttention,
     linen.MultiHeadDotProductAttention, or one of your own that calls its attention_fn with q, k and
-    v. Attention must be causal, of whole texts to themselves, with the scale 1/sqrt(H):
-    `Observed.profile` checks that.
+    v. That function must be Flax's own or `attention(…)`, whose window, scale and soft cap are
+    measured and kept under a plan, or be named in `computes`. Attention must be causal, of whole
+    texts to themselves; bias, dropout and other rules are refused.
 
     Args:
       model: an nnx.Module, or a linen.Module with its `variables`.
@@ -74,8 +73,16 @@ def observed(
         (variables, tokens); default model.apply(variables, tokens). Dropout must be off.
       projection: the kernel of the output projection, [N, Hv, width] or [N·Hv, width], of an
         attention module (NNX) or of its parameters (Linen); default that of its `out`.
+      computes: what attention functions of your own compute: {function: attention(rule, scale=…,
+        logits_soft_cap=…)}. `Observed.profile` checks it on every document.
     """
     run: Any
+    _check_model(model, variables)
+    if other := [x for x in (computes or {}).values() if not isinstance(x, Attend)]:
+        raise TypeError(
+            "computes must be {function: attention(…)} with xsake.integrations.flax.attention, got "
+            f"{type(other[0]).__name__}"
+        )
     if variables is None:
         from flax import nnx
 
@@ -85,7 +92,23 @@ def observed(
         weights = variables
         call = call or model.apply
         run = functools.partial(_run_linen, call, projection or _out_of_parameters)
-    return Observed(run, weights)
+    return Observed(run, weights, computes or {})
+
+
+def _check_model(model: Any, variables: Any) -> None:
+    from flax import linen, nnx
+
+    name = type(model).__name__
+    if isinstance(model, linen.Module):
+        if variables is None:
+            raise ValueError(
+                f"{name} is a linen.Module, whose parameters are apart from it; pass "
+                "observed(model, variables) with what model.init returned"
+            )
+    elif not isinstance(model, nnx.Module):
+        raise TypeError(f"model must be an nnx.Module or a linen.Module, got {name}")
+    elif variables is not None:
+        raise ValueError(f"{name} is an nnx.Module, which has its parameters; leave variables out")
 
 
 def _call(model: Any, tokens: Any) -> Any:
@@ -95,16 +118,16 @@ def _call(model: Any, tokens: Any) -> Any:
 class Observed:
     """A `hads.subject.Subject`. Its output is its final state: logits [T, vocab]."""
 
-    def __init__(self, run: Callable[..., Any], weights: Any) -> None:
-        self._run = run
+    def __init__(
+        self, run: Callable[..., Any], weights: Any, computes: Mapping[AttentionFn, Attend]
+    ) -> None:
+        self._run, self._computes = run, computes
         self.weights = weights
         leaves = jax.tree.leaves(weights)
         self.hash = hash_of([np.asarray(x) for x in leaves if not _is_key(x)])
         found: list[Seen] = []
-        jax.eval_shape(
-            lambda weights: self.observe(weights, np.zeros((1, 2), np.int32), _collect, found),
-            weights,
-        )
+        tokens = np.zeros((1, 2), np.int32)
+        jax.eval_shape(lambda weights: self.observe(weights, tokens, _collect, found), weights)
         if not found:
             raise ValueError(
                 "the model calls no module with an attention_fn; give its attention modules one: "
@@ -114,6 +137,9 @@ class Observed:
         if len(heads) > 1:
             raise ValueError(f"layers have {sorted(heads)} query heads; a plan needs one number")
         self.layers, self.heads = len(found), heads.pop()
+        outputs: list[Any] = []
+        jax.eval_shape(lambda weights: outputs.append(self(weights, tokens)), weights)
+        _check_logits(outputs[0])
 
     def __call__(self, weights: Any, tokens: Any, mask: Any = None) -> Any:
         """Output of the model for tokens [B, T], dense or under a plan.
@@ -134,26 +160,45 @@ class Observed:
         self, weights: Any, tokens: Any, fold: Callable[[Any, Any, Any], Any], carry: Any
     ) -> Any:
         """carry = fold(layer, attention, carry) over the layers of a dense pass."""
-        state = _State(carry)
+
+        def see(inner: AttentionFn, layer: Layer, q: Array, k: Array, v: Array, kernel: Any) -> Any:
+            nonlocal carry
+            layer.check_can_be_planned()
+            seen = Seen(layer.scaled(q), k, v, _by_head(kernel, q, v), layer.softmax)
+            carry = fold(layer.number, seen, carry)
+            return _as_called(inner, layer, q, k, v)
+
+        self._by_layer(weights, tokens, see)
+        return carry
+
+    def _by_layer(
+        self, weights: Any, tokens: Any, attend: Callable[..., Any], like: AttentionFn | None = None
+    ) -> Any:
+        """The model's output with attend(inner, layer, q, k, v, kernel) as every layer's.
+
+        Linen passes on the arguments that a signature names: that of `like`, or the layer's own.
+        """
+        numbers = itertools.count()
 
         def hook(inner: AttentionFn, kernel: Any) -> AttentionFn:
-            @functools.wraps(inner)
-            def seen(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            @functools.wraps(like or inner)
+            def hooked(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
                 q, k, v = (jnp.asarray(x) for x in (query, key, value))
-                layer = state.next_layer()
-                state.carry = fold(layer, Seen(q, k, v, _by_head(kernel, q, v)), state.carry)
-                return inner(query, key, value, *args, **kwargs)
+                layer = Layer.of(next(numbers), inner, self._computes, args, kwargs, q, k)
+                return attend(inner, layer, q, k, v, kernel)
 
-            return seen
+            return hooked
 
-        self._run(weights, tokens, hook)
-        return state.carry
+        return self._run(weights, tokens, hook)
 
     def profile(self, documents: Any, **how: Any) -> Profile:
-        """`hads.calibrate` of this model; `how` are its remaining keyword arguments."""
+        """`hads.calibrate` of this model; `how` are its remaining keyword arguments.
+
+        First every layer's attention is compared with what HADS plans, on every document.
+        """
         documents = [np.asarray(document) for document in documents]
-        if documents and documents[0].ndim == 1:
-            self._check_is_causal(jnp.asarray(documents[0])[None])
+        check_documents(documents, how.get("vocab_size"))
+        self._check_layers(documents)
         how.setdefault("model_hash", self.hash)
         return calibrate(
             self.observe,
@@ -185,53 +230,49 @@ class Observed:
     def _sparsely(
         self, weights: Any, tokens: Any, choose: Callable[..., Any], corrected: bool = False
     ) -> Any:
-        state = _State(None)
+        def sparse(
+            inner: AttentionFn, layer: Layer, q: Array, k: Array, v: Array, kernel: Any
+        ) -> Any:
+            scaled = layer.scaled(q)
+            mask = choose(layer.number, scaled, k, v, _by_head(kernel, q, v), layer.softmax)
+            if isinstance(mask, InputMask):
+                mask = mask.mask(layer.number, scaled, k)
+            return layer.corrected(mask, q, k, v) if corrected else layer.attend(mask, q, k, v)
 
-        def hook(inner: AttentionFn, kernel: Any) -> AttentionFn:
-            @functools.wraps(attention())
-            def sparse(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-                layer = state.next_layer()
-                q, k, v = (jnp.asarray(x) for x in (query, key, value))
-                mask = choose(layer, q, k, v, _by_head(kernel, q, v), PLAIN)
-                if corrected:
-                    return corrected_attention(q, k, v, mask)
-                if isinstance(mask, InputMask):
-                    return attention(mask, layer=layer)(query, key, value, *args, **kwargs)
-                return attention(mask)(query, key, value, *args, **kwargs)
+        return self._by_layer(weights, tokens, sparse, like=attention())
 
-            return sparse
-
-        return self._run(weights, tokens, hook)
-
-    def _check_is_causal(self, tokens: Array) -> None:
-        """Raises unless plain causal attention in every layer gives the model's own output."""
+    def _check_layers(self, documents: list[Any]) -> None:
+        """Raises unless every layer computes what HADS plans, up to rounding, on every document."""
 
         @jax.jit
-        def distance(weights: Any) -> Array:
-            own = self(weights, tokens).astype(jnp.float32)
-            rule = BlockMask.from_rule(masks.causal(), (tokens.shape[1],) * 2)
-            causal = self._sparsely(weights, tokens, lambda *seen: rule).astype(jnp.float32)
-            return jnp.abs(own - causal).max() / jnp.maximum(jnp.abs(own).max(), 1e-30)
+        def distances(weights: Any, tokens: Array) -> list[tuple[Array, Array]]:
+            found = []
 
-        found = float(distance(self.weights))
-        if not found <= SAME:
-            raise ValueError(
-                "plain causal attention with the scale 1/sqrt(H) in every layer changes the "
-                f"model's output by {found:.3g} of its largest value, but HADS plans such "
-                "attention; it cannot plan windows, bias, soft caps, or attention to later tokens"
-            )
+            def compare(
+                inner: AttentionFn, layer: Layer, q: Array, k: Array, v: Array, kernel: Any
+            ) -> Any:
+                layer.check_can_be_planned()
+                found.append(layer.distance(inner, q, k, v))
+                return _as_called(inner, layer, q, k, v)
+
+            self._by_layer(weights, tokens, compare)
+            return found
+
+        for number, document in enumerate(documents):
+            for layer, pair in enumerate(distances(self.weights, document[None])):
+                found, rounding = map(float, pair)
+                if not found <= rounding:
+                    raise ValueError(
+                        f"layer {layer} does not compute the causal attention that HADS would "
+                        f"plan: on document {number} they differ by {found:.2g} of the largest "
+                        f"value, and rounding explains {rounding:.2g}; give windows as rules, "
+                        "attention(masks.sliding_window(left, 0)), and leave out other masks"
+                    )
 
 
-@dataclasses.dataclass
-class _State:
-    """Of one pass over the layers."""
-
-    carry: Any
-    layers: int = 0
-
-    def next_layer(self) -> int:
-        self.layers += 1
-        return self.layers - 1
+def _as_called(inner: AttentionFn, layer: Layer, q: Array, k: Array, v: Array) -> Any:
+    args, kwargs = layer.call
+    return inner(q, k, v, *args, **kwargs)
 
 
 def _collect(layer: int, seen: Seen, found: list[Seen]) -> list[Seen]:
@@ -241,7 +282,7 @@ def _collect(layer: int, seen: Seen, found: list[Seen]) -> list[Seen]:
 
 def _by_head(kernel: Any, q: Array, v: Array) -> Array:
     """The output projection as [N, Hv, width]."""
-    kernel = jnp.asarray(kernel)
+    kernel = as_array("the output projection", kernel)
     N, Hv = q.shape[2], v.shape[3]
     if kernel.ndim not in (2, 3) or kernel.shape[:-1] not in ((N, Hv), (N * Hv,)):
         raise ValueError(
@@ -249,6 +290,15 @@ def _by_head(kernel: Any, q: Array, v: Array) -> Array:
             f"Hv = {Hv}, got shape {list(kernel.shape)}; pass observed(…, projection=…)"
         )
     return kernel.reshape(N, Hv, kernel.shape[-1])
+
+
+def _check_logits(out: Any) -> None:
+    if getattr(out, "ndim", None) != 3 or out.shape[:2] != (1, 2):
+        shape = f" of shape {list(out.shape)}" if hasattr(out, "shape") else ""
+        raise TypeError(
+            "the model must return logits [B, T, vocab], but for tokens [1, 2] it returns "
+            f"{type(out).__name__}{shape}; pass observed(…, call=…)"
+        )
 
 
 def _is_key(x: Any) -> bool:
@@ -298,7 +348,7 @@ def _run_linen(
         inner = getattr(module, "attention_fn", None)
         if context.method_name != "__call__" or not callable(inner):
             return next_call(*args, **kwargs)
-        hooked = hook(inner, projection(module.variables["params"]))
+        hooked = hook(inner, projection(module.variables.get("params", {})))
         with _replaced(module, hooked):
             return next_call(*args, **kwargs)
 

@@ -48,7 +48,7 @@ from xsake.attention import (
     window_rule,
 )
 from xsake.backends import Sizes, scale_gradient, with_sinks
-from xsake.backends.choice import Explanation, choose
+from xsake.backends.choice import Explanation, choose, report
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask
@@ -171,6 +171,7 @@ def context_attention(
     backend = choose(implementation, settings.call(q, k, v, ring.step_mask(settings, local, 0)))
     if isinstance(method, _Question):
         return method.ask(problem, backend)
+    report(backend)
     if backend.chosen is None:
         raise ValueError(
             f"implementation {implementation!r} cannot run this call: it "
