@@ -135,7 +135,7 @@ def fake_torch(monkeypatch):
     for module in (torch, *packages, cute, sparsity, attention):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(peers, "_time_torch", lambda call: (call(), 1.0)[1])
-    monkeypatch.setattr(peers, "_compiled", lambda fn: fn)
+    monkeypatch.setattr(peers, "compiled", lambda fn: fn)
     return state
 
 

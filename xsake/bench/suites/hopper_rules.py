@@ -1,0 +1,151 @@
+"""The suite `hopper-rules`: causal masks, windows and packed documents on Hopper, beside peers.
+
+    causal       every key before the query
+    window       the last 1,024 keys
+    documents    the keys of the query's own document; documents of 1,200 tokens in the mean
+
+Our own call is measured twice: with the BlockMask made before, and whole, as a user makes it with
+`is_causal`, `local_window_size` or `q_segment_ids`. What peers prepare is made before. Every timed
+result is compared with the float32 reference in the same process; a peer that is missing, fails or
+is wrong has no time, and the record has the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake import masks
+from xsake.attention import dot_product_attention
+from xsake.bench import rule_peers
+from xsake.bench.cases import RunCase
+from xsake.bench.checks import checked_calls
+from xsake.bench.peers import wait_for_torch
+from xsake.bench.suites import Part, Record
+from xsake.bench.timing import Calls, compile_directions, time_queued
+from xsake.block_mask import BlockMask
+
+SHAPES = (  # B, N, K, T, H
+    (1, 16, 16, 16384, 128),
+    (2, 32, 8, 8192, 128),
+    (1, 16, 16, 16384, 64),
+    (4, 16, 16, 4096, 128),
+)
+# keys in the window, mean tokens of a document
+RULES = {"causal": (None, None), "window": (1024, None), "documents": (None, 1200)}
+DIRECTIONS = ("forward", "backward")
+MADE_BEFORE, WHOLE_CALL = "xsake, mask made before", "xsake, whole call"
+
+Timed = tuple[Callable[[], Any], Callable[[Any], Any]]  # a call, and what waits for its result
+
+
+def parts(quick: bool, model: Path | None = None) -> Iterator[Part]:
+    """Every rule at every shape."""
+    for shape in SHAPES[-1:] if quick else SHAPES:
+        for rule in RULES:
+            case = case_of(rule, *shape)
+            yield Part(case.name, functools.partial(records, case))
+
+
+def case_of(rule: str, B: int, N: int, K: int, T: int, H: int) -> RunCase:
+    """A case; grouped heads are written N/K."""
+    heads = str(N) if N == K else f"{N}/{K}"
+    name = f"{rule}, {B}·{heads}·{T}·{H}"
+    window, mean = RULES[rule]
+    case = RunCase(name, B, T, N=N, K=K, H=H, dtype="bfloat16", seed=T)
+    return dataclasses.replace(case, window=window, mean_document=mean)
+
+
+def records(case: RunCase, done: list[Record]) -> Iterator[Record]:
+    """A record for each direction and implementation."""
+    calls, errors = own_calls(case)
+    missing: dict[str, str] = {}
+    for name, peer in rule_peers.PEERS.items():
+        try:
+            found = peer(case)
+        except Exception as problem:  # any exception of another library, and WrongResultError
+            missing[name] = f"{type(problem).__name__}: {problem}"[:300]
+            continue
+        for direction, call in found.items():
+            calls[direction][name] = call, wait_for_torch
+    for direction in DIRECTIONS:
+        times = times_of(calls[direction])
+        for name in (MADE_BEFORE, WHOLE_CALL, *rule_peers.PEERS):
+            record = {
+                "suite": "hopper-rules",
+                "case": case.name,
+                "direction": direction,
+                "implementation": name,
+                "T": case.T,
+                "H": case.H,
+            }
+            if name in missing:
+                yield record | {"missing": missing[name]}
+                continue
+            if name in errors:
+                kind = "output" if direction == "forward" else "gradients"
+                record["error"] = errors[name][kind]
+            yield record | {"median_seconds": times[name]}
+
+
+def own_calls(case: RunCase) -> tuple[dict[str, dict[str, Timed]], dict[str, dict[str, float]]]:
+    """Our calls by direction, and their errors; both are checked."""
+    given = case.arguments(on_device=True)
+    inputs = [given[name] for name in ("query", "key", "value")]
+    ids = jnp.asarray(case.ids())
+    given = {name: x for name, x in given.items() if x is not None} | {"mask": made(case, ids)}
+    compiled: dict[str, Calls] = {
+        MADE_BEFORE: compile_directions(attend_made, inputs, given["mask"]),
+        WHOLE_CALL: compile_directions(functools.partial(attend_whole, case), inputs, ids),
+    }
+    errors = {name: checked_calls(case, given, found) for name, found in compiled.items()}
+    calls: dict[str, dict[str, Timed]] = {direction: {} for direction in DIRECTIONS}
+    for name, found in compiled.items():
+        for direction, (fn, args) in found.items():
+            calls[direction][name] = functools.partial(fn, *args), jax.block_until_ready
+    return calls, errors
+
+
+def made(case: RunCase, ids: Array) -> BlockMask:
+    """The BlockMask of a case."""
+    rule = masks.causal()
+    if case.window is not None:
+        rule = rule & masks.sliding_window(case.window - 1, None)
+    if case.mean_document is not None:
+        rule = rule & masks.documents(ids)
+    return BlockMask.from_rule(rule, (case.T, case.T), batch=case.B)
+
+
+def attend_made(q: Array, k: Array, v: Array, mask: BlockMask) -> Array:
+    """Attention by the hopper backend with a mask made before."""
+    return dot_product_attention(q, k, v, mask=mask, implementation="hopper")
+
+
+def attend_whole(case: RunCase, q: Array, k: Array, v: Array, ids: Array) -> Array:
+    """The same, from what a user passes."""
+    return dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        local_window_size=None if case.window is None else (case.window - 1, None),
+        q_segment_ids=None if case.mean_document is None else ids,
+        implementation="hopper",
+    )
+
+
+def times_of(calls: dict[str, Timed]) -> dict[str, float]:
+    """Median seconds of each call; their rounds take turns."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(3):
+        for name, (call, wait) in calls.items():
+            found[name] += time_queued(call, seconds=0.06, rounds=2, wait=wait).seconds
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
