@@ -17,15 +17,22 @@ RULES = {
     "causal": masks.sliding_window(300, None) & masks.causal(),
     "lengths": masks.lengths(query=jnp.array([400])) & masks.causal(),
     "documents": masks.documents(jnp.arange(500) // 130) & masks.causal(),
+    "documents or first": masks.documents(jnp.arange(500) // 130) | masks.first(4),
+    "sinks and window": masks.causal() & (masks.first(4) | masks.sliding_window(100)),
+    "chunked": masks.chunked(48) & masks.causal(),
     "not": ~masks.first(20),
     "array": masks.array(np.ones((500, 500), bool)) & masks.causal(),
     "array, chunked": masks.array(np.ones((500, 500), bool)) & masks.chunked(100),
 }
 
 
+@pytest.mark.parametrize("join", ["and", "or"])
 @needs_interpreter
-def test_documents_agree_when_interpreted(monkeypatch):
-    """By intervals in the first batch row, by the rule in the second, whose ids are not sorted."""
+def test_documents_agree_when_interpreted(join, monkeypatch):
+    """By intervals in the first batch row, by the rule in the second, whose ids are not sorted.
+
+    With causality one interval for each query, or, with the first keys, two.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import forward_kernel as hopper_forward
@@ -35,7 +42,10 @@ def test_documents_agree_when_interpreted(monkeypatch):
     q, k, v = (jnp.asarray(rng.standard_normal((2, 120, 1, 64)), jnp.bfloat16) for _ in range(3))
     ids = np.stack([np.arange(120) // 50, np.arange(120) % 3])
     ids[:, 115:] = -1
-    mask = BlockMask.from_rule(masks.documents(ids) & masks.causal(), (120, 120), block=(128, 64))
+    of_ids = masks.documents(ids)
+    rule = of_ids & masks.causal() if join == "and" else of_ids | masks.first(7)
+    mask = BlockMask.from_rule(rule, (120, 120), block=(128, 64))
+    assert mask.intervals.shape[2] == (2 if join == "and" else 4)
     assert (np.asarray(mask.intervals)[:, 0, 0, 0] < 0).tolist() == [False, True]
     out, lse = hopper_forward.forward(
         q,
@@ -47,9 +57,10 @@ def test_documents_agree_when_interpreted(monkeypatch):
         scale=0.125,
         interpret=plgpu.InterpretGPUParams(),
     )
+    other = ("causal",) if join == "and" else ("first", 7)
     want, want_lse = oracle.attention(
         *(np.asarray(x, np.float64) for x in (q, k, v)),
-        allowed=oracle.allowed(("and", ("documents", ids, ids), ("causal",)), 2, 1, 120, 120),
+        allowed=oracle.allowed((join, ("documents", ids, ids), other), 2, 1, 120, 120),
         scale=0.125,
     )
     assert oracle.relative_error(out, want) <= 1e-2
@@ -62,6 +73,9 @@ def test_documents_agree_when_interpreted(monkeypatch):
         ("causal", "a window around each query"),
         ("lengths", "an interval of keys for each query"),
         ("documents", "an interval of keys for each query; the rule in batch rows that are not"),
+        ("documents or first", "two intervals of keys for each query; the rule in batch rows"),
+        ("sinks and window", "two intervals of keys for each query"),
+        ("chunked", "an interval of keys for each query"),
         ("not", "the rule, for every token pair"),
         ("array", "a token mask and a window around each query"),
         ("array, chunked", "the rule, for every token pair"),
