@@ -15,7 +15,7 @@ import pytest
 from tools import tables
 from xsake import masks
 from xsake.bench import measure, peers, timing
-from xsake.bench.cases import Case
+from xsake.bench.cases import Case, RunCase
 from xsake.bench.checks import WrongResultError
 from xsake.bench.suites import Record, hopper, hopper_features
 
@@ -152,6 +152,19 @@ def test_flash_attention_4_computes_the_case(fake_torch, name):
     """Forward by lists per query block, backward by lists per key block: both are checked."""
     assert peers.flash_attention_4(CASES[name]) == {"forward": 1.0, "backward": 1.0}
     assert len(fake_torch.lists) == (2 if name == "sparse" else 0)
+
+
+def test_a_case_with_documents_or_a_window_is_checked_with_its_rule(fake_torch):
+    """Causal at least: the same call without it raises."""
+    from flash_attn.cute import flash_attn_func
+
+    def calls(is_causal):
+        case = RunCase("causal", T=64, N=2, H=16)
+        return peers.torch_calls(case, lambda *x: flash_attn_func(*x, causal=is_causal)[0])
+
+    assert list(calls(True)) == ["forward", "backward"]
+    with pytest.raises(WrongResultError, match="no time is reported"):
+        calls(False)
 
 
 def test_flex_attention_computes_the_case(fake_torch):

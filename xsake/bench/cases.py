@@ -156,6 +156,15 @@ class RunCase(Case):
         """The document of every token, int32 [B, T]; they rise from 0."""
         return (np.cumsum(self.document_starts(), axis=1) - 1).astype(np.int32)
 
+    def arguments(self, on_device: bool = False) -> dict[str, Any]:
+        """As of any case; the mask is the rule, with the documents in it."""
+        rule = masks.causal()
+        if self.window is not None:
+            rule = rule & masks.sliding_window(self.window - 1, None)
+        if self.mean_document is not None:
+            rule = rule & masks.documents(jnp.asarray(self.ids()))
+        return super().arguments(on_device) | {"mask": rule}
+
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
         """The first key that each query sees, and the one after the last: int32 [B, T] each."""
         q = np.broadcast_to(np.arange(self.T, dtype=np.int32), (self.B, self.T))

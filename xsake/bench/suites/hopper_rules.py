@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from xsake import masks
 from xsake.attention import dot_product_attention
 from xsake.bench import rule_peers
 from xsake.bench.cases import RunCase
@@ -101,9 +100,10 @@ def own_calls(case: RunCase) -> tuple[dict[str, dict[str, Timed]], dict[str, dic
     given = case.arguments(on_device=True)
     inputs = [given[name] for name in ("query", "key", "value")]
     ids = jnp.asarray(case.ids())
-    given = {name: x for name, x in given.items() if x is not None} | {"mask": made(case, ids)}
+    mask = BlockMask.from_rule(given["mask"], (case.T, case.T), batch=case.B)
+    given = {name: x for name, x in given.items() if x is not None} | {"mask": mask}
     compiled: dict[str, Calls] = {
-        MADE_BEFORE: compile_directions(attend_made, inputs, given["mask"]),
+        MADE_BEFORE: compile_directions(attend_made, inputs, mask),
         WHOLE_CALL: compile_directions(functools.partial(attend_whole, case), inputs, ids),
     }
     errors = {name: checked_calls(case, given, found) for name, found in compiled.items()}
@@ -112,16 +112,6 @@ def own_calls(case: RunCase) -> tuple[dict[str, dict[str, Timed]], dict[str, dic
         for direction, (fn, args) in found.items():
             calls[direction][name] = functools.partial(fn, *args), jax.block_until_ready
     return calls, errors
-
-
-def made(case: RunCase, ids: Array) -> BlockMask:
-    """The BlockMask of a case."""
-    rule = masks.causal()
-    if case.window is not None:
-        rule = rule & masks.sliding_window(case.window - 1, None)
-    if case.mean_document is not None:
-        rule = rule & masks.documents(ids)
-    return BlockMask.from_rule(rule, (case.T, case.T), batch=case.B)
 
 
 def attend_made(q: Array, k: Array, v: Array, mask: BlockMask) -> Array:
