@@ -115,6 +115,24 @@ def test_intervals_are_the_keys_that_a_rule_allows():
         assert all(in_order) or not always, name
 
 
+def test_documents_of_one_array_have_the_intervals_of_two():
+    """With causality no second search is needed; padding and ids out of order are as before."""
+    specs = interval_specs(2, 12, 12)
+    names = ("in order", "one row out of order", "padding at the end", "padding at the start")
+    ids = [spec[1][1] if spec[0] == "and" else spec[1] for spec, _ in map(specs.get, names)]
+
+    @jax.jit
+    def both(q_ids, kv_ids):
+        limits = masks.causal() & masks.sliding_window(7, None)
+        rules = (masks.documents(q_ids), masks.documents(q_ids, kv_ids))
+        return [intervals.intervals_of(limits & rule, (12, 12)) for rule in rules]
+
+    array = jnp.asarray(np.concatenate(ids), jnp.int32)
+    one, two = both(array, jnp.array(array))
+    assert (one == two).all()
+    assert (one < 0).all((1, 2, 3)).tolist() == [False] * 3 + [True] + [False] * 4
+
+
 @pytest.mark.parametrize("name", ["strided", "three", "two and two", "not documents", "array"])
 def test_rules_of_another_kind_have_no_intervals(name):
     """More than two intervals, gaps, complements: the rule itself decides."""

@@ -35,16 +35,16 @@ def hopper_rules(records: list[Record]) -> Cells:
 
 
 def _milliseconds(row: dict[tuple[str, str], float], name: str) -> str:
-    if (name, "forward") not in row:
-        return ""
-    return " / ".join(f"{1e3 * row[name, direction]:.3f}" for direction in DIRECTIONS)
+    """Forward / backward; a whole call has a forward only."""
+    found = [row[name, direction] for direction in DIRECTIONS if (name, direction) in row]
+    return " / ".join(f"{1e3 * seconds:.3f}" for seconds in found)
 
 
 def _speedup(row: dict[tuple[str, str], float], own: str) -> str:
     cells = []
     for direction in DIRECTIONS:
         peers = [row[peer, direction] for peer in PEERS if (peer, direction) in row]
-        if not peers:
-            return ""
+        if not peers or (own, direction) not in row:
+            continue
         cells.append(f"{min(peers) / row[own, direction]:.2f}")
     return " / ".join(cells)

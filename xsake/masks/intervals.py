@@ -30,16 +30,19 @@ NOT_AN_INTERVAL = -1  # all integers of every query of a batch row that the rule
 MOST = 2  # intervals of a query
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def intervals_of(rule: Rule | None, shape: tuple[int, int]) -> Array | None:
     """The rule as (lo, hi) or (lo, hi, lo, hi) of every query, int32 [B|1, 1, 2|4, T].
 
     None if the rule is not of this kind.
     """
-    if rule is None:
-        return None
+    return None if rule is None else _intervals_of(rule, shape, _shares_ids(rule))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _intervals_of(rule: Rule, shape: tuple[int, int], shares_ids: bool) -> Array | None:
     T, S = shape
-    found = _find(rule, _At(T, S, jnp.arange(T, dtype=jnp.int32)[None]))
+    at = _At(T, S, jnp.arange(T, dtype=jnp.int32)[None], shares_ids=shares_ids)
+    found = _find(rule, at)
     if found is None:
         return None
     ends = [
@@ -115,6 +118,8 @@ class _At(NamedTuple):
     q: Array  # positions of the queries, int32 [B|1, T]
     kv_positions: Array | None = None  # int32 [B|1, S]; None: the indices
     has_positions: bool = False  # whether any positions are given
+    shares_ids: bool = False  # whether queries and keys of documents have the same ids
+    is_causal: bool = False  # whether keys after the query's index are hidden by another rule
 
 
 class _Found(NamedTuple):
@@ -133,11 +138,16 @@ def _find(rule: Rule, at: _At) -> Runs | None:
     match rule:
         case Everything():
             return (_Found(None, None),)
-        case And() | Or():
+        case And():
+            sides = (rule.a, rule.b), (rule.b, rule.a)
+            a, b = (
+                _find(one, at._replace(is_causal=at.is_causal or _is_causal(other, at)))
+                for one, other in sides
+            )
+            return None if a is None or b is None else _and(a, b)
+        case Or():
             a, b = _find(rule.a, at), _find(rule.b, at)
-            if a is None or b is None:
-                return None
-            return _and(a, b) if isinstance(rule, And) else _or(a, b)
+            return None if a is None or b is None else _or(a, b)
         case carrying.Positioned():
             return _positioned(rule, at)
     found = _find_one(rule, at)
@@ -253,13 +263,33 @@ def _documents(rule: carrying.Documents, at: _At) -> _Found:
         return jnp.where(ids >= 0, ids, jnp.where(ids[:, :1] < 0, -1, INT_MAX))
 
     q, kv = keys(rule.q_ids), keys(rule.kv_ids)
-    lo, hi = (_search(kv, q, side=side) for side in ("left", "right"))
+    lo = _search(kv, q, side="left")
+    if at.shares_ids and at.is_causal:  # the query's own key is in its document: no other search
+        hi = jnp.arange(1, at.T + 1, dtype=jnp.int32)[None]
+    else:
+        hi = _search(kv, q, side="right")
     hi = jnp.where(rule.q_ids >= 0, hi, lo)
     # A document whose id is that of padding would see it.
     q_in_order, kv_in_order = _rises(q) & (rule.q_ids < INT_MAX), _rises(kv)
     if at.T == at.S:  # one reduction; where both are the same ids, XLA drops the second half
         return _Found(lo, hi, (q_in_order & kv_in_order).all(-1))
     return _Found(lo, hi, q_in_order.all(-1) & kv_in_order.all(-1))
+
+
+def _is_causal(rule: Rule, at: _At) -> bool:
+    """Whether the rule hides the keys after a query's own index."""
+    match rule:
+        case positional.Window():
+            return not at.has_positions and rule.right is not None and rule.right <= 0
+        case And():
+            return _is_causal(rule.a, at) or _is_causal(rule.b, at)
+    return False
+
+
+def _shares_ids(rule: Rule) -> bool:
+    """Whether the ids of queries and keys are one array in all documents of the rule."""
+    of_ids = (part for part in _parts(rule) if isinstance(part, carrying.Documents))
+    return all(part.q_ids is part.kv_ids for part in of_ids)
 
 
 def _rises(x: Array) -> Array:

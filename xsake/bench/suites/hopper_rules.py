@@ -4,8 +4,9 @@
     window       the last 1,024 keys
     documents    the keys of the query's own document; documents of 1,200 tokens in the mean
 
-Our own call is measured twice: with the BlockMask made before, and whole, as a user makes it with
-`is_causal`, `local_window_size` or `q_segment_ids`. What peers prepare is made before. Every timed
+Our own call is measured with the BlockMask made before, and whole, as a user makes it with
+`is_causal`, `local_window_size` or `q_segment_ids`. The whole call has a forward only: it saves the
+BlockMask, so that its backward is the other one's. What peers prepare is made before. Every timed
 result is compared with the float32 reference in the same process; a peer that is missing, fails or
 is wrong has no time, and the record has the reason.
 """
@@ -26,10 +27,10 @@ from jax import Array
 from xsake.attention import dot_product_attention
 from xsake.bench import rule_peers
 from xsake.bench.cases import RunCase
-from xsake.bench.checks import checked_calls
+from xsake.bench.checks import checked
 from xsake.bench.peers import wait_for_torch
 from xsake.bench.suites import Part, Record
-from xsake.bench.timing import Calls, compile_directions, time_queued
+from xsake.bench.timing import compile_directions, time_queued
 from xsake.block_mask import BlockMask
 
 SHAPES = (  # B, N, K, T, H
@@ -78,6 +79,8 @@ def records(case: RunCase, done: list[Record]) -> Iterator[Record]:
     for direction in DIRECTIONS:
         times = times_of(calls[direction])
         for name in (MADE_BEFORE, WHOLE_CALL, *rule_peers.PEERS):
+            if name == WHOLE_CALL and direction == "backward":
+                continue
             record = {
                 "suite": "hopper-rules",
                 "case": case.name,
@@ -90,27 +93,30 @@ def records(case: RunCase, done: list[Record]) -> Iterator[Record]:
                 yield record | {"missing": missing[name]}
                 continue
             if name in errors:
-                kind = "output" if direction == "forward" else "gradients"
-                record["error"] = errors[name][kind]
+                record["error"] = errors[name]["output" if direction == "forward" else "gradients"]
             yield record | {"median_seconds": times[name]}
 
 
 def own_calls(case: RunCase) -> tuple[dict[str, dict[str, Timed]], dict[str, dict[str, float]]]:
-    """Our calls by direction, and their errors; both are checked."""
+    """Our calls by direction, and their errors."""
     given = case.arguments(on_device=True)
     inputs = [given[name] for name in ("query", "key", "value")]
     ids = jnp.asarray(case.ids())
     mask = BlockMask.from_rule(given["mask"], (case.T, case.T), batch=case.B)
     given = {name: x for name, x in given.items() if x is not None} | {"mask": mask}
-    compiled: dict[str, Calls] = {
-        MADE_BEFORE: compile_directions(attend_made, inputs, mask),
-        WHOLE_CALL: compile_directions(functools.partial(attend_whole, case), inputs, ids),
+    found = compile_directions(attend_made, inputs, mask)
+    whole = jax.jit(functools.partial(attend_whole, case)).lower(*inputs, ids).compile()
+    back, (_, d_out) = found["backward"]
+    out, gradients = found["forward"][0](*found["forward"][1]), back(*found["backward"][1])
+    errors = {
+        MADE_BEFORE: checked(case, given, d_out, out, gradients),
+        WHOLE_CALL: checked(case, given, d_out, whole(*inputs, ids), gradients),
     }
-    errors = {name: checked_calls(case, given, found) for name, found in compiled.items()}
-    calls: dict[str, dict[str, Timed]] = {direction: {} for direction in DIRECTIONS}
-    for name, found in compiled.items():
-        for direction, (fn, args) in found.items():
-            calls[direction][name] = functools.partial(fn, *args), jax.block_until_ready
+    calls: dict[str, dict[str, Timed]] = {
+        direction: {MADE_BEFORE: (functools.partial(fn, *args), jax.block_until_ready)}
+        for direction, (fn, args) in found.items()
+    }
+    calls["forward"][WHOLE_CALL] = functools.partial(whole, *inputs, ids), jax.block_until_ready
     return calls, errors
 
 
