@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 
@@ -14,6 +15,7 @@ from xsake.bench import rule_peers
 from xsake.bench.cases import RunCase
 from xsake.bench.checks import WrongResultError
 from xsake.bench.suites import hopper_rules
+from xsake.bench.timing import Timing
 from xsake.block_mask import BlockMask
 
 CASES = {
@@ -200,3 +202,17 @@ def test_every_direction_is_checked_and_compared(measured):
 def test_a_wrong_whole_call_has_no_time(measured):
     with pytest.raises(WrongResultError, match="no time is reported"):
         measured(scale=1.5)
+
+
+def test_calls_take_turns_from_another_one_on(monkeypatch):
+    """So that no call always follows the same one; the first round of a turn does not count."""
+    asked = []
+
+    def time_queued(call, seconds, rounds, wait):
+        asked.append(call())
+        return Timing((1e9, *[float(len(asked))] * (rounds - 1)))
+
+    monkeypatch.setattr(hopper_rules, "time_queued", time_queued)
+    found = hopper_rules.times_of({name: (functools.partial(str, name), str) for name in "abc"})
+    assert "".join(asked) == "abcbcacab"
+    assert found == {"a": 6.0, "b": 4.0, "c": 5.0}

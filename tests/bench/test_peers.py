@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -165,6 +167,31 @@ def test_a_case_with_documents_or_a_window_is_checked_with_its_rule(fake_torch):
     assert list(calls(True)) == ["forward", "backward"]
     with pytest.raises(WrongResultError, match="no time is reported"):
         calls(False)
+
+
+def test_a_captured_call_keeps_what_its_graph_reads(fake_torch):
+    """A graph replays addresses: memory that was freed may hold anything by then."""
+    replays = []
+
+    class Graph:
+        def replay(self):
+            replays.append(self)
+
+    torch = sys.modules["torch"]
+    torch.cuda.CUDAGraph, torch.cuda.current_stream = Graph, lambda: None
+    torch.cuda.graph = lambda graph, stream, capture_error_mode: contextlib.nullcontext()
+
+    class Owned:
+        def __call__(self):
+            return None
+
+    call = Owned()
+    alive, replay = weakref.ref(call), peers.captured(call)
+    del call
+    gc.collect()
+    assert alive() is not None
+    replay()
+    assert len(replays) == 1
 
 
 def test_flex_attention_computes_the_case(fake_torch):

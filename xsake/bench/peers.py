@@ -196,7 +196,11 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
         call()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         call()
-    replay: Callable[[], Any] = graph.replay
+
+    def replay() -> Callable[[], Any]:
+        graph.replay()
+        return call  # which owns the tensors that the graph reads
+
     return replay
 
 

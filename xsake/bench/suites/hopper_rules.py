@@ -139,9 +139,13 @@ def attend_whole(case: RunCase, q: Array, k: Array, v: Array, ids: Array) -> Arr
 
 
 def times_of(calls: dict[str, Timed]) -> dict[str, float]:
-    """Median seconds of each call; their rounds take turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(3):
-        for name, (call, wait) in calls.items():
-            found[name] += time_queued(call, seconds=0.06, rounds=2, wait=wait).seconds
+    """Median seconds of each call; they take turns, each time from another one on.
+
+    The first round of a turn does not count: the GPU's clock still follows the call before it.
+    """
+    names, found = list(calls), {name: list[float]() for name in calls}
+    for turn in range(3):
+        for name in names[turn:] + names[:turn]:
+            call, wait = calls[name]
+            found[name] += time_queued(call, seconds=0.06, rounds=3, wait=wait).seconds[1:]
     return {name: statistics.median(seconds) for name, seconds in found.items()}
