@@ -124,13 +124,19 @@ def _intervals(mask: BlockMask, *, by_key: bool = False) -> Array | None:
     def as_asked(pairs: Array | None) -> Array | None:
         return intervals.transposed(pairs, mask.shape[1]) if by_key and pairs is not None else pairs
 
-    rule = mask.rule
-    if mask.intervals is not None or rule is None or rule.has_data:
+    if (rule := _with_constant_intervals(mask)) is None:
         return as_asked(mask.intervals)
-    if isinstance(rule, Everything) or _window_and_tiles(rule) is not None:
-        return None
     with jax.ensure_compile_time_eval():  # constants of the compiled program
         return as_asked(intervals.intervals_of(rule, mask.shape))
+
+
+def _with_constant_intervals(mask: BlockMask) -> Rule | None:
+    """The mask's rule if it has no arrays and is no window, whose bounds kernels compute."""
+    rule = mask.rule
+    if mask.intervals is not None or rule is None or rule.has_data:
+        return None
+    is_simpler = isinstance(rule, Everything) or _window_and_tiles(rule) is not None
+    return None if is_simpler else rule
 
 
 def _given_intervals(mask: BlockMask) -> dict[str, Any]:
@@ -168,7 +174,10 @@ def form(mask: BlockMask) -> str:
         if not tiles:
             return "a window around each query"
         return "a token mask" + ("" if window == (FAR, FAR) else " and a window around each query")
-    if (pairs := _intervals(mask)) is None:
+    pairs: Any = mask.intervals
+    if (rule := _with_constant_intervals(mask)) is not None:
+        pairs = jax.eval_shape(lambda: intervals.intervals_of(rule, mask.shape))
+    if pairs is None:
         return "the rule, for every token pair"
     words = "an interval" if pairs.shape[2] == 2 else "two intervals"
     if intervals.always_intervals(mask.rule):
