@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 import xsake
 from tests import oracle
 from tests.conditions import needs_interpreter
-from xsake import BlockMask, _jax, masks
-from xsake.backends import kernel_rule
+from tests.specs import to_rule
+from xsake import BlockMask, Options, _jax, masks
+from xsake.backends import Call, hopper, kernel_rule
+from xsake.backends.options import BackwardTiling, ForwardTiling
 
 RULES = {
     "causal": masks.sliding_window(300, None) & masks.causal(),
@@ -89,3 +93,45 @@ def test_explain_says_what_partial_blocks_evaluate(name, form, monkeypatch):
     assert explanation.chosen == "hopper"
     assert explanation.partial_blocks.startswith(form)
     assert form in str(explanation)
+
+
+IDS = np.repeat([[0, 1, 4]], (35, 20, 35), axis=1)
+TWO = {
+    "documents or first": ("or", ("documents", IDS, IDS), ("first", 7)),
+    "first and window": ("and", ("causal",), ("or", ("first", 5), ("sliding_window", 20, 20))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO)
+@needs_interpreter
+def test_gradients_by_two_intervals_agree_when_interpreted(name, monkeypatch):
+    """Of queries, by intervals of keys; of keys and values, by intervals of queries."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import backward_kernel, forward_kernel
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    for module, entry in ((forward_kernel, "forward"), (backward_kernel, "backward")):
+        run = functools.partial(getattr(module, entry), interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(module, entry, run)
+    T, rng = 90, np.random.default_rng(0)
+    x = oracle.random_inputs(rng, 1, T, T, 1, 1, 64)
+    x = {key: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float64) for key, value in x.items()}
+    mask = BlockMask.from_rule(to_rule(TWO[name]), (T, T), block=(64, 64))
+    tilings = {"hopper_forward": ForwardTiling(), "hopper_backward": BackwardTiling()}
+    options = Options(deterministic=True, **tilings)
+
+    def attend(q, k, v):
+        return hopper.forward(Call(q, k, v, None, mask, 0.125, None, options))
+
+    jax.clear_caches()  # so that the kernels are traced again, through the functions above
+    given = [jnp.asarray(x[key], jnp.bfloat16) for key in ("q", "k", "v")]
+    (out, _), pull_back = jax.vjp(attend, *given)
+    d_lse = jnp.asarray(x["d_lse"], jnp.float32)
+    found = pull_back((jnp.asarray(x["d_out"], out.dtype), d_lse))
+    jax.clear_caches()
+    allowed = oracle.allowed(TWO[name], 1, 1, T, T)
+    want = oracle.attention_grads(**x, allowed=allowed, scale=0.125)
+    for key, gradient in zip(("dq", "dk", "dv"), found, strict=True):
+        assert oracle.relative_error(gradient, want[key]) <= 1e-2, key
