@@ -80,7 +80,7 @@ def flash_attention_4(case: RunCase) -> dict[str, Callable[[], Any]]:
 
 
 def document_bounds(case: RunCase) -> np.ndarray:
-    """Where documents begin in all tokens of the batch, and their number: int32 [documents + 1]."""
+    """Where documents begin among all tokens of the batch, and where the last one ends: int32."""
     starts = np.flatnonzero(case.document_starts())
     return np.append(starts, case.B * case.T).astype(np.int32)
 
