@@ -150,7 +150,7 @@ def compiled(signature: Signature, backend: str):
             k,
             v,
             learned.get("bias"),
-            _mask(signature, arrays),
+            mask_of(signature, arrays),
             scale=signature.scale,
             logits_soft_cap=signature.soft_cap,
             sinks=learned.get("sinks"),
@@ -169,7 +169,8 @@ def compiled(signature: Signature, backend: str):
     return run
 
 
-def _mask(signature: Signature, arrays):
+def mask_of(signature: Signature, arrays):
+    """The argument `mask` of the call."""
     B, T, S, N, *_ = signature.sizes
     rule = fill(signature.rule, arrays)
     match signature.form:

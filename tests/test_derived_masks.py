@@ -78,6 +78,14 @@ def test_derived_masks_carry_intervals(monkeypatch):
         assert (((k >= lo) & (k < hi)) == want).all()
     spec = causal.partition_spec("rows").intervals
     assert spec == jax.sharding.PartitionSpec("rows", None, None, None)
+    first = masks.first(3) | masks.sliding_window(9, 0)
+    two = mask & first
+    assert two.intervals.shape == two.transpose().intervals.shape == (B, 1, 4, T)
+    lo, hi, *other = np.moveaxis(np.asarray(two.intervals), 2, 0)[..., None]
+    seen = ((k >= lo) & (k < hi)) | ((k >= other[0]) & (k < other[1]))
+    by_rule = (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] >= 0)
+    assert (seen == (by_rule & ((k < 3) | (k <= q) & (q - k <= 9)))[:, None]).all()
+    assert (two & first).intervals is None
     assert (mask & masks.strided(3)).intervals is None
     assert BlockMask.from_rule(masks.causal(), (T, S), block=block).intervals is None
 

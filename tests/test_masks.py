@@ -67,11 +67,26 @@ def interval_specs(B, T, S):
         "chunks": (("and", ("chunked", 7), ("lengths", None, kv_lengths)), [True, True]),
         "rising": (("positions", ("sliding_window", 5, 2), rising, kv_rising), [True, True]),
         "falling": (("positions", causal, rising[:, ::-1], None), [False, False]),
+        "documents or first": (("or", ("documents", mixed, kv_ids), ("first", 3)), [True, False]),
+        "prefix or window": (
+            (
+                "and",
+                ("or", ("sliding_window", 3, 0), ("prefix", kv_lengths)),
+                ("lengths", lengths, None),
+            ),
+            [True, True],
+        ),
         "everywhere": (
             ("and", ("sliding_window", 2**31 - 1, 0), ("prefix", kv_lengths)),
             [True] * 2,
         ),
     }
+
+
+def inside(ends, at):
+    """Whether indices are in any of the intervals: (lo, hi, …) [2|4, L, 1], [M] -> bool [L, M]."""
+    runs = zip(ends[::2], ends[1::2], strict=True)
+    return np.any([(at >= lo) & (at < hi) for lo, hi in runs], axis=0)
 
 
 def test_intervals_are_the_keys_that_a_rule_allows():
@@ -87,25 +102,44 @@ def test_intervals_are_the_keys_that_a_rule_allows():
     for name, (by_query, by_key) in jax.jit(both)(rules).items():  # one program
         spec, in_order = specs[name]
         see = oracle.allowed(spec, B, N, T, S)[:, 0]
-        (q_lo, q_hi), (k_lo, k_hi) = (
-            np.moveaxis(np.broadcast_to(x[:, 0], (B, *x.shape[2:])), 1, 0)
-            for x in (by_query, by_key)
+        assert by_query.shape[2] == by_key.shape[2] == (4 if " or " in name else 2)
+        keys, queries = (
+            np.broadcast_to(x[:, 0], (B, *x.shape[2:]))[..., None] for x in (by_query, by_key)
         )
-        assert ((q_lo >= 0).all(-1) == in_order).all(), name
-        assert ((k_lo >= 0).all(-1) == in_order).all(), name
-        q, k = np.ogrid[:T, :S]
+        assert ((keys >= 0).all((1, 2, 3)) == in_order).all(), name
+        assert ((queries >= 0).all((1, 2, 3)) == in_order).all(), name
         for b in np.flatnonzero(in_order):
-            assert (((k >= q_lo[b, :, None]) & (k < q_hi[b, :, None])) == see[b]).all(), name
-            assert (((q >= k_lo[b]) & (q < k_hi[b])) == see[b]).all(), name
+            assert (inside(keys[b], np.arange(S)) == see[b]).all(), name
+            assert (inside(queries[b], np.arange(T)) == see[b].T).all(), name
         always = intervals.always_intervals(rules[name])
         assert all(in_order) or not always, name
 
 
-@pytest.mark.parametrize("name", ["strided", "documents or first", "not documents", "array"])
+def test_documents_of_one_array_have_the_intervals_of_two():
+    """With causality no second search is needed; padding and ids out of order are as before."""
+    specs = interval_specs(2, 12, 12)
+    names = ("in order", "one row out of order", "padding at the end", "padding at the start")
+    ids = [spec[1][1] if spec[0] == "and" else spec[1] for spec, _ in map(specs.get, names)]
+
+    @jax.jit
+    def both(q_ids, kv_ids):
+        limits = masks.causal() & masks.sliding_window(7, None)
+        rules = (masks.documents(q_ids), masks.documents(q_ids, kv_ids))
+        return [intervals.intervals_of(limits & rule, (12, 12)) for rule in rules]
+
+    array = jnp.asarray(np.concatenate(ids), jnp.int32)
+    one, two = both(array, jnp.array(array))
+    assert (one == two).all()
+    assert (one < 0).all((1, 2, 3)).tolist() == [False] * 3 + [True] + [False] * 4
+
+
+@pytest.mark.parametrize("name", ["strided", "three", "two and two", "not documents", "array"])
 def test_rules_of_another_kind_have_no_intervals(name):
-    """Two intervals, gaps, complements: the rule itself decides."""
+    """More than two intervals, gaps, complements: the rule itself decides."""
     specs = zoo(*SIZES[1])
-    specs["documents or first"] = ("or", specs["documents"], ("first", 3))
+    two = ("or", specs["documents"], ("first", 3))
+    specs["three"] = ("or", two, ("sliding_window", 4, 4))
+    specs["two and two"] = ("and", two, ("or", ("sliding_window", 4, 4), ("first", 2)))
     rule = to_rule(specs[name])
     assert jax.eval_shape(lambda: intervals.intervals_of(rule, SIZES[1][2:])) is None
 

@@ -25,6 +25,7 @@ from tools import (
     first_call_tables,
     nsa_tables,
     parallel_tables,
+    rule_tables,
     task_tables,
     tpu_tables,
 )
@@ -447,6 +448,7 @@ def of_cells(cells: Callable[[Any], Any], report: Any) -> str:
 TABLES: dict[str, Callable[[Any], str]] = {
     "hopper": hopper,
     "hopper-bias": functools.partial(of_cells, bias_tables.hopper_bias),
+    "hopper-rules": functools.partial(of_cells, rule_tables.hopper_rules),
     "hopper-costs": hopper_costs,
     "hopper-features": features,
     "hopper-memory": memory,

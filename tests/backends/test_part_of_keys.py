@@ -62,6 +62,7 @@ def test_parts_add_up_in_the_tpu_kernels(monkeypatch):
     assert largest_error("tpu", 8, jnp.float32, (16, 16)) <= 1e-5
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_parts_add_up_in_the_hopper_kernels(monkeypatch):
     monkeypatch.setattr("tests.backends.test_part_of_keys.T", 512)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,7 @@ import pytest
 from tools import tables
 from xsake import masks
 from xsake.bench import measure, peers, timing
-from xsake.bench.cases import Case
+from xsake.bench.cases import Case, RunCase
 from xsake.bench.checks import WrongResultError
 from xsake.bench.suites import Record, hopper, hopper_features
 
@@ -135,7 +137,7 @@ def fake_torch(monkeypatch):
     for module in (torch, *packages, cute, sparsity, attention):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(peers, "_time_torch", lambda call: (call(), 1.0)[1])
-    monkeypatch.setattr(peers, "_compiled", lambda fn: fn)
+    monkeypatch.setattr(peers, "compiled", lambda fn: fn)
     return state
 
 
@@ -152,6 +154,44 @@ def test_flash_attention_4_computes_the_case(fake_torch, name):
     """Forward by lists per query block, backward by lists per key block: both are checked."""
     assert peers.flash_attention_4(CASES[name]) == {"forward": 1.0, "backward": 1.0}
     assert len(fake_torch.lists) == (2 if name == "sparse" else 0)
+
+
+def test_a_case_with_documents_or_a_window_is_checked_with_its_rule(fake_torch):
+    """Causal at least: the same call without it raises."""
+    from flash_attn.cute import flash_attn_func
+
+    def calls(is_causal):
+        case = RunCase("causal", T=64, N=2, H=16)
+        return peers.torch_calls(case, lambda *x: flash_attn_func(*x, causal=is_causal)[0])
+
+    assert list(calls(True)) == ["forward", "backward"]
+    with pytest.raises(WrongResultError, match="no time is reported"):
+        calls(False)
+
+
+def test_a_captured_call_keeps_what_its_graph_reads(fake_torch):
+    """A graph replays addresses: memory that was freed may hold anything by then."""
+    replays = []
+
+    class Graph:
+        def replay(self):
+            replays.append(self)
+
+    torch = sys.modules["torch"]
+    torch.cuda.CUDAGraph, torch.cuda.current_stream = Graph, lambda: None
+    torch.cuda.graph = lambda graph, stream, capture_error_mode: contextlib.nullcontext()
+
+    class Owned:
+        def __call__(self):
+            return None
+
+    call = Owned()
+    alive, replay = weakref.ref(call), peers.captured(call)
+    del call
+    gc.collect()
+    assert alive() is not None
+    replay()
+    assert len(replays) == 1
 
 
 def test_flex_attention_computes_the_case(fake_torch):

@@ -8,10 +8,10 @@
 Kernels evaluate a KernelRule, never a Rule. At present Mosaic GPU decides which operations a user's
 function may have (`_LOWERS`).
 
-Windows, and masks with intervals, become an interval of keys for each query (`by_query`), or of
-queries for each key (`by_key`). A kernel takes the one whose integers it reads once per work tile.
-Where the data may be out of order, the translated rule is its `otherwise`. A conjunction of windows
-and token arrays is an interval and tiles.
+Windows, and masks with intervals, become one or two intervals of keys for each query (`by_query`),
+or of queries for each key (`by_key`). A kernel takes the one whose integers it reads once per work
+tile. Where the data may be out of order, the translated rule is its `otherwise`. A conjunction of
+windows and token arrays is an interval and tiles.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class KernelRule(NamedTuple):
     rows: tuple[Array, ...] = ()  # int32 [B|1, T] or [B|1, integers, T] each, by query
     columns: tuple[Array, ...] = ()  # int32 [B|1, S] or [B|1, integers, S] each, by key
     # Instead of `allows`: a token is allowed with indices of the other axis from lo to hi - 1, none
-    # of them past the last key. (lo, hi) are its two integers of rows or columns; a rule without
-    # arrays computes bounds(index).
+    # of them past the last key. (lo, hi) are its two integers of rows or columns, or (lo, hi, lo,
+    # hi) of two intervals; windows compute bounds(index).
     is_interval: bool = False
     bounds: Callable[[Any], tuple[Any, Any]] | None = None
     # Token masks, bool [B|1, N|1, T|1, S|1] each. An interval rule allows what they all allow too.
@@ -88,8 +88,8 @@ def translate(rule: Rule | None, T: int, S: int, *, reads_tiles: bool = False) -
 def by_query(mask: BlockMask) -> KernelRule | None:
     """The mask's rule for kernels over row blocks: where it can, an interval of keys a query."""
     T, S = mask.shape
-    if mask.intervals is not None:
-        return KernelRule(None, rows=(mask.intervals[:, 0],), **_given_intervals(mask))
+    if (pairs := _intervals(mask)) is not None:
+        return KernelRule(None, rows=(pairs[:, 0],), **_given_intervals(mask))
     if (found := _window_and_tiles(mask.rule)) is None:
         return translate(mask.rule, T, S, reads_tiles=True)
     (left, right), tiles = found
@@ -103,8 +103,7 @@ def by_query(mask: BlockMask) -> KernelRule | None:
 def by_key(mask: BlockMask) -> KernelRule | None:
     """The mask's rule for kernels over kv blocks: where it can, an interval of queries a key."""
     T, S = mask.shape
-    if mask.intervals is not None:
-        queries = intervals.transposed(mask.intervals, S)
+    if (queries := _intervals(mask, by_key=True)) is not None:
         return KernelRule(None, columns=(queries[:, 0],), **_given_intervals(mask))
     if (found := _window_and_tiles(mask.rule)) is None:
         return translate(mask.rule, T, S, reads_tiles=True)
@@ -114,6 +113,30 @@ def by_key(mask: BlockMask) -> KernelRule | None:
         return jnp.where(k < S, k - right, INT_MAX), k + (left + 1)
 
     return KernelRule(None, is_interval=True, bounds=queries_of, tiles=tiles)
+
+
+def _intervals(mask: BlockMask, *, by_key: bool = False) -> Array | None:
+    """The mask's own intervals, or those of a rule without arrays, unless it is a window.
+
+    by_key: the intervals of queries for each key, instead of keys for each query.
+    """
+
+    def as_asked(pairs: Array | None) -> Array | None:
+        return intervals.transposed(pairs, mask.shape[1]) if by_key and pairs is not None else pairs
+
+    if (rule := _with_constant_intervals(mask)) is None:
+        return as_asked(mask.intervals)
+    with jax.ensure_compile_time_eval():  # constants of the compiled program
+        return as_asked(intervals.intervals_of(rule, mask.shape))
+
+
+def _with_constant_intervals(mask: BlockMask) -> Rule | None:
+    """The mask's rule if it has no arrays and is no window, whose bounds kernels compute."""
+    rule = mask.rule
+    if mask.intervals is not None or rule is None or rule.has_data:
+        return None
+    is_simpler = isinstance(rule, Everything) or _window_and_tiles(rule) is not None
+    return None if is_simpler else rule
 
 
 def _given_intervals(mask: BlockMask) -> dict[str, Any]:
@@ -151,11 +174,15 @@ def form(mask: BlockMask) -> str:
         if not tiles:
             return "a window around each query"
         return "a token mask" + ("" if window == (FAR, FAR) else " and a window around each query")
-    if mask.intervals is None:
+    pairs: Any = mask.intervals
+    if (rule := _with_constant_intervals(mask)) is not None:
+        pairs = jax.eval_shape(lambda: intervals.intervals_of(rule, mask.shape))
+    if pairs is None:
         return "the rule, for every token pair"
+    words = "an interval" if pairs.shape[2] == 2 else "two intervals"
     if intervals.always_intervals(mask.rule):
-        return "an interval of keys for each query"
-    return "an interval of keys for each query; the rule in batch rows that are not in order"
+        return f"{words} of keys for each query"
+    return f"{words} of keys for each query; the rule in batch rows that are not in order"
 
 
 @dataclasses.dataclass

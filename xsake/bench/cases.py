@@ -136,6 +136,44 @@ class Case:
         return out
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunCase(Case):
+    """A causal case where every query sees one run of keys, as libraries have options for it."""
+
+    window: int | None = None  # keys that a query sees at most, itself included
+    mean_document: int | None = None  # tokens; documents are packed, and their lengths random
+
+    def document_starts(self) -> np.ndarray:
+        """Whether a token is the first one of a document, bool [B, T]."""
+        starts = np.zeros((self.B, self.T), bool)
+        if self.mean_document is not None:
+            rng = np.random.default_rng(self.seed + 2)
+            starts = rng.random((self.B, self.T)) < 1 / self.mean_document
+        starts[:, 0] = True
+        return starts
+
+    def ids(self) -> np.ndarray:
+        """The document of every token, int32 [B, T]; they rise from 0."""
+        return (np.cumsum(self.document_starts(), axis=1) - 1).astype(np.int32)
+
+    def arguments(self, on_device: bool = False) -> dict[str, Any]:
+        """As of any case; the mask is the rule, with the documents in it."""
+        rule = masks.causal()
+        if self.window is not None:
+            rule = rule & masks.sliding_window(self.window - 1, None)
+        if self.mean_document is not None:
+            rule = rule & masks.documents(jnp.asarray(self.ids()))
+        return super().arguments(on_device) | {"mask": rule}
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that each query sees, and the one after the last: int32 [B, T] each."""
+        q = np.broadcast_to(np.arange(self.T, dtype=np.int32), (self.B, self.T))
+        first = np.maximum.accumulate(np.where(self.document_starts(), q, 0), axis=1)
+        if self.window is not None:
+            first = np.maximum(first, q - (self.window - 1))
+        return first, q + 1
+
+
 _causal = masks.causal()
 
 CONFORMANCE = (

@@ -21,7 +21,14 @@ from xsake.bench.checks import checked, checked_calls
 from xsake.bench.timing import Calls, compile_directions, time_directions, time_queued
 
 Peer = Callable[[Case], dict[str, float]]
-PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+PACKAGES = (
+    "torch",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "nvidia-cudnn-frontend",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+)
 
 
 def versions() -> dict[str, str]:
@@ -48,14 +55,14 @@ def jax_seconds(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, fl
     return time_directions(calls)
 
 
-def _on_its_own_stream(peer: Peer) -> Peer:
+def on_its_own_stream(peer: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Runs a peer on a new stream: CUDA graphs cannot capture calls on the default stream.
 
     If a backward is captured, its forward must run on the new stream too.
     """
 
     @functools.wraps(peer)
-    def run(case: Case) -> dict[str, float]:
+    def run(case: Any) -> Any:
         import torch
 
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -64,18 +71,18 @@ def _on_its_own_stream(peer: Peer) -> Peer:
     return run
 
 
-@_on_its_own_stream
+@on_its_own_stream
 def flex_attention(case: Case) -> dict[str, float]:
     """PyTorch's FlexAttention, compiled, with the case's blocks as full blocks."""
     from torch.nn.attention import flex_attention as flex
 
     lists = _torch_lists(np.asarray(case.blocks()))
     mask = flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=case.block)
-    attend = functools.partial(_compiled(flex.flex_attention), block_mask=mask)
-    return _torch_seconds(case, attend, heads_first=True)
+    attend = functools.partial(compiled(flex.flex_attention), block_mask=mask)
+    return _torch_seconds(torch_calls(case, attend, heads_first=True))
 
 
-@_on_its_own_stream
+@on_its_own_stream
 def flash_attention_4(case: Case) -> dict[str, float]:
     """FlashAttention-4: its block-sparse kernels for cases with blocks, else its dense ones."""
     from flash_attn.cute import flash_attn_func
@@ -85,13 +92,13 @@ def flash_attention_4(case: Case) -> dict[str, float]:
     if blocks is not None:
         options["block_sparse_tensors"] = _full_blocks(blocks, case.block)
         options["block_sparse_tensors_bwd"] = _full_blocks(blocks.mT, case.block)
-    return _torch_seconds(case, lambda q, k, v: flash_attn_func(q, k, v, **options)[0])
+    return _torch_seconds(torch_calls(case, lambda q, k, v: flash_attn_func(q, k, v, **options)[0]))
 
 
-def _torch_seconds(
+def torch_calls(
     case: Case, attend: Callable[..., Any], heads_first: bool = False
-) -> dict[str, float]:
-    """Seconds of attend(q, k, v) and of its gradients, after their results are checked.
+) -> dict[str, Callable[[], Any]]:
+    """Calls of attend(q, k, v) and of its gradients; their results are checked.
 
     q, k, v are the case's own, [B, T, N, H] or, with heads_first, [B, N, T, H].
     """
@@ -120,7 +127,11 @@ def _torch_seconds(
     torch.cuda.synchronize()
     first, *gradients = (swap_heads(jnp.from_dlpack(x)) for x in results)
     checked(case, given, d_out, first, gradients)
-    return {"forward": _time_torch(forward), "backward": _time_torch(pull_back)}
+    return {"forward": forward, "backward": pull_back}
+
+
+def _torch_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    return {direction: _time_torch(call) for direction, call in calls.items()}
 
 
 def _full_blocks(blocks: np.ndarray, size: tuple[int, int]) -> Any:
@@ -167,7 +178,8 @@ def _to_torch(x: jax.Array) -> Any:
 
 
 @functools.cache
-def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile, for calls whose backward is timed many times."""
     import torch
     import torch._functorch.config as settings
 
@@ -175,8 +187,8 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(fn, dynamic=False)  # a kernel per shape, as users get by default
 
 
-def _time_torch(call: Callable[[], Any]) -> float:
-    """Seconds of a call, queued as ours are; as a CUDA graph, to exclude Python's overhead."""
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as a CUDA graph, which excludes Python's overhead."""
     import torch
 
     stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
@@ -184,4 +196,21 @@ def _time_torch(call: Callable[[], Any]) -> float:
         call()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         call()
-    return time_queued(graph.replay, wait=lambda _: torch.cuda.synchronize()).median_seconds
+
+    def replay() -> Callable[[], Any]:
+        graph.replay()
+        return call  # which owns the tensors that the graph reads
+
+    return replay
+
+
+def wait_for_torch(_: Any) -> None:
+    """`wait` of `time_queued` for calls of torch."""
+    import torch
+
+    torch.cuda.synchronize()
+
+
+def _time_torch(call: Callable[[], Any]) -> float:
+    """Seconds of a call, queued as ours are."""
+    return time_queued(captured(call), wait=wait_for_torch).median_seconds

@@ -26,6 +26,7 @@ from xsake.bench.suites import (
     hopper_bias,
     hopper_features,
     hopper_nsa,
+    hopper_rules,
     model,
     nsa,
 )
@@ -38,6 +39,7 @@ SUITES: dict[str, Suite] = {
     "hopper-bias": hopper_bias,
     "hopper-features": hopper_features,
     "hopper-nsa": hopper_nsa,
+    "hopper-rules": hopper_rules,
     "model": model,
     "nsa": nsa,
 }
@@ -69,7 +71,7 @@ def run_suite(
         raise ValueError(f"suite {name!r} has no case with {only!r} in its name: {list(parts)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     facts, began = provenance() | {"quick": quick}, time.perf_counter()
-    if name in ("hopper", "hopper-bias", "hopper-nsa"):
+    if name in ("hopper", "hopper-bias", "hopper-nsa", "hopper-rules"):
         facts["versions"] |= peers.versions()
     result = _earlier(out, facts)
     records = [record for record in result["results"] if record["case"] in parts]

@@ -96,8 +96,8 @@ class BlockMask:
     rule: Any  # Rule | None: decides inside partial blocks; None allows all of them
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (T, S) in tokens
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})  # (block_q, block_k)
-    # int32 [B|1, 1, 2, T] | None: the keys that the rule allows a query, from the first integer to
-    # before the second (masks/intervals.py); on GPUs and TPUs, for rules with arrays of that kind
+    # int32 [B|1, 1, 2|4, T] | None: the keys that the rule allows a query, from one integer to
+    # before the next (masks/intervals.py); on GPUs and TPUs, for rules with arrays of that kind
     intervals: Leaf = None
     # Whether the lists lie row after row. False if made by hand or by `dataclasses.replace`.
     is_packed: bool = dataclasses.field(default=False, init=False, metadata={"static": True})

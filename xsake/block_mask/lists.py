@@ -234,22 +234,40 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
     live, full = (jnp.broadcast_to(x, (*lead, nq, nk)) for x in (live, full))
     whole = jnp.arange(nk) < grid.shape[1] // grid.block[1]  # a block past S is partial
     full = full & live & whole[None, None, None]
-    full_count, count = (x.sum(-1, dtype=jnp.int32) for x in (full, live))
+    full_count, partial_count, before = _counted(full, live & ~full)
+    count = full_count + partial_count
     start = starts_of(count)
+    rank = jnp.where(full, before[0], full_count[..., None] + before[1])
+    offset = jnp.where(live, start[..., None] + rank, capacity)  # dropped
 
-    def one(live: Array, full: Array, start: Array, full_count: Array) -> Array:
-        rank_full = jnp.cumsum(full, -1, dtype=jnp.int32) - 1
-        rank_partial = jnp.cumsum(live & ~full, -1, dtype=jnp.int32) - 1 + full_count[:, None]
-        offset = start[:, None] + jnp.where(full, rank_full, rank_partial)
-        offset = jnp.where(live, offset, capacity)  # dropped
+    def one(offset: Array) -> Array:
         blocks = jnp.broadcast_to(jnp.arange(nk, dtype=jnp.int32), (nq, nk))
         return (
             jnp.zeros(capacity, jnp.int32).at[offset].set(blocks, mode="drop", unique_indices=False)
         )
 
-    index = jax.vmap(jax.vmap(one))(live, full, start, full_count)
+    index = jax.vmap(jax.vmap(one))(offset)
     overflow = jnp.any(start[..., -1] + count[..., -1] > capacity)
     return Lists(start, count, full_count, index, overflow)
+
+
+def _counted(full: Array, partial: Array) -> tuple[Array, Array, tuple[Array, Array]]:
+    """How many of each kind are in every row, and how many of each are before every block.
+
+    A row of fewer than 2¹⁵ blocks takes one cumulative sum, which is several launches on a GPU:
+    full blocks count in the lower 16 bits, partial ones in the upper 16.
+    """
+    if full.shape[-1] < 1 << 15:
+        unit = full.astype(jnp.int32) + (partial.astype(jnp.int32) << 16)
+        seen = jnp.cumsum(unit, axis=-1, dtype=jnp.int32)
+        last, before = seen[..., -1], seen - unit
+        return last & 0xFFFF, last >> 16, (before & 0xFFFF, before >> 16)
+    seen_full, seen_partial = (jnp.cumsum(x, axis=-1, dtype=jnp.int32) for x in (full, partial))
+    return (
+        seen_full[..., -1],
+        seen_partial[..., -1],
+        (seen_full - full.astype(jnp.int32), seen_partial - partial.astype(jnp.int32)),
+    )
 
 
 def rows_of_entries(start: Array | np.ndarray, entries: int, xp: Any = jnp) -> Any:

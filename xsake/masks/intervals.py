@@ -1,12 +1,13 @@
-"""Rules whose visible keys are one interval for each query, as two integers a query.
+"""Rules whose visible keys are one or two intervals for each query, two integers each.
 
     query q sees keys lo[q] … hi[q] - 1;  lo and hi do not decrease with q
 
 causal, windows, chunks, prefixes, lengths, documents in order, rising positions, and their
-conjunctions are of this kind. Because lo and hi do not decrease, the queries that see a key are one
-interval too (`transposed`). Whether documents and positions are in order is known on the device
-only: where they are not, the intervals of a batch row are all marked NOT_AN_INTERVAL, and the rule
-itself has to decide.
+conjunctions are of this kind; a union of two of them, as first keys and a window, is two intervals,
+which may overlap. Because lo and hi do not decrease, the queries that see a key through an interval
+are an interval too (`transposed`). Whether documents and positions are in order is known on the
+device only: where they are not, the intervals of a batch row are all marked NOT_AN_INTERVAL, and
+the rule itself has to decide.
 """
 
 from __future__ import annotations
@@ -25,27 +26,35 @@ from xsake.masks import carrying, positional
 from xsake.masks.integers import INT_MAX
 from xsake.masks.rule import And, Everything, Or, Rule
 
-NOT_AN_INTERVAL = -1  # both integers of every query of a batch row that the rule itself decides
+NOT_AN_INTERVAL = -1  # all integers of every query of a batch row that the rule itself decides
+MOST = 2  # intervals of a query
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def intervals_of(rule: Rule | None, shape: tuple[int, int]) -> Array | None:
-    """The rule as (lo, hi) of every query, int32 [B|1, 1, 2, T]; None if it is not of this kind."""
-    if rule is None:
-        return None
+    """The rule as (lo, hi) or (lo, hi, lo, hi) of every query, int32 [B|1, 1, 2|4, T].
+
+    None if the rule is not of this kind.
+    """
+    return None if rule is None else _intervals_of(rule, shape, _shares_ids(rule))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _intervals_of(rule: Rule, shape: tuple[int, int], shares_ids: bool) -> Array | None:
     T, S = shape
-    found = _find(rule, _At(T, S, jnp.arange(T, dtype=jnp.int32)[None]))
+    at = _At(T, S, jnp.arange(T, dtype=jnp.int32)[None], shares_ids=shares_ids)
+    found = _find(rule, at)
     if found is None:
         return None
-    lo, hi, in_order = found
-    lo, hi = (
+    ends = [
         jnp.full((1, T), default, jnp.int32) if x is None else jnp.broadcast_to(x, (x.shape[0], T))
-        for x, default in ((lo, 0), (hi, S))
-    )
-    pair = jnp.stack(jnp.broadcast_arrays(lo, hi), axis=1)
+        for run in found
+        for x, default in ((run.lo, 0), (run.hi, S))
+    ]
+    pairs = jnp.stack(jnp.broadcast_arrays(*ends), axis=1)
+    in_order = functools.reduce(_both_in_order, (run.in_order for run in found))
     if in_order is not None:
-        pair = jnp.where(in_order[:, None, None], pair, NOT_AN_INTERVAL)
-    return pair[:, None]
+        pairs = jnp.where(in_order[:, None, None], pairs, NOT_AN_INTERVAL)
+    return pairs[:, None]
 
 
 def intervals_with_data(rule: Rule | None, shape: tuple[int, int]) -> Array | None:
@@ -70,23 +79,35 @@ def always_intervals(rule: Rule) -> bool:
     return not any(isinstance(part, checked) for part in _parts(rule))
 
 
-def intersection(a: Array, b: Array) -> Array:
-    """The intervals of the conjunction of two rules."""
-    both = jnp.concatenate(
-        [jnp.maximum(a[..., :1, :], b[..., :1, :]), jnp.minimum(a[..., 1:, :], b[..., 1:, :])],
-        axis=-2,
-    )
-    return jnp.where((a < 0) | (b < 0), NOT_AN_INTERVAL, both)
+def intersection(a: Array, b: Array) -> Array | None:
+    """The intervals of the conjunction of two rules; None if there are more than two of them."""
+    ends = [
+        end
+        for i in range(0, a.shape[-2], 2)
+        for j in range(0, b.shape[-2], 2)
+        for end in (
+            jnp.maximum(a[..., i, :], b[..., j, :]),
+            jnp.minimum(a[..., i + 1, :], b[..., j + 1, :]),
+        )
+    ]
+    if len(ends) > 2 * MOST:
+        return None
+    is_marked = (a[..., :1, :] < 0) | (b[..., :1, :] < 0)
+    return jnp.where(is_marked, NOT_AN_INTERVAL, jnp.stack(ends, axis=-2))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def transposed(intervals: Array, keys: int) -> Array:
-    """For every key the queries that see it, int32 [B|1, 1, 2, S]."""
-    lo, hi = intervals[..., 0, :], intervals[..., 1, :]
+    """For every key the queries that see it, int32 [B|1, 1, 2|4, S]."""
     key = jnp.arange(keys, dtype=jnp.int32)[None]
     # The first query whose hi is beyond the key, and the first one whose lo is.
-    pair = jnp.stack([_search(x[:, 0], key, side="right") for x in (hi, lo)], axis=1)
-    return jnp.where(lo[..., None, :1] < 0, NOT_AN_INTERVAL, pair[:, None])
+    ends = [
+        _search(intervals[:, 0, i], key, side="right")
+        for run in range(0, intervals.shape[2], 2)
+        for i in (run + 1, run)
+    ]
+    is_marked = intervals[..., :1, :1] < 0
+    return jnp.where(is_marked, NOT_AN_INTERVAL, jnp.stack(ends, axis=1)[:, None])
 
 
 class _At(NamedTuple):
@@ -97,6 +118,8 @@ class _At(NamedTuple):
     q: Array  # positions of the queries, int32 [B|1, T]
     kv_positions: Array | None = None  # int32 [B|1, S]; None: the indices
     has_positions: bool = False  # whether any positions are given
+    shares_ids: bool = False  # whether queries and keys of documents have the same ids
+    is_causal: bool = False  # whether keys after the query's index are hidden by another rule
 
 
 class _Found(NamedTuple):
@@ -108,15 +131,31 @@ class _Found(NamedTuple):
     in_order: Array | None = None
 
 
-def _find(rule: Rule, at: _At) -> _Found | None:
+Runs = tuple[_Found, ...]  # one or two; a key is seen if any of them has it
+
+
+def _find(rule: Rule, at: _At) -> Runs | None:
     match rule:
         case Everything():
-            return _Found(None, None)
-        case And() | Or():
+            return (_Found(None, None),)
+        case And():
+            sides = (rule.a, rule.b), (rule.b, rule.a)
+            a, b = (
+                _find(one, at._replace(is_causal=at.is_causal or _is_causal(other, at)))
+                for one, other in sides
+            )
+            return None if a is None or b is None else _and(a, b)
+        case Or():
             a, b = _find(rule.a, at), _find(rule.b, at)
-            if a is None or b is None:
-                return None
-            return _and(a, b) if isinstance(rule, And) else _or(a, b)
+            return None if a is None or b is None else _or(a, b)
+        case carrying.Positioned():
+            return _positioned(rule, at)
+    found = _find_one(rule, at)
+    return None if found is None else (found,)
+
+
+def _find_one(rule: Rule, at: _At) -> _Found | None:
+    match rule:
         case positional.Window():
             first = None if rule.left is None else _add(at.q, -rule.left)
             return _positions(at, first, None if rule.right is None else _add(at.q, rule.right))
@@ -132,22 +171,32 @@ def _find(rule: Rule, at: _At) -> _Found | None:
             return _lengths(rule, at)
         case carrying.Documents():
             return _documents(rule, at)
-        case carrying.Positioned():
-            return _positioned(rule, at)
     return None
 
 
-def _and(a: _Found, b: _Found) -> _Found:
-    return _Found(
-        _either(jnp.maximum, a.lo, b.lo),
-        _either(jnp.minimum, a.hi, b.hi),
-        _either(jnp.logical_and, a.in_order, b.in_order),
+def _and(a: Runs, b: Runs) -> Runs | None:
+    if len(a) * len(b) > MOST:
+        return None
+    return tuple(
+        _Found(
+            _either(jnp.maximum, x.lo, y.lo),
+            _either(jnp.minimum, x.hi, y.hi),
+            _both_in_order(x.in_order, y.in_order),
+        )
+        for x in a
+        for y in b
     )
 
 
-def _or(a: _Found, b: _Found) -> _Found | None:
-    """The union, if both begin at the first key or both end at the last one."""
-    in_order = _either(jnp.logical_and, a.in_order, b.in_order)
+def _or(a: Runs, b: Runs) -> Runs | None:
+    """The union: one interval if both begin at the first key or both end at the last one."""
+    if len(a) == len(b) == 1 and (one := _joined(a[0], b[0])) is not None:
+        return (one,)
+    return (*a, *b) if len(a) + len(b) <= MOST else None
+
+
+def _joined(a: _Found, b: _Found) -> _Found | None:
+    in_order = _both_in_order(a.in_order, b.in_order)
     if a.lo is None and b.lo is None:
         return _Found(
             None, None if a.hi is None or b.hi is None else jnp.maximum(a.hi, b.hi), in_order
@@ -157,6 +206,10 @@ def _or(a: _Found, b: _Found) -> _Found | None:
             None if a.lo is None or b.lo is None else jnp.minimum(a.lo, b.lo), None, in_order
         )
     return None
+
+
+def _both_in_order(a: Array | None, b: Array | None) -> Array | None:
+    return _either(jnp.logical_and, a, b)
 
 
 def _either(combine: Any, a: Array | None, b: Array | None) -> Array | None:
@@ -181,7 +234,7 @@ def _positions(at: _At, first: Array | None, last: Array | None) -> _Found:
     return _Found(lo, hi, _rises(at.kv_positions).all(-1))
 
 
-def _positioned(rule: carrying.Positioned, at: _At) -> _Found | None:
+def _positioned(rule: carrying.Positioned, at: _At) -> Runs | None:
     at = at._replace(has_positions=True)
     if rule.q_positions is not None:
         at = at._replace(q=rule.q_positions)
@@ -190,7 +243,7 @@ def _positioned(rule: carrying.Positioned, at: _At) -> _Found | None:
     found = _find(rule.a, at)
     if found is None or rule.q_positions is None:
         return found
-    return _and(found, _Found(None, None, _rises(rule.q_positions).all(-1)))
+    return _and(found, (_Found(None, None, _rises(rule.q_positions).all(-1)),))
 
 
 def _lengths(rule: carrying.Lengths, at: _At) -> _Found:
@@ -210,13 +263,33 @@ def _documents(rule: carrying.Documents, at: _At) -> _Found:
         return jnp.where(ids >= 0, ids, jnp.where(ids[:, :1] < 0, -1, INT_MAX))
 
     q, kv = keys(rule.q_ids), keys(rule.kv_ids)
-    lo, hi = (_search(kv, q, side=side) for side in ("left", "right"))
+    lo = _search(kv, q, side="left")
+    if at.shares_ids and at.is_causal:  # the query's own key is in its document: no other search
+        hi = jnp.arange(1, at.T + 1, dtype=jnp.int32)[None]
+    else:
+        hi = _search(kv, q, side="right")
     hi = jnp.where(rule.q_ids >= 0, hi, lo)
     # A document whose id is that of padding would see it.
     q_in_order, kv_in_order = _rises(q) & (rule.q_ids < INT_MAX), _rises(kv)
     if at.T == at.S:  # one reduction; where both are the same ids, XLA drops the second half
         return _Found(lo, hi, (q_in_order & kv_in_order).all(-1))
     return _Found(lo, hi, q_in_order.all(-1) & kv_in_order.all(-1))
+
+
+def _is_causal(rule: Rule, at: _At) -> bool:
+    """Whether the rule hides the keys after a query's own index."""
+    match rule:
+        case positional.Window():
+            return not at.has_positions and rule.right is not None and rule.right <= 0
+        case And():
+            return _is_causal(rule.a, at) or _is_causal(rule.b, at)
+    return False
+
+
+def _shares_ids(rule: Rule) -> bool:
+    """Whether the ids of queries and keys are one array in all documents of the rule."""
+    of_ids = (part for part in _parts(rule) if isinstance(part, carrying.Documents))
+    return all(part.q_ids is part.kv_ids for part in of_ids)
 
 
 def _rises(x: Array) -> Array:

@@ -24,6 +24,7 @@ RULES = {
     "lengths": masks.lengths(query=jnp.array([400]), key_value=jnp.array([300])),
     "prefix": masks.prefix(jnp.array([70])) | masks.causal(),
     "chunked": masks.chunked(200) & masks.causal(),
+    "two intervals": masks.documents(jnp.arange(500) // 130) | masks.first(20),
     "not": ~masks.first(20),
     "function": masks.rule(lambda b, n, q, k: (q - k) * 3 < 100 * (n + 1)),
 }
@@ -87,8 +88,15 @@ def test_results_and_gradients_vary_as_the_arguments_do():
     assert seen == [("heads",)] * 5
 
 
+def slow(*values):
+    """Lowering a call and its gradients takes 3 to 9 s: one case of each kind in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "names", [["none"], ["causal"], ["function"], ["documents"], list(RULES)], ids=len
+    "names",
+    [["none"], ["causal"], ["function"], ["documents"], slow(["two intervals"]), list(RULES)],
+    ids=len,
 )
 @needs_newer_jax
 def test_every_rule_lowers_for_cuda(names):
@@ -96,11 +104,6 @@ def test_every_rule_lowers_for_cuda(names):
     rules = [RULES[name] for name in names if RULES[name] is not None]
     rule = functools.reduce(lambda a, b: a & b, rules) if rules else None
     assert kernels_lowered(mask_of(rule), 128) == FORWARD + FUSED
-
-
-def slow(*values):
-    """Lowering a call and its gradients takes 3 to 9 s: one case of each kind in `make test`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

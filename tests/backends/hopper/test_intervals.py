@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,22 +12,31 @@ import pytest
 import xsake
 from tests import oracle
 from tests.conditions import needs_interpreter
-from xsake import BlockMask, _jax, masks
-from xsake.backends import kernel_rule
+from tests.specs import to_rule
+from xsake import BlockMask, Options, _jax, masks
+from xsake.backends import Call, hopper, kernel_rule
+from xsake.backends.options import BackwardTiling, ForwardTiling
 
 RULES = {
     "causal": masks.sliding_window(300, None) & masks.causal(),
     "lengths": masks.lengths(query=jnp.array([400])) & masks.causal(),
     "documents": masks.documents(jnp.arange(500) // 130) & masks.causal(),
+    "documents or first": masks.documents(jnp.arange(500) // 130) | masks.first(4),
+    "sinks and window": masks.causal() & (masks.first(4) | masks.sliding_window(100)),
+    "chunked": masks.chunked(48) & masks.causal(),
     "not": ~masks.first(20),
     "array": masks.array(np.ones((500, 500), bool)) & masks.causal(),
     "array, chunked": masks.array(np.ones((500, 500), bool)) & masks.chunked(100),
 }
 
 
+@pytest.mark.parametrize("join", ["and", "or"])
 @needs_interpreter
-def test_documents_agree_when_interpreted(monkeypatch):
-    """By intervals in the first batch row, by the rule in the second, whose ids are not sorted."""
+def test_documents_agree_when_interpreted(join, monkeypatch):
+    """By intervals in the first batch row, by the rule in the second, whose ids are not sorted.
+
+    With causality one interval for each query, or, with the first keys, two.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import forward_kernel as hopper_forward
@@ -35,7 +46,10 @@ def test_documents_agree_when_interpreted(monkeypatch):
     q, k, v = (jnp.asarray(rng.standard_normal((2, 120, 1, 64)), jnp.bfloat16) for _ in range(3))
     ids = np.stack([np.arange(120) // 50, np.arange(120) % 3])
     ids[:, 115:] = -1
-    mask = BlockMask.from_rule(masks.documents(ids) & masks.causal(), (120, 120), block=(128, 64))
+    of_ids = masks.documents(ids)
+    rule = of_ids & masks.causal() if join == "and" else of_ids | masks.first(7)
+    mask = BlockMask.from_rule(rule, (120, 120), block=(128, 64))
+    assert mask.intervals.shape[2] == (2 if join == "and" else 4)
     assert (np.asarray(mask.intervals)[:, 0, 0, 0] < 0).tolist() == [False, True]
     out, lse = hopper_forward.forward(
         q,
@@ -47,9 +61,10 @@ def test_documents_agree_when_interpreted(monkeypatch):
         scale=0.125,
         interpret=plgpu.InterpretGPUParams(),
     )
+    other = ("causal",) if join == "and" else ("first", 7)
     want, want_lse = oracle.attention(
         *(np.asarray(x, np.float64) for x in (q, k, v)),
-        allowed=oracle.allowed(("and", ("documents", ids, ids), ("causal",)), 2, 1, 120, 120),
+        allowed=oracle.allowed((join, ("documents", ids, ids), other), 2, 1, 120, 120),
         scale=0.125,
     )
     assert oracle.relative_error(out, want) <= 1e-2
@@ -62,6 +77,9 @@ def test_documents_agree_when_interpreted(monkeypatch):
         ("causal", "a window around each query"),
         ("lengths", "an interval of keys for each query"),
         ("documents", "an interval of keys for each query; the rule in batch rows that are not"),
+        ("documents or first", "two intervals of keys for each query; the rule in batch rows"),
+        ("sinks and window", "two intervals of keys for each query"),
+        ("chunked", "an interval of keys for each query"),
         ("not", "the rule, for every token pair"),
         ("array", "a token mask and a window around each query"),
         ("array, chunked", "the rule, for every token pair"),
@@ -75,3 +93,45 @@ def test_explain_says_what_partial_blocks_evaluate(name, form, monkeypatch):
     assert explanation.chosen == "hopper"
     assert explanation.partial_blocks.startswith(form)
     assert form in str(explanation)
+
+
+IDS = np.repeat([[0, 1, 4]], (35, 20, 35), axis=1)
+TWO = {
+    "documents or first": ("or", ("documents", IDS, IDS), ("first", 7)),
+    "first and window": ("and", ("causal",), ("or", ("first", 5), ("sliding_window", 20, 20))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO)
+@needs_interpreter
+def test_gradients_by_two_intervals_agree_when_interpreted(name, monkeypatch):
+    """Of queries, by intervals of keys; of keys and values, by intervals of queries."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import backward_kernel, forward_kernel
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    for module, entry in ((forward_kernel, "forward"), (backward_kernel, "backward")):
+        run = functools.partial(getattr(module, entry), interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(module, entry, run)
+    T, rng = 90, np.random.default_rng(0)
+    x = oracle.random_inputs(rng, 1, T, T, 1, 1, 64)
+    x = {key: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float64) for key, value in x.items()}
+    mask = BlockMask.from_rule(to_rule(TWO[name]), (T, T), block=(64, 64))
+    tilings = {"hopper_forward": ForwardTiling(), "hopper_backward": BackwardTiling()}
+    options = Options(deterministic=True, **tilings)
+
+    def attend(q, k, v):
+        return hopper.forward(Call(q, k, v, None, mask, 0.125, None, options))
+
+    jax.clear_caches()  # so that the kernels are traced again, through the functions above
+    given = [jnp.asarray(x[key], jnp.bfloat16) for key in ("q", "k", "v")]
+    (out, _), pull_back = jax.vjp(attend, *given)
+    d_lse = jnp.asarray(x["d_lse"], jnp.float32)
+    found = pull_back((jnp.asarray(x["d_out"], out.dtype), d_lse))
+    jax.clear_caches()
+    allowed = oracle.allowed(TWO[name], 1, 1, T, T)
+    want = oracle.attention_grads(**x, allowed=allowed, scale=0.125)
+    for key, gradient in zip(("dq", "dk", "dv"), found, strict=True):
+        assert oracle.relative_error(gradient, want[key]) <= 1e-2, key

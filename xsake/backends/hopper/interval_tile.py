@@ -1,10 +1,12 @@
-"""A tile without the columns outside an interval of each row, in few instructions.
+"""A tile without the columns outside one or two intervals of each row, in few instructions.
 
 A thread holds 2 neighbouring columns of every 8, of 2 rows. The columns that an interval keeps are
 consecutive among those of a thread: one integer has a bit for each of them, and the compiler turns
 its bits into predicates several at a time. Two comparisons for each element take about twice as
-long. Token masks are such integers already (token_words.py).
+long. Two intervals are two such integers; token masks are such integers already (token_words.py).
 """
+
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,21 +21,28 @@ from xsake.backends.hopper.ptx import SCALAR, asm, i32
 GROUP, OWN = 8, 2  # columns of a group, of which a thread holds this many
 
 
-def keep_columns(x, lo, hi, fill, words=(), shift=0):
-    """x [64, columns] with `fill` outside columns lo … hi - 1 of each row; lo, hi int32 [64].
+def keep_columns(x, limits, fill, words=(), shift=0):
+    """x [64, columns] with `fill` outside columns lo … hi - 1 of each row.
 
+    limits: lo, hi of each interval, int32 [64] each.
     words: of token masks, which have to allow a column too; bit `shift` is that of column 0.
     """
     given = (*words, jnp.int32(shift)) if words else ()
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE, ROW, ROW, *[ROW] * len(words), *[SCALAR] * bool(words)),
+        arg_types=(TILE, *[ROW] * (len(limits) + len(words)), *[SCALAR] * bool(words)),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
     )
-    def emit(_, x, lo, hi, *given):
+    def emit(_, x, *given):
+        ends, given = given[: len(limits)], given[len(limits) :]
         fill_value = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
-        limits = [[scalar(r) for r in bound.registers.flat] for bound in (lo, hi)]
-        bits = [_kept_bits(*both, x.shape[1]) for both in zip(*limits, strict=True)]
+        bits = [
+            functools.reduce(
+                arith.ori,
+                (_kept_bits(*ends[i : i + 2], x.shape[1]) for i in range(0, len(ends), 2)),
+            )
+            for ends in zip(*([scalar(r) for r in end.registers.flat] for end in ends), strict=True)
+        ]
         for word in given[:-1]:
             of_rows = [arith.shrui(scalar(r), given[-1].registers[()]) for r in word.registers.flat]
             bits = [arith.andi(*both) for both in zip(bits, of_rows, strict=True)]
@@ -48,7 +57,7 @@ def keep_columns(x, lo, hi, fill, words=(), shift=0):
             registers[at] = register
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
-    return emit(x, lo, hi, *given)
+    return emit(x, *limits, *given)
 
 
 def scalar(register):

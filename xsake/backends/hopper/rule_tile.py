@@ -113,12 +113,15 @@ class RuleTile:
         if self.bounds is not None:
             row = plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=ROW)
             limits = self.bounds(row + first_row)
-        lo, hi = (limit - first_column for limit in limits)
+        limits = [limit - first_column for limit in limits]
         if not self.interpret:
-            return keep_columns(x, lo, hi, fill, words, shift)
+            return keep_columns(x, limits, fill, words, shift)
         column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
-        lo, hi = (lax.broadcast_in_dim(limit, x.shape, [0]) for limit in (lo, hi))
-        allowed = (column >= lo) & (column < hi)
+        wide = [lax.broadcast_in_dim(limit, x.shape, [0]) for limit in limits]
+        runs = [
+            (column >= lo) & (column < hi) for lo, hi in zip(wide[::2], wide[1::2], strict=True)
+        ]
+        allowed = functools.reduce(operator.or_, runs)
         return jnp.where(functools.reduce(operator.and_, tiles, allowed), x, fill)
 
     def _allowed(

@@ -47,12 +47,12 @@ class Problem:
         self.bq, self.bk = mask.block
         self.row_blocks, self.kv_blocks = mask.grid.counts
         self.has_short_block = sizes.S % self.bk != 0
-        # Two integers a query where the mask has intervals, else the rule of token pairs. `rule` is
-        # what decides where `intervals` do not.
+        # Two integers a query where the mask has one interval each, else the rule of token pairs.
+        # `rule` is what decides where `intervals` do not.
         self.intervals: list[Array] = []
         self.in_order: Array | None = None  # bool [B|1]: batch rows that intervals decide
         rule = None
-        if mask.intervals is not None:
+        if mask.intervals is not None and mask.intervals.shape[2] == 2:
             pairs = by_query(mask)
             assert pairs is not None
             self.intervals, rule = [pairs.rows[0][:, i] for i in range(2)], pairs.otherwise
