@@ -26,6 +26,7 @@ from xsake.bench.suites import (
     hopper_bias,
     hopper_features,
     hopper_nsa,
+    hopper_statistics,
     model,
     nsa,
 )
@@ -38,6 +39,7 @@ SUITES: dict[str, Suite] = {
     "hopper-bias": hopper_bias,
     "hopper-features": hopper_features,
     "hopper-nsa": hopper_nsa,
+    "hopper-statistics": hopper_statistics,
     "model": model,
     "nsa": nsa,
 }

@@ -126,6 +126,32 @@ def add_rows(x, ref, interpret):
     emit(ref, x)
 
 
+def store_rows(x, ref, interpret):
+    """ref = x, one value per row of a tile; ref is float32 [64].
+
+    Four threads have the same two rows: the first of them writes one row, the second the other.
+    """
+    if interpret:
+        ref[...] = x
+        return
+    lines = [
+        ".reg .pred own; .reg .b32 tid; mov.u32 tid, %tid.x; and.b32 tid, tid, 3;",
+        "setp.lt.u32 own, tid, 2; @own st.global.f32 [$0], $1;",
+    ]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
+    def emit(_, ref, x):
+        warp, lane = _warp_and_lane()
+        row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.divui(lane, i32(GROUP // OWN)))
+        half = arith.remui(lane, i32(OWN))
+        first, second = map(scalar, x.registers.flat)
+        is_second = arith.cmpi(arith.CmpIPredicate.ne, half, i32(0))
+        at = arith.addi(row, arith.muli(half, i32(GROUP)))
+        asm(lines, "l,f", [_moved(ref, at, 4), arith.select(is_second, second, first)])
+
+    emit(ref, x)
+
+
 def _of_head(ref, work_tile):
     """The matrix of a work tile's batch row and head."""
     b = work_tile.b if ref.shape[0] > 1 else 0

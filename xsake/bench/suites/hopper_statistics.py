@@ -1,0 +1,109 @@
+"""The suite `hopper-statistics`: what entropy and block mass cost as by-products of the forward.
+
+    plain       dot_product_attention
+    observed    observed_attention: the same output, and its statistics
+
+Both are whole calls, timed in turns in one process; the mask is made before. Entropies and masses
+of two heads are compared with plain JAX in float32 before anything is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from xsake.attention import dot_product_attention, observed_attention
+from xsake.backends import Call
+from xsake.backends.options import Options
+from xsake.backends.statistics import Statistics, measured
+from xsake.bench.cases import Case, hopper_case
+from xsake.bench.checks import WrongResultError
+from xsake.bench.measure import CAUSAL
+from xsake.bench.suites import Part, Record
+from xsake.bench.timing import Calls, time_interleaved
+from xsake.block_mask import BlockMask
+
+DENSITY = 0.43
+CHECKED = (0, 5)  # heads whose statistics are compared
+LIMIT = 1e-3  # of entropies in nats and of masses
+ROUNDS = 5
+
+
+def parts(quick: bool, model: Path | None = None) -> Iterator[Part]:
+    """Causal and block-sparse calls at two lengths and two head sizes."""
+    for B, T in ((1, 1024),) if quick else ((1, 16384), (4, 4096)):
+        for H in (128, 64):
+            shape = f"{B}·16·{T}·{H}"
+            causal = Case(f"{shape} causal", B, T, N=16, H=H, dtype="bfloat16", rule=CAUSAL)
+            for case in (causal, hopper_case(B, T, H, DENSITY)):
+                yield Part(case.name, functools.partial(records, case))
+
+
+def records(case: Case, done: list[Record]) -> Iterator[Record]:
+    """One record: seconds of both calls, their ratio, and the errors of the statistics."""
+    given = case.arguments(on_device=True)
+    mask = given["mask"]
+    if not isinstance(mask, BlockMask):
+        mask = BlockMask.from_rule(mask, (case.T, case.T))
+    arrays = given["query"], given["key"], given["value"], mask
+    fns = {"plain": dot_product_attention, "observed": observed_attention}
+    calls: Calls = {}
+    sizes = {}
+    for name, fn in fns.items():
+        run = jax.jit(functools.partial(_by_hopper, fn)).lower(*arrays).compile()
+        calls[name] = run, arrays
+        analysis: Any = run.memory_analysis()
+        sizes[name] = int(analysis.temp_size_in_bytes)
+    errors = errors_of(calls["observed"][0](*arrays)[1], *arrays)
+    if not max(errors.values()) <= LIMIT:
+        raise WrongResultError(f"{case.name}: errors {errors}, the limit is {LIMIT}")
+    times = time_interleaved(calls, ROUNDS)
+    yield {
+        "suite": "hopper-statistics",
+        "case": case.name,
+        "B": case.B,
+        "T": case.T,
+        "H": case.H,
+        "density_ratio": float(mask.density()),
+        "plain_seconds": times["plain"].median_seconds,
+        "observed_seconds": times["observed"].median_seconds,
+        "median_seconds": times["observed"].median_seconds,
+        "observed_over_plain": times["observed"].over(times["plain"]),
+        "plain_bytes": sizes["plain"],
+        "observed_bytes": sizes["observed"],
+        "errors": errors,
+    }
+
+
+def _by_hopper(fn: Any, q: Array, k: Array, v: Array, mask: BlockMask) -> Any:
+    return fn(q, k, v, mask=mask, implementation="hopper")
+
+
+def errors_of(found: Statistics, q: Array, k: Array, v: Array, mask: BlockMask) -> dict[str, float]:
+    """The largest error of each statistic, over the checked heads of the first batch row."""
+    worst = dict.fromkeys(("entropy", "block_entropy", "mass"), 0.0)
+    heads = mask.kv_count.shape[1]
+    for n in CHECKED:
+        own = mask[0, n if heads > 1 else 0]
+        one = [x[:1, :, n : n + 1] for x in (q, k, v)]
+        want = _expected(*one, found.logsumexp[:1, :, n : n + 1], own)
+        pairs = {
+            "entropy": (found.entropy[0, :, n], want.entropy[0, :, 0]),
+            "block_entropy": (found.block_entropy[0, :, n], want.block_entropy[0, :, 0]),
+            "mass": (found.mass[0, n], want.mass[0, 0]),
+        }
+        for name, (got, exact) in pairs.items():
+            worst[name] = max(worst[name], float(jnp.abs(got - exact).max()))
+    return worst
+
+
+@jax.jit
+def _expected(q: Array, k: Array, v: Array, logsumexp: Array, mask: BlockMask) -> Statistics:
+    scale = q.shape[-1] ** -0.5
+    return measured(Call(q, k, v, None, mask, scale, None, Options()), logsumexp, None)
