@@ -205,7 +205,7 @@ def gradient_terms(
 
 
 def statistics(q, k, *, allowed, block, bias=None, scale=None, soft_cap=None, sinks=None):
-    """(entropy [B, T, N] over keys, over blocks, mass [B, N, row blocks, kv blocks]) in float64.
+    """(entropy [B, N, T] over keys, over blocks, mass [B, N, row blocks, kv blocks]) in float64.
 
     All sinks of a head are one outcome. The mass is the mean over a row block's queries.
     """
@@ -218,7 +218,7 @@ def statistics(q, k, *, allowed, block, bias=None, scale=None, soft_cap=None, si
 
     def entropy(p):
         p = np.concatenate([p, *outcomes], axis=-1)
-        return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1).transpose(0, 2, 1)
+        return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
 
     return entropy(w.p), entropy(blocks), mass
 

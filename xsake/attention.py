@@ -222,7 +222,7 @@ def observed_attention(
     >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 256, 4, 64))
     >>> out, seen = xsake.observed_attention(q, k, v, is_causal=True)
     >>> seen.entropy.shape, seen.mass.shape
-    ((1, 256, 4), (1, 4, 2, 2))
+    ((1, 4, 256), (1, 4, 2, 2))
     """
     observer: Any = _Observer(implementation or "")
     found: Any = dot_product_attention(
@@ -255,8 +255,8 @@ class _Observer(str):
         if backend is not None and hasattr(backend, "observed"):
             why = backend.why_not_observed(call)
             if why is None:
-                out, found = run_forward(lambda call: backend.observed(call, total), call)
-                return out if sinks is None else with_sinks(out, found.logsumexp, sinks), found
+                out, more = run_forward(lambda call: backend.observed(call, total), call)
+                return out if sinks is None else with_sinks(out, more[0], sinks), more[1]
             if asked is not None:
                 raise ValueError(
                     f"implementation {asked!r} cannot observe this call: it {why}; leave the name "

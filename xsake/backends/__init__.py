@@ -14,7 +14,7 @@ part of it that comes from these. `parallel/context` adds up such parts.
 A backend whose forward has the statistics of statistics.py as by-products also has
 
     why_not_observed(call) -> str | None
-    observed(call, sinks) -> (out, Statistics)
+    observed(call, sinks) -> (out, (logsumexp, Statistics))
 
 Attention to selected blocks, where every query has its own list of kv blocks, is a module
 `selected` of a backend. Its caller, `nsa/selected.py`, defines the derivative:
@@ -224,7 +224,7 @@ def _scale_tangent(primals: Any, tangents: Any) -> Any:
 def run_forward(forward: Callable[[Call], tuple[Array, Any]], call: Call) -> tuple[Array, Any]:
     """forward(call) of any backend, NaN with its gradients if a list of the mask was cut.
 
-    Its second result is the logsumexp, or the statistics.
+    Its second result is the logsumexp, or that and the statistics.
 
     That costs a pass over the output, and over the gradients, for masks that can overflow only.
     Inside `jax.shard_map`, all arrays of the call are first marked as varying alike.

@@ -26,10 +26,9 @@ from xsake.masks.rule import Tokens
 class Statistics(NamedTuple):
     """What attention looked at; float32, without gradients. A query that sees no key has zeros."""
 
-    entropy: Float[Array, "*B T N"]  # -Σ p ln p over keys and the sinks, in nats
-    block_entropy: Float[Array, "*B T N"]  # the same over kv blocks and the sinks
+    entropy: Float[Array, "*B N T"]  # -Σ p ln p over keys and the sinks, in nats
+    block_entropy: Float[Array, "*B N T"]  # the same over kv blocks and the sinks
     mass: Float[Array, "*B N row_blocks kv_blocks"]  # mean over a row block's queries; 0: dropped
-    logsumexp: Float[Array, "*B T N"]  # of the logits, without sinks
 
 
 def total(sinks: Float[Array, "N M"] | None) -> Float[Array, " N"] | None:
@@ -41,7 +40,7 @@ def total(sinks: Float[Array, "N M"] | None) -> Float[Array, " N"] | None:
 
 def joined(
     logsumexp: Float[Array, "B T N"],
-    entropies: tuple[Float[Array, "B T N"], Float[Array, "B T N"]],
+    entropies: tuple[Float[Array, "B N T"], Float[Array, "B N T"]],
     mass: Float[Array, "B N row_blocks kv_blocks"],
     sinks: Float[Array, " N"] | None,
 ) -> Statistics:
@@ -50,10 +49,10 @@ def joined(
     With w the mass of the keys, an entropy becomes w · entropy - w ln w - (1 - w) ln (1 - w).
     """
     if sinks is not None:
-        w = keys_share(logsumexp, sinks)
+        w = jnp.moveaxis(keys_share(logsumexp, sinks), 1, 2)
         more = jax.scipy.special.entr(w) + jax.scipy.special.entr(1 - w)
         entropies = entropies[0] * w + more, entropies[1] * w + more
-    return Statistics(*lax.stop_gradient((*entropies, mass, logsumexp)))
+    return Statistics(*lax.stop_gradient((*entropies, mass)))
 
 
 def keys_share(logsumexp: Float[Array, "B T N"], sinks: Float[Array, " N"]) -> Array:
@@ -73,8 +72,8 @@ def measured(
     mask, dtype, exact = call.mask, accumulator(call.q.dtype), lax.Precision.HIGHEST
     (bq, bk), (nq, nk) = mask.block, mask.grid.counts
     if 0 in (B, T, S):
-        rows, blocks = jnp.zeros((B, T, N), dtype), jnp.zeros((B, N, min(T, nq), min(S, nk)), dtype)
-        return Statistics(rows, rows, blocks, logsumexp)
+        rows, blocks = jnp.zeros((B, N, T), dtype), jnp.zeros((B, N, min(T, nq), min(S, nk)), dtype)
+        return Statistics(rows, rows, blocks)
     q, k, bias, logsumexp = lax.stop_gradient((call.q, call.k, call.bias, logsumexp))
     q = _padded(q, 1, nq * bq).reshape(B, nq * bq, K, N // K, H).astype(dtype)
     k = _padded(k, 1, nk * bk).astype(dtype)
@@ -114,7 +113,7 @@ def measured(
     entropy, block_entropy, mass = lax.map(of_row_block, jnp.arange(nq))  # [nq, B, N, bq], …
 
     def in_order(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).swapaxes(2, 3).reshape(B, nq * bq, N)[:, :T]
+        return jnp.moveaxis(x, 0, 2).reshape(B, N, nq * bq)[..., :T]
 
     entropies = in_order(entropy), in_order(block_entropy)
     return joined(logsumexp, entropies, jnp.moveaxis(mass, 0, 2), sinks)

@@ -95,8 +95,8 @@ def why_not_observed(call: Call) -> str | None:
     return None
 
 
-def observed(call: Call, sinks: Array | None) -> tuple[Array, Statistics]:
-    """(out [B, T, N, Hv], statistics), with float32 [N] sinks, as by `statistics.total`, or None.
+def observed(call: Call, sinks: Array | None) -> tuple[Array, tuple[Array, Statistics]]:
+    """`forward` with statistics; sinks are float32 [N], as by `statistics.total`, or None.
 
     Sinks join the statistics only; `out` is without them.
     """
@@ -107,8 +107,8 @@ def observed(call: Call, sinks: Array | None) -> tuple[Array, Statistics]:
     out, logsumexp, entropy, block_entropy, mass = _attention(
         settings, q, k, v, call.mask, bias, sinks
     )
-    entropies = jnp.moveaxis(entropy, 1, 2), jnp.moveaxis(block_entropy, 1, 2)
-    return out[..., : call.sizes.Hv], joined(logsumexp, entropies, mass, sinks)
+    found = joined(logsumexp, (entropy, block_entropy), mass, sinks)
+    return out[..., : call.sizes.Hv], (logsumexp, found)
 
 
 def backward(

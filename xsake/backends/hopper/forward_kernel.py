@@ -40,7 +40,7 @@ from xsake.backends.hopper.layouts import (
 from xsake.backends.hopper.pipeline import Resident, Ring, stream
 from xsake.backends.hopper.rule_tile import rule_operands
 from xsake.backends.hopper.shape import Shape
-from xsake.backends.hopper.statistics_tile import StatisticsTile, Sums, by_block
+from xsake.backends.hopper.statistics_tile import StatisticsTile, Sums, mean_mass
 from xsake.backends.hopper.work_table import work_table
 from xsake.backends.kernel_rule import KernelRule
 from xsake.backends.options import ForwardTiling
@@ -118,8 +118,7 @@ def forward(
     if not statistics:
         return out[:, :T], lse[..., :T]
     entropy, block_entropy, mass, _ = more
-    with jax.named_scope("block_mass"):
-        mass = by_block(mass, lists, T, block[0], shape.kv_blocks)
+    mass = mean_mass(mass, T, block[0], shape.kv_blocks)
     return out[:, :T], lse[..., :T], entropy[..., :T], block_entropy[..., :T], mass
 
 
@@ -149,7 +148,6 @@ class _Scratch(NamedTuple):
     # With statistics: [consumers, 64] each.
     entropy_smem: Any = None
     block_entropy_smem: Any = None
-    mass_smem: Any = None
 
 
 class _Kernel(BlockKernel):
@@ -257,6 +255,7 @@ class _Kernel(BlockKernel):
 
     def compute(self, wg, work, inputs, sinks, outs, scratch):
         """64 rows of every work tile: online softmax over its visits, then one store."""
+        for_mass = inputs[0], outs, sinks
 
         def compute_tile(tile, done):
             after = done + tile.count * self.splits
@@ -265,10 +264,10 @@ class _Kernel(BlockKernel):
                 pl.when(tile.count > 0)(lambda: plgpu.barrier_wait(scratch.q_ready))
             acc, m, l = steps.overlapped() if self.tiling.overlap else steps.in_sequence()
             if not self.alternate:
-                self.store(tile, wg, acc, m, l, sinks, outs, scratch)
+                self.store(tile, wg, acc, m, l, for_mass, outs, scratch)
                 return after
             pl.when(tile.count > 0)(lambda: plgpu.barrier_arrive(scratch.q_free))
-            self.store_merged(tile, wg, acc, m, l, sinks, outs, scratch)
+            self.store_merged(tile, wg, acc, m, l, for_mass, outs, scratch)
             return after
 
         # Warpgroup 0 issues products first. It waits once more at the end, below, to consume the
@@ -311,17 +310,19 @@ class _Kernel(BlockKernel):
         loads = load_bias, load_words
         return TileSteps(self, wg, done, own_steps, decides, loads, mask, keep, q_rows, scratch)
 
-    def store(self, tile, wg, acc, m, l, sinks, outs, scratch):
+    def store(self, tile, wg, acc, m, l, for_mass, outs, scratch):
         """out = acc / l and logsumexp = m + log l; zeros and -inf in rows that saw no key."""
         rows, normalizer = _finish(m, l)
         out = (acc * over_columns(normalizer, acc)).astype(scratch.out_smem.dtype)
         queries = pl.ds(self.first_row(tile, wg), ROWS)
+        if self.statistics is not None:
+            self.statistics.clear_mass(tile, wg, outs)
         for column in range(0, self.shape.sizes.Hv, scratch.out_smem.shape[-1]):
             self.copy_out(tile, wg, queries, column, out, rows, outs, scratch)
         if self.statistics is not None:
-            self.statistics.store_mass(tile, wg, self.first_row(tile, wg), outs, sinks, scratch)
+            self.statistics.store_mass(tile, wg, queries.start, *for_mass, scratch)
 
-    def store_merged(self, tile, wg, acc, m, l, sinks, outs, scratch):
+    def store_merged(self, tile, wg, acc, m, l, for_mass, outs, scratch):
         """The same where each warpgroup has half of the visits: warpgroup 0 merges both.
 
         It takes warpgroup 1's acc one panel at a time.
@@ -348,6 +349,8 @@ class _Kernel(BlockKernel):
                 merged = jax.tree.map(jnp.add, l.moved(m, base, own_shrink), moved)
             rows, normalizer = _finish(larger, merged)
             queries = pl.ds(self.first_row(tile, 0), ROWS)
+            if self.statistics is not None:
+                self.statistics.clear_mass(tile, 0, outs)
             for column in range(0, self.shape.sizes.Hv, PANEL):
                 if column > 0:
                     panel, _ = handover.take()
@@ -355,7 +358,7 @@ class _Kernel(BlockKernel):
                 out = own + panel * over_columns(other_shrink * normalizer, panel)
                 self.copy_out(tile, 0, queries, column, out, rows, outs, scratch)
             if self.statistics is not None:
-                self.statistics.store_mass(tile, 0, self.first_row(tile, 0), outs, sinks, scratch)
+                self.statistics.store_mass(tile, 0, queries.start, *for_mass, scratch)
                 plgpu.barrier_arrive(scratch.piece_taken)
 
     def copy_out(self, tile, wg, queries, column, out, rows, outs, scratch):

@@ -7,7 +7,7 @@
 
 What goes to global memory is 64 floats per step and warpgroup. A CTA of a persistent grid writes to
 the same place for every work tile and reads it back when the work tile ends, so that it stays in
-L2. The mass that leaves the kernel is in the order of the row block's list.
+L2.
 """
 
 from typing import Any, NamedTuple
@@ -17,13 +17,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
 
-from xsake.backends.hopper.bias_tile import store_rows
-from xsake.backends.hopper.layouts import COLUMN, LOG2E, ROWS, TILE, round_up
-from xsake.block_mask.lists import Lists
+from xsake.backends.hopper.bias_tile import WARP_ROWS, moved, warp_and_lane
+from xsake.backends.hopper.interval_tile import GROUP, OWN, scalar
+from xsake.backends.hopper.layouts import COLUMN, LOG2E, ROW, ROWS, THREADS, TILE, round_up
+from xsake.backends.hopper.ptx import SCALAR, asm, i32
 
 LEAST = -1e4  # in place of log2 0, whose product with 0 is NaN
-GROUP = ROWS  # visits whose mass is summed at once
+VISITS = ROWS  # visits whose mass is summed at once: the rows of a tile
 
 
 class Sums(NamedTuple):
@@ -64,23 +66,19 @@ class StatisticsTile:
         self.ctas = kernel.scheduler.ctas
         self.has_sinks, self.interpret = has_sinks, kernel.interpret
 
-    @property
-    def visits(self) -> int:
-        """The most visits of a work tile, in whole groups."""
-        return round_up(self.shape.kv_blocks, GROUP)
-
     def out_type(self) -> tuple[Any, ...]:
-        """Entropies of rows, mass by visit, and the logarithms that a CTA keeps for itself."""
+        """Entropies of rows, mass of blocks, and the logarithms that a CTA keeps for itself."""
         B, _, _, N, *_ = self.shape.sizes
         rows = jax.ShapeDtypeStruct((B, N, self.shape.padded_rows), jnp.float32)
-        mass = (B, N, self.shape.row_blocks, self.consumers, self.visits)
-        logs = (self.ctas, self.consumers, self.visits, ROWS)
+        blocks = round_up(self.shape.kv_blocks, THREADS)  # every thread clears as many
+        mass = (B, N, self.shape.row_blocks, self.consumers, blocks)
+        logs = (self.ctas, self.consumers, round_up(self.shape.kv_blocks, VISITS), ROWS)
         return rows, rows, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (mass, logs))
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory for what is copied out."""
         rows = plgpu.SMEM((self.consumers, ROWS), jnp.float32)
-        return dict(entropy_smem=rows, block_entropy_smem=rows, mass_smem=rows)
+        return dict(entropy_smem=rows, block_entropy_smem=rows)
 
     def split(self, refs):
         """(the sinks in global memory or None, the refs that follow)."""
@@ -116,7 +114,17 @@ class StatisticsTile:
 
     # The end of a work tile
 
-    def store_mass(self, tile, wg, first_row, outs, sinks, scratch):
+    def own_mass(self, tile, outs, wg):
+        """The sums over this warpgroup's rows of a work tile: one for every kv block."""
+        return outs[-2].at[tile.b, tile.n, tile.i, wg]
+
+    def clear_mass(self, tile, wg, outs):
+        """Zeros for blocks that no list names; a barrier must follow, before `store_mass`."""
+        mass = self.own_mass(tile, outs, wg)
+        layout = plgpu.Layout.WG_STRIDED(mass.shape, vec_size=1)
+        mass[...] = plgpu.layout_cast(jnp.zeros(mass.shape, jnp.float32), layout)
+
+    def store_mass(self, tile, wg, first_row, index, outs, sinks, scratch):
         """The mass of every visited block, summed over the 64 rows; the logsumexp is in lse_smem.
 
         Sinks join the denominator, and rows past T have no mass.
@@ -131,38 +139,78 @@ class StatisticsTile:
         if self.shape.padded_rows != T:
             row = first_row + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=COLUMN)
             base = jnp.where(row < T, base, jnp.inf)
-        logs, mass = self.own_logs(outs, wg), outs[-2]
+        logs, mass = self.own_logs(outs, wg), self.own_mass(tile, outs, wg)
 
-        @pl.loop(0, lax.div(tile.count + (GROUP - 1), jnp.int32(GROUP)))
+        @pl.loop(0, lax.div(tile.count + (VISITS - 1), jnp.int32(VISITS)))
         def _(group):
-            visits = pl.ds(group * GROUP, GROUP)
-            log = plgpu.load(logs.at[visits], layout=TILE, optimized=False)
-            share = jnp.exp2(log - lax.broadcast_in_dim(base, log.shape, [1]))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            scratch.mass_smem[wg] = share.sum(axis=1)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                scratch.mass_smem.at[wg], mass.at[tile.b, tile.n, tile.i, wg, visits]
-            )
+            first = group * VISITS
+            log = plgpu.load(logs.at[pl.ds(first, VISITS)], layout=TILE, optimized=False)
+            share = jnp.exp2(log - lax.broadcast_in_dim(base, log.shape, [1])).sum(axis=1)
+            listed = index, tile.start + first, tile.count - first
+            scatter_rows(share, mass, *listed, self.interpret)
 
 
-def by_block(mass: Array, lists: Lists, T: int, block: int, kv_blocks: int) -> Array:
-    """Mass [B, N, Tb, consumers, visits] in the order of the lists -> mean mass [B, N, Tb, Sb].
+def mean_mass(mass: Array, T: int, block: int, kv_blocks: int) -> Array:
+    """Sums over rows [B, N, Tb, consumers, blocks] -> mean over queries [B, N, Tb, Sb]."""
+    queries = jnp.minimum(T - jnp.arange(mass.shape[2]) * block, block)
+    return mass[..., :kv_blocks].sum(3) / queries[:, None]
 
-    Blocks that no list names, and slots past the end of a list, have mass 0.
-    """
-    B, N, Tb = mass.shape[:3]
-    queries = jnp.minimum(T - jnp.arange(Tb) * block, block)
-    mean = mass.sum(3)[..., :kv_blocks] / queries[:, None]
-    visit = jnp.arange(kv_blocks, dtype=jnp.int32)
-    at = jnp.minimum(lists.kv_start[..., None] + visit, lists.kv_index.shape[-1] - 1)
-    index = jnp.take_along_axis(lists.kv_index[:, :, None], at, axis=-1)
-    index = jnp.where(visit < lists.kv_count[..., None], index, kv_blocks)  # dropped below
-    index = jnp.repeat(index, N // index.shape[1], axis=1)
-    index = jnp.broadcast_to(index, (B, N, Tb, kv_blocks)).reshape(-1, kv_blocks)
-    rows = jnp.arange(B * N * Tb)[:, None]
-    found = jnp.zeros((B * N * Tb, kv_blocks), jnp.float32)
-    found = found.at[rows, index].set(
-        mean.reshape(-1, kv_blocks), mode="drop", unique_indices=True, indices_are_sorted=False
-    )
-    return found.reshape(B, N, Tb, kv_blocks)
+
+# One value per row of a tile, to global memory. Four threads have the same two rows: the first of
+# them writes one row, the second the other.
+
+OWNER = (
+    ".reg .pred own; .reg .b32 tid; mov.u32 tid, %tid.x; and.b32 tid, tid, 3;",
+    "setp.lt.u32 own, tid, 2;",
+)
+
+
+def store_rows(x, ref, interpret):
+    """ref = x; ref is float32 [64]."""
+    if interpret:
+        ref[...] = x
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
+    def emit(_, ref, x):
+        row, value = _own_row(x)
+        asm([*OWNER, "@own st.global.f32 [$0], $1;"], "l,f", [moved(ref, row, 4), value])
+
+    emit(ref, x)
+
+
+def scatter_rows(x, ref, index, first, count, interpret):
+    """ref[index[first + row]] = x[row] for the rows below count; ref is float32, index int32."""
+    if interpret:
+
+        @pl.loop(0, jnp.minimum(count, len(x)))
+        def _(row):
+            ref[index[first + row]] = x[row]
+
+        return
+    lines = [
+        *OWNER,
+        ".reg .pred listed; .reg .b32 at; .reg .b64 to;",
+        "setp.lt.and.s32 listed, $3, $4, own;",
+        "@listed ld.global.b32 at, [$1]; @listed mad.wide.s32 to, at, 4, $0;",
+        "@listed st.global.f32 [to], $2;",
+    ]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, ROW))
+    def emit(_, ref, index, first, count, x):
+        row, value = _own_row(x)
+        first, count = (y.registers[()] for y in (first, count))
+        entry = moved(index, arith.addi(first, row), 4)
+        asm(lines, "l,l,f,r,r", [moved(ref, i32(0), 4), entry, value, row, count])
+
+    emit(ref, index, first, count, x)
+
+
+def _own_row(x):
+    """(the row that a thread writes, its value)."""
+    warp, lane = warp_and_lane()
+    row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.divui(lane, i32(GROUP // OWN)))
+    half = arith.remui(lane, i32(OWN))
+    is_second = arith.cmpi(arith.CmpIPredicate.ne, half, i32(0))
+    first, second = map(scalar, x.registers.flat)
+    return arith.addi(row, arith.muli(half, i32(GROUP))), arith.select(is_second, second, first)
