@@ -25,6 +25,7 @@ from tools import (
     first_call_tables,
     nsa_tables,
     parallel_tables,
+    statistics_tables,
     task_tables,
     tpu_tables,
 )
@@ -450,6 +451,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "hopper-costs": hopper_costs,
     "hopper-features": features,
     "hopper-memory": memory,
+    "hopper-statistics": functools.partial(of_cells, statistics_tables.hopper_statistics),
     "counters": counters,
     "cpu": cpu,
     "model": model,

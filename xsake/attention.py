@@ -33,7 +33,7 @@ from xsake import masks
 from xsake.backends import Call, Sizes, accumulator, run_forward, statistics, with_sinks
 from xsake.backends.choice import BACKENDS, Explanation, choose, is_empty
 from xsake.backends.options import Options
-from xsake.backends.statistics import Statistics
+from xsake.backends.statistics import Observed, Statistics
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.integers import integers
 from xsake.masks.rule import Rule, check_fits, combine, result_sizes
@@ -208,23 +208,25 @@ def observed_attention(
     bias: Float[Tensor, ...] | None = None,
     mask: Mask | None = None,
     *,
+    what: Observed = "blocks",
     implementation: str | None = None,
     **arguments: Unpack[Arguments],
 ) -> tuple[Float[Array, "*B T N Hv"], Statistics]:
     """`dot_product_attention` and what it looked at: (out, statistics).
 
-    Takes the same arguments. The statistics have no gradient; their blocks are those of a BlockMask
-    that is given as the mask, else of 128 tokens, or fewer for short sequences. The `hopper`
-    backend has them as by-products of its forward; with others they cost as much as dense
-    attention, once more.
+    Takes the same arguments, and `what`: "blocks", or "tokens" for the entropy over keys, too. The
+    statistics have no gradient; their blocks are those of a BlockMask that is given as the mask,
+    else of 128 tokens, or fewer for short sequences. The `hopper` backend has them as by-products
+    of its forward; with others they cost as much as dense attention, once more.
 
     >>> import jax, xsake
     >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 256, 4, 64))
     >>> out, seen = xsake.observed_attention(q, k, v, is_causal=True)
-    >>> seen.entropy.shape, seen.mass.shape
+    >>> seen.block_entropy.shape, seen.mass.shape
     ((1, 4, 256), (1, 4, 2, 2))
     """
     observer: Any = _Observer(implementation or "")
+    observer.what = what
     found: Any = dot_product_attention(
         query, key, value, bias, mask, implementation=observer, **arguments
     )
@@ -248,6 +250,8 @@ class _Question(str):
 class _Observer(str):
     """A name, or "", passed as `implementation` for statistics beside the output."""
 
+    what: Observed
+
     def take(self, call: Call, sinks: Array | None) -> tuple[Array, Statistics]:
         """(out, statistics) by the chosen backend; plain JAX where it has no statistics."""
         asked, total = str(self) or None, statistics.total(sinks)
@@ -255,7 +259,7 @@ class _Observer(str):
         if backend is not None and hasattr(backend, "observed"):
             why = backend.why_not_observed(call)
             if why is None:
-                out, more = run_forward(lambda call: backend.observed(call, total), call)
+                out, more = run_forward(lambda call: backend.observed(call, total, self.what), call)
                 return out if sinks is None else with_sinks(out, more[0], sinks), more[1]
             if asked is not None:
                 raise ValueError(
@@ -264,7 +268,7 @@ class _Observer(str):
                 )
         out, logsumexp = _run(asked, call)
         out = out if sinks is None else with_sinks(out, logsumexp, sinks)
-        return out, statistics.measured(call, logsumexp, total)
+        return out, statistics.measured(call, total, self.what)
 
 
 def _run(asked: str | None, call: Call) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ part of it that comes from these. `parallel/context` adds up such parts.
 A backend whose forward has the statistics of statistics.py as by-products also has
 
     why_not_observed(call) -> str | None
-    observed(call, sinks) -> (out, (logsumexp, Statistics))
+    observed(call, sinks, what) -> (out, (logsumexp, Statistics))
 
 Attention to selected blocks, where every query has its own list of kv blocks, is a module
 `selected` of a backend. Its caller, `nsa/selected.py`, defines the derivative:

@@ -12,7 +12,7 @@ add up to less than 1, by the mass of the sinks; all sinks of a head are one out
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,17 @@ from jaxtyping import Float
 from xsake.backends import Call, accumulator
 from xsake.masks.rule import Tokens
 
+# What is observed: mass and entropy of "blocks", or also the entropy of "tokens", which costs one
+# more multiply-add for every query and key.
+Observed = Literal["blocks", "tokens"]
+
 
 class Statistics(NamedTuple):
     """What attention looked at; float32, without gradients. A query that sees no key has zeros."""
 
-    entropy: Float[Array, "*B N T"]  # -Σ p ln p over keys and the sinks, in nats
-    block_entropy: Float[Array, "*B N T"]  # the same over kv blocks and the sinks
     mass: Float[Array, "*B N row_blocks kv_blocks"]  # mean over a row block's queries; 0: dropped
+    block_entropy: Float[Array, "*B N T"]  # -Σ p ln p over kv blocks and the sinks, in nats
+    entropy: Float[Array, "*B N T"] | None = None  # the same over keys, if "tokens" are observed
 
 
 def total(sinks: Float[Array, "N M"] | None) -> Float[Array, " N"] | None:
@@ -39,10 +43,7 @@ def total(sinks: Float[Array, "N M"] | None) -> Float[Array, " N"] | None:
 
 
 def joined(
-    logsumexp: Float[Array, "B T N"],
-    entropies: tuple[Float[Array, "B N T"], Float[Array, "B N T"]],
-    mass: Float[Array, "B N row_blocks kv_blocks"],
-    sinks: Float[Array, " N"] | None,
+    logsumexp: Float[Array, "B T N"], found: Statistics, sinks: Float[Array, " N"] | None
 ) -> Statistics:
     """The statistics, from entropies without sinks and mass with them; `sinks` as by `total`.
 
@@ -51,8 +52,9 @@ def joined(
     if sinks is not None:
         w = jnp.moveaxis(keys_share(logsumexp, sinks), 1, 2)
         more = jax.scipy.special.entr(w) + jax.scipy.special.entr(1 - w)
-        entropies = entropies[0] * w + more, entropies[1] * w + more
-    return Statistics(*lax.stop_gradient((*entropies, mass)))
+        entropies = jax.tree.map(lambda x: x * w + more, found[1:])
+        found = Statistics(found.mass, *entropies)
+    return lax.stop_gradient(found)
 
 
 def keys_share(logsumexp: Float[Array, "B T N"], sinks: Float[Array, " N"]) -> Array:
@@ -61,10 +63,8 @@ def keys_share(logsumexp: Float[Array, "B T N"], sinks: Float[Array, " N"]) -> A
     return jnp.where(seen, jax.nn.sigmoid(jnp.where(seen, logsumexp, 0) - sinks), 0)
 
 
-def measured(
-    call: Call, logsumexp: Float[Array, "B T N"], sinks: Float[Array, " N"] | None
-) -> Statistics:
-    """The statistics of a call whose logsumexp is known, in plain JAX.
+def measured(call: Call, sinks: Float[Array, " N"] | None, what: Observed) -> Statistics:
+    """The statistics of a call in plain JAX.
 
     It costs as much as dense attention, whatever the mask drops. Memory is linear in S.
     """
@@ -73,20 +73,18 @@ def measured(
     (bq, bk), (nq, nk) = mask.block, mask.grid.counts
     if 0 in (B, T, S):
         rows, blocks = jnp.zeros((B, N, T), dtype), jnp.zeros((B, N, min(T, nq), min(S, nk)), dtype)
-        return Statistics(rows, rows, blocks)
-    q, k, bias, logsumexp = lax.stop_gradient((call.q, call.k, call.bias, logsumexp))
+        return Statistics(blocks, rows, rows if what == "tokens" else None)
+    q, k, bias = lax.stop_gradient((call.q, call.k, call.bias))
     q = _padded(q, 1, nq * bq).reshape(B, nq * bq, K, N // K, H).astype(dtype)
     k = _padded(k, 1, nk * bk).astype(dtype)
     classes = mask.blocks()
     classes = jnp.repeat(classes, N // classes.shape[1], axis=1)
-    weights = jnp.ones_like(logsumexp) if sinks is None else keys_share(logsumexp, sinks)
-    by_row = jnp.moveaxis(_padded(jnp.stack([logsumexp, weights]), 2, nq * bq), 3, 2)
     if bias is not None:
         bias = bias.astype(dtype)
         bias = _padded(bias, 2, nq * bq if bias.shape[2] > 1 else 1)
         bias = _padded(bias, 3, nk * bk if bias.shape[3] > 1 else 1)
 
-    def of_row_block(i: Array) -> tuple[Array, Array, Array]:
+    def of_row_block(i: Array) -> Any:
         logits = call.scale * jnp.einsum(
             "btkgh,bskh->bkgts", lax.dynamic_slice_in_dim(q, i * bq, bq, 1), k, precision=exact
         ).reshape(B, N, bq, nk * bk)
@@ -102,21 +100,20 @@ def measured(
             b, n = jnp.arange(B)[:, None, None, None], jnp.arange(N)[:, None, None]
             allowed &= (kind == 2) | mask.rule.allows(Tokens.at(b, n, row, key))
         allowed &= (row < T) & (key < S)
-        found, w = lax.dynamic_slice_in_dim(by_row, i * bq, bq, 3)[..., None]
-        found = jnp.where(found == -jnp.inf, 0, found)
-        p = jnp.where(allowed, jnp.exp(logits - found), 0)
+        lse = jax.nn.logsumexp(jnp.where(allowed, logits, -jnp.inf), axis=-1)
+        p = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
+        p = jnp.where(allowed, p, 0)
         blocks = p.reshape(B, N, bq, nk, bk).sum(-1)
-        mass = (blocks * w).sum(2) / jnp.minimum(T - i * bq, bq)
-        entropies = (jax.scipy.special.entr(x).sum(-1) for x in (p, blocks))
-        return *entropies, mass
+        entropies = [jax.scipy.special.entr(x).sum(-1) for x in (blocks, p)]
+        lse = jnp.moveaxis(lse, 1, 2)
+        if sinks is not None:
+            blocks = blocks * jnp.moveaxis(keys_share(lse, sinks), 1, 2)[..., None]
+        mass = blocks.sum(2) / jnp.minimum(T - i * bq, bq)
+        return joined(lse, Statistics(mass, *entropies[: 1 + (what == "tokens")]), sinks)
 
-    entropy, block_entropy, mass = lax.map(of_row_block, jnp.arange(nq))  # [nq, B, N, bq], …
-
-    def in_order(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 2).reshape(B, N, nq * bq)[..., :T]
-
-    entropies = in_order(entropy), in_order(block_entropy)
-    return joined(logsumexp, entropies, jnp.moveaxis(mass, 0, 2), sinks)
+    found = lax.map(of_row_block, jnp.arange(nq))  # [nq, B, N, nk], [nq, B, N, bq]
+    mass, *entropies = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
+    return Statistics(mass, *jax.tree.map(lambda x: x.reshape(B, N, nq * bq)[..., :T], entropies))
 
 
 def _padded(x: Array, axis: int, length: int) -> Array:

@@ -44,8 +44,10 @@ def observe(
     if has_by_products(q, k, block, softmax):
         # The values do not matter: keys are at hand and have a size that the kernels support.
         mask = _causal(q.shape[0], block)
-        _, found = observed_attention(q, k, k, mask=mask, sinks=softmax.sinks)
-        return Heads(found.mass, *_means(found.entropy, found.block_entropy, block, softmax))
+        _, found = observed_attention(q, k, k, mask=mask, what="tokens", sinks=softmax.sinks)
+        mass, by_block, by_key = found
+        assert by_key is not None  # "tokens"
+        return Heads(mass, *_means(by_key, by_block, block, softmax))
     cut = chunks.cut(q, k, block, queries_at_once, softmax)
 
     def of_chunk(number: Array) -> tuple[Array, Array, Array]:

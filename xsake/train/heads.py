@@ -49,7 +49,7 @@ def observe(
     began = time.perf_counter()
     tokens = stream.long_windows(1, step)
     found = _figures(parameters, tokens, config=config.static, mesh=mesh)
-    entropy, block_entropy, top_mass = (np.round(np.asarray(x), 4).tolist() for x in found)
+    entropy, block_entropy, top_mass = (np.asarray(x, np.float64).round(4).tolist() for x in found)
     return events.HeadsObserved(
         step=step,
         tokens=config.data.length,

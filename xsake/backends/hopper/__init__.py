@@ -52,7 +52,7 @@ from xsake.backends import (
 )
 from xsake.backends.hopper import limits, tilings
 from xsake.backends.options import Options
-from xsake.backends.statistics import Statistics, joined
+from xsake.backends.statistics import Observed, Statistics, joined
 from xsake.block_mask import BlockMask
 
 
@@ -95,19 +95,19 @@ def why_not_observed(call: Call) -> str | None:
     return None
 
 
-def observed(call: Call, sinks: Array | None) -> tuple[Array, tuple[Array, Statistics]]:
+def observed(
+    call: Call, sinks: Array | None, what: Observed
+) -> tuple[Array, tuple[Array, Statistics]]:
     """`forward` with statistics; sinks are float32 [N], as by `statistics.total`, or None.
 
     Sinks join the statistics only; `out` is without them.
     """
-    settings = Settings(float(call.scale), call.soft_cap, call.options, statistics=True)
+    settings = Settings(float(call.scale), call.soft_cap, call.options, what)
     q, k, v, bias = reverse_only("hopper", call.q, call.k, call.v, call.bias)
     q, k, v = map(_pad_head, (q, k, v))
     bias = None if bias is None else _kernel_bias(bias)
-    out, logsumexp, entropy, block_entropy, mass = _attention(
-        settings, q, k, v, call.mask, bias, sinks
-    )
-    found = joined(logsumexp, (entropy, block_entropy), mass, sinks)
+    out, logsumexp, *more = _attention(settings, q, k, v, call.mask, bias, sinks)
+    found = joined(logsumexp, Statistics(*more), sinks)
     return out[..., : call.sizes.Hv], (logsumexp, found)
 
 
@@ -172,7 +172,7 @@ class Settings:
     scale: float
     soft_cap: float | None
     options: Options
-    statistics: bool = False  # the forward returns them, too
+    statistics: Observed | None = None  # the forward returns these, too
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

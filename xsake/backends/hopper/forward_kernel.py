@@ -44,6 +44,7 @@ from xsake.backends.hopper.statistics_tile import StatisticsTile, Sums, mean_mas
 from xsake.backends.hopper.work_table import work_table
 from xsake.backends.kernel_rule import KernelRule
 from xsake.backends.options import ForwardTiling
+from xsake.backends.statistics import Observed
 from xsake.block_mask.lists import Lists
 
 # Columns of the output that are staged at a time. At H = 256 a whole tile does not fit in shared
@@ -64,7 +65,7 @@ def forward(
     soft_cap: float | None = None,
     bias: jax.Array | None = None,
     tiling: ForwardTiling = DEFAULT_TILING,
-    statistics: bool = False,
+    statistics: Observed | None = None,
     sinks: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
@@ -73,9 +74,9 @@ def forward(
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S] of bfloat16, float16 or
     float32; one value per key is float32. A row that sees no key gets zeros and -inf.
 
-    With `statistics` also, in float32: entropy over keys and over blocks [B, N, T] in nats, without
-    sinks, and the mean mass of every block [B, N, row blocks, kv blocks], in whose denominator
-    `sinks` are: float32 [N], the logarithm of their sum. They have no other effect.
+    With `statistics` also, in float32: the mean mass of every block [B, N, row blocks, kv blocks],
+    in whose denominator `sinks` are: float32 [N], the logarithm of their sum; and the entropy over
+    blocks, and for "tokens" that over keys, [B, N, T] in nats, without sinks.
     """
     shape = Shape.of(q, k, v, lists, block)
     B, T, _, N, _, H, Hv = shape.sizes
@@ -93,7 +94,7 @@ def forward(
         interpret=interpret,
     )
     if statistics:
-        kernel.statistics = StatisticsTile(kernel, sinks is not None)
+        kernel.statistics = StatisticsTile(kernel, statistics == "tokens", sinks is not None)
     lists_and_rule = table, lists.kv_index.reshape(-1), *rule_operands(rule, shape, axis=0)
     out, lse, *more = kernel.launch(
         "xsake_forward",
@@ -117,9 +118,9 @@ def forward(
     )
     if not statistics:
         return out[:, :T], lse[..., :T]
-    entropy, block_entropy, mass, _ = more
+    *entropies, mass, _ = more
     mass = mean_mass(mass, T, block[0], shape.kv_blocks)
-    return out[:, :T], lse[..., :T], entropy[..., :T], block_entropy[..., :T], mass
+    return out[:, :T], lse[..., :T], mass, *(x[..., :T] for x in entropies)
 
 
 class _Scratch(NamedTuple):
@@ -146,8 +147,8 @@ class _Scratch(NamedTuple):
     piece_ready: Any = None
     piece_taken: Any = None
     # With statistics: [consumers, 64] each.
-    entropy_smem: Any = None
     block_entropy_smem: Any = None
+    entropy_smem: Any = None
 
 
 class _Kernel(BlockKernel):
@@ -187,7 +188,9 @@ class _Kernel(BlockKernel):
         )
         if self.alternate:
             scratch["piece_smem"] = tiles(ROWS, PANEL, dtype=jnp.float32)
-            values = 2 if self.statistics is None else 1 + len(Sums._fields)
+            values = 2
+            if self.statistics is not None:  # m and Sums
+                values = 4 if self.statistics.has_tokens else 3
             scratch["m_l_smem"] = plgpu.SMEM((values, ROWS), jnp.float32)
             scratch |= Handover.barriers()
         if self.statistics is not None:
@@ -367,7 +370,7 @@ class _Kernel(BlockKernel):
         `out` is the whole tile, or as many of its columns as shared memory stages at a time.
         """
         out_smem = scratch.out_smem
-        rows_smem = scratch.lse_smem, scratch.entropy_smem, scratch.block_entropy_smem
+        rows_smem = scratch.lse_smem, scratch.block_entropy_smem, scratch.entropy_smem
         out_gmem, *rows_gmem = outs
         width = out_smem.shape[-1]
         # The previous copies must have read the buffers.

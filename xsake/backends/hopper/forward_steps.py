@@ -19,7 +19,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from xsake.backends.hopper.layouts import LOG2E, ROW, ROWS, TILE, slot_of
-from xsake.backends.hopper.statistics_tile import Sums
 
 
 def over_columns(x, tile):
@@ -182,7 +181,7 @@ class TileSteps:
         m = _splat(-jnp.inf, (ROWS,), ROW)
         if self.kernel.statistics is None:
             return acc, m, _splat(0.0, (ROWS,), ROW)
-        return acc, m, Sums(*(_splat(0.0, (ROWS,), ROW) for _ in Sums._fields))
+        return acc, m, self.kernel.statistics.init(_splat(0.0, (ROWS,), ROW))
 
     def softmax(self, s, t, m, l, masked):
         """p = 2^(s - m_new), the new m and l, and the factor that rescales acc."""

@@ -1,8 +1,8 @@
 """Entropy and block mass as by-products of the forward, on one compute warpgroup (Hopper, sm90).
 
-    a step    S ─ p, relative to the running maximum m ─┬─ Σ p log2 p         rescaled with l
-                                                        ├─ a = Σ p of the block, Σ a log2 a
-                                                        └─ log2 of the block's sum ─▶ global memory
+    a step    S ─ p, relative to the running maximum m ─┬─ a = Σ p of the block, Σ a log2 a
+                                                        ├─ log2 of the block's sum ─▶ global memory
+                                                        └─ Σ p log2 p, if it is wanted
     the end   2^(log2 of a block's sum - logsumexp) ─ sum over the 64 rows ─▶ mass of the block
 
 What goes to global memory is 64 floats per step and warpgroup. A CTA of a persistent grid writes to
@@ -24,7 +24,7 @@ from xsake.backends.hopper.interval_tile import GROUP, OWN, scalar
 from xsake.backends.hopper.layouts import COLUMN, LOG2E, ROW, ROWS, THREADS, TILE, round_up
 from xsake.backends.hopper.ptx import SCALAR, asm, i32
 
-LEAST = -1e4  # in place of log2 0, whose product with 0 is NaN
+LEAST, LOWEST = -1e4, -1e30  # in place of log2 0 and of -inf, whose products with 0 are NaN
 VISITS = ROWS  # visits whose mass is summed at once: the rows of a tile
 
 
@@ -32,39 +32,40 @@ class Sums(NamedTuple):
     """Running sums over the keys of each row; p is relative to the running maximum m."""
 
     l: Any  # Σ p
-    tokens: Any  # Σ p log2 p
     blocks: Any  # Σ a log2 a over blocks, with a = Σ p of a block
+    tokens: Any = None  # Σ p log2 p, if it is wanted
 
     def moved(self, m, base, shrink):
         """The same sums relative to `base` instead of m; shrink = 2^(m - base)."""
-        change = jnp.where(m == -jnp.inf, 0.0, m - base)  # log2 of the factor of every p
-        return Sums(
-            self.l * shrink,
-            (self.tokens + self.l * change) * shrink,
-            (self.blocks + self.l * change) * shrink,
-        )
+        # log2 of the factor of every p. Before the first key m is -inf and the sums are 0, whose
+        # product with a number is 0.
+        change = jnp.maximum(m, LOWEST) - base
+        rest = (None if x is None else (x + self.l * change) * shrink for x in self[1:])
+        return Sums(self.l * shrink, *rest)
 
     def entropies(self):
-        """(entropy over keys, over blocks) in nats: ln l - Σ p ln p / l; 0 in rows without keys."""
+        """[over blocks, over keys] in nats: ln l - Σ p ln p / l; 0 in rows without keys."""
         seen = self.l > 0
         l = jnp.where(seen, self.l, 1.0)
-        return tuple(
+        return [
             jnp.where(seen, (jnp.log2(l) - x / l) * (1 / LOG2E), 0.0)
-            for x in (self.tokens, self.blocks)
-        )
+            for x in self[1:]
+            if x is not None
+        ]
 
 
 class StatisticsTile:
     """The statistics of a kernel's work tiles; `self` holds what is static."""
 
-    def __init__(self, kernel, has_sinks):
+    def __init__(self, kernel, has_tokens, has_sinks):
         if kernel.splits > 1:
             raise ValueError(
                 f"statistics need steps of whole blocks, not {kernel.splits} steps per block"
             )
         self.shape, self.consumers = kernel.shape, kernel.consumers
         self.ctas = kernel.scheduler.ctas
-        self.has_sinks, self.interpret = has_sinks, kernel.interpret
+        self.has_tokens, self.has_sinks = has_tokens, has_sinks
+        self.interpret = kernel.interpret
 
     def out_type(self) -> tuple[Any, ...]:
         """Entropies of rows, mass of blocks, and the logarithms that a CTA keeps for itself."""
@@ -73,12 +74,18 @@ class StatisticsTile:
         blocks = round_up(self.shape.kv_blocks, THREADS)  # every thread clears as many
         mass = (B, N, self.shape.row_blocks, self.consumers, blocks)
         logs = (self.ctas, self.consumers, round_up(self.shape.kv_blocks, VISITS), ROWS)
-        return rows, rows, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (mass, logs))
+        arrays = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (mass, logs))
+        return *[rows] * (2 if self.has_tokens else 1), *arrays
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory for what is copied out."""
         rows = plgpu.SMEM((self.consumers, ROWS), jnp.float32)
-        return dict(entropy_smem=rows, block_entropy_smem=rows)
+        found = dict(block_entropy_smem=rows)
+        return found | (dict(entropy_smem=rows) if self.has_tokens else {})
+
+    def init(self, zeros):
+        """The sums before the first step."""
+        return Sums(zeros, zeros, zeros if self.has_tokens else None)
 
     def split(self, refs):
         """(the sinks in global memory or None, the refs that follow)."""
@@ -89,16 +96,12 @@ class StatisticsTile:
     def add(self, sums, x, p, m, base, shrink, may_be_empty):
         """(the sums with one more block, log2 of the block's sum); p = 2^x, relative to `base`."""
         tile = p.sum(axis=1)
-        if may_be_empty:
-            x = jnp.maximum(x, LEAST)
         log = jnp.log2(tile)
-        before = sums.moved(m, base, shrink)
-        after = Sums(
-            before.l + tile,
-            before.tokens + (p * x).sum(axis=1),
-            before.blocks + tile * jnp.maximum(log, LEAST),
-        )
-        return after, base + log
+        l, blocks, tokens = sums.moved(m, base, shrink)
+        if tokens is not None:
+            x = jnp.maximum(x, LEAST) if may_be_empty else x
+            tokens = tokens + (p * x).sum(axis=1)
+        return Sums(l + tile, blocks + tile * jnp.maximum(log, LEAST), tokens), base + log
 
     def keep(self, log, outs, wg, visit):
         """Writes the logarithms of a visit where this CTA finds them again."""
