@@ -204,6 +204,25 @@ def gradient_terms(
     return {name: float(np.abs(x).max(initial=0)) for name, x in grads.items()}
 
 
+def statistics(q, k, *, allowed, block, bias=None, scale=None, soft_cap=None, sinks=None):
+    """(entropy [B, N, T] over keys, over blocks, mass [B, N, row blocks, kv blocks]) in float64.
+
+    All sinks of a head are one outcome. The mass is the mean over a row block's queries.
+    """
+    w = _weights(q, k, allowed, bias, scale, soft_cap, sinks)
+    rows, columns = (np.arange(0, size, at) for size, at in zip(w.p.shape[2:], block, strict=True))
+    blocks = np.add.reduceat(w.p, columns, axis=-1)
+    mass = np.add.reduceat(blocks, rows, axis=2)
+    mass = mass / np.diff(np.append(rows, w.p.shape[2]))[:, None]
+    outcomes = [] if w.p_sinks is None else [w.p_sinks.sum(-1, keepdims=True)]
+
+    def entropy(p):
+        p = np.concatenate([p, *outcomes], axis=-1)
+        return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
+
+    return entropy(w.p), entropy(blocks), mass
+
+
 @dataclass(frozen=True)
 class Weights:
     """Intermediate results of the softmax, [B, N, T, S] except for the last three."""

@@ -26,6 +26,7 @@ from tools import (
     nsa_tables,
     parallel_tables,
     rule_tables,
+    statistics_tables,
     task_tables,
     tpu_tables,
 )
@@ -452,6 +453,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "hopper-costs": hopper_costs,
     "hopper-features": features,
     "hopper-memory": memory,
+    "hopper-statistics": functools.partial(of_cells, statistics_tables.hopper_statistics),
     "counters": counters,
     "cpu": cpu,
     "model": model,

@@ -1,7 +1,13 @@
 """XSAKE: attention for JAX that visits only the blocks that matter."""
 
 from xsake import masks, nsa
-from xsake.attention import Explanation, dot_product_attention, explain, explain_calls
+from xsake.attention import (
+    Explanation,
+    dot_product_attention,
+    explain,
+    explain_calls,
+    observed_attention,
+)
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.nsa import apply_native_sparse_attention, native_sparse_attention
@@ -17,5 +23,6 @@ __all__ = [
     "masks",
     "native_sparse_attention",
     "nsa",
+    "observed_attention",
 ]
 __version__ = "0.1.0"

@@ -30,7 +30,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake import masks
-from xsake.backends import Call, Sizes, accumulator, run_forward, with_sinks
+from xsake.backends import Call, Sizes, accumulator, run_forward, statistics, with_sinks
 from xsake.backends.choice import (
     BACKENDS,
     Explanation,
@@ -40,11 +40,19 @@ from xsake.backends.choice import (
     report,
 )
 from xsake.backends.options import Options
+from xsake.backends.statistics import Observed, Statistics
 from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.integers import integers
 from xsake.masks.rule import Rule, check_fits, combine, result_sizes
 
-__all__ = ["Explanation", "dot_product_attention", "explain", "explain_calls"]
+__all__ = [
+    "Explanation",
+    "Statistics",
+    "dot_product_attention",
+    "explain",
+    "explain_calls",
+    "observed_attention",
+]
 
 Tensor = Array | np.ndarray
 Abstract = Tensor | jax.ShapeDtypeStruct
@@ -167,8 +175,8 @@ def dot_product_attention(
         options=Options.of(options),
     )  # fmt: skip
     sinks = check_sinks(sizes, sinks)
-    if isinstance(implementation, _Question):
-        return implementation.ask(call)
+    if isinstance(implementation, _Question | _Observer):
+        return implementation.take(call, sinks)
     out, logsumexp = _run(implementation, call)
     out = out if sinks is None else with_sinks(out, logsumexp, sinks)
     if is_unbatched:
@@ -207,6 +215,38 @@ def explain(
     return question.answer
 
 
+def observed_attention(
+    query: Float[Tensor, "*B T N H"],
+    key: Float[Tensor, "*B S K H"],
+    value: Float[Tensor, "*B S K Hv"],
+    bias: Float[Tensor, ...] | None = None,
+    mask: Mask | None = None,
+    *,
+    what: Observed = "blocks",
+    implementation: str | None = None,
+    **arguments: Unpack[Arguments],
+) -> tuple[Float[Array, "*B T N Hv"], Statistics]:
+    """`dot_product_attention` and what it looked at: (out, statistics).
+
+    Takes the same arguments, and `what`: "blocks", or "tokens" for the entropy over keys, too. The
+    statistics have no gradient; their blocks are those of a BlockMask that is given as the mask,
+    else of 128 tokens, or fewer for short sequences. The `hopper` backend has them as by-products
+    of its forward; with others they cost as much as dense attention, once more.
+
+    >>> import jax, xsake
+    >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 256, 4, 64))
+    >>> out, seen = xsake.observed_attention(q, k, v, is_causal=True)
+    >>> seen.block_entropy.shape, seen.mass.shape
+    ((1, 4, 256), (1, 4, 2, 2))
+    """
+    observer: Any = _Observer(implementation or "")
+    observer.what = what
+    found: Any = dot_product_attention(
+        query, key, value, bias, mask, implementation=observer, **arguments
+    )
+    return jax.tree.map(lambda x: x[0], found) if jnp.ndim(query) == 3 else found
+
+
 # ------------------------------------------------------------------------------------------- choose
 
 
@@ -215,10 +255,34 @@ class _Question(str):
 
     answer: Explanation
 
-    def ask(self, call: Call) -> int:
+    def take(self, call: Call, sinks: Array | None) -> int:
         """Keeps the answer, and returns something that `jax.eval_shape` takes."""
         self.answer = choose(str(self) or None, call)
         return 0
+
+
+class _Observer(str):
+    """A name, or "", passed as `implementation` for statistics beside the output."""
+
+    what: Observed
+
+    def take(self, call: Call, sinks: Array | None) -> tuple[Array, Statistics]:
+        """(out, statistics) by the chosen backend; plain JAX where it has no statistics."""
+        asked, total = str(self) or None, statistics.total(sinks)
+        backend = BACKENDS.get(choose(asked, call).chosen or "")
+        if backend is not None and hasattr(backend, "observed"):
+            why = backend.why_not_observed(call)
+            if why is None:
+                out, more = run_forward(lambda call: backend.observed(call, total, self.what), call)
+                return out if sinks is None else with_sinks(out, more[0], sinks), more[1]
+            if asked is not None:
+                raise ValueError(
+                    f"implementation {asked!r} cannot observe this call: it {why}; leave the name "
+                    "out, or name another"
+                )
+        out, logsumexp = _run(asked, call)
+        out = out if sinks is None else with_sinks(out, logsumexp, sinks)
+        return out, statistics.measured(call, total, self.what)
 
 
 def _run(asked: str | None, call: Call) -> tuple[Array, Array]:

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +9,19 @@ import pytest
 
 from tests.hads.draws import SOFTMAXES, attention, blocks_of, dense, spread, tokens_of
 from xsake import block_scores, selection
-from xsake.hads import Profile, budget, calibrate, files, measure, profile, row_blocks
+from xsake.hads import (
+    Profile,
+    budget,
+    calibrate,
+    files,
+    measure,
+    observed,
+    profile,
+    row_blocks,
+)
 from xsake.hads.partial import Partial
 from xsake.hads.profile import hash_of
-from xsake.hads.statistics import block_mass, factors, retained_mass
+from xsake.hads.statistics import Statistics, block_mass, factors, retained_mass
 
 BLOCK = 16
 CURVES = ("static", "mean_query", "oracle")  # one choice everywhere, so that little is compiled
@@ -114,6 +124,48 @@ def test_factors_have_the_norms_of_the_projection_even_if_it_is_rank_deficient()
     np.testing.assert_allclose(root @ unit, kernel, atol=1e-4)
     want = np.linalg.norm(x @ kernel, axis=-1)
     np.testing.assert_allclose(np.linalg.norm(x @ root, axis=-1), want, rtol=1e-3, atol=1e-6)
+
+
+def test_statistics_without_outputs_are_those_with_them():
+    """Mass and entropies need no values; what does is NaN."""
+    q, k, v, kernel = attention(100)
+    softmax = SOFTMAXES["cap, window, sinks"]
+    want = measured(q, k, v, kernel, softmax)
+    got = measure(q, k, v, kernel, block=BLOCK, softmax=softmax, outputs=False)
+    for name in ("mass", "entropy", "block_entropy", "retained"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-7)
+    assert np.isnan(got.sensitivity).all()
+    assert np.isnan(got.norm)
+
+
+def test_by_products_of_attention_are_the_statistics_of_chunks(monkeypatch):
+    """What a Hopper GPU does, on a backend that computes the by-products in plain JAX."""
+    q, k, v, _ = attention(100)
+    softmax = SOFTMAXES["cap, window, sinks"]._replace(soft_cap=None, window=None)
+    monkeypatch.setattr(observed, "has_by_products", lambda *_: True)
+    observe = functools.partial(observed.observe, block=BLOCK)
+    got = jax.jit(lambda q, k, softmax: observe(q, k, softmax=softmax))(q, k, softmax)
+    p, _ = dense(q, k, v, softmax)
+    sinks, mass = 1 - p.sum(-1), blocks_of(p, BLOCK)
+    np.testing.assert_allclose(got.mass, row_means(mass, 100), atol=1e-5)
+    for found, weights, first in ((got.entropy, p, 1), (got.block_entropy, mass, BLOCK)):
+        late = spread(weights, sinks)[:, first:] / np.log(outcomes(softmax, 100, first)[first:])
+        np.testing.assert_allclose(found, late.mean(-1), rtol=1e-5)
+
+
+def test_a_profile_without_outputs_says_so():
+    """It has no sensitivity to rank by, and no cost curves."""
+    with pytest.raises(
+        ValueError, match=r"curves is \('oracle',\), but outputs=False measures none"
+    ):
+        calibrate(print, {}, [np.arange(4)], layers=1, heads=1, curves=("oracle",), outputs=False)
+    square, each = np.zeros((1, 1, 2, 2)), np.zeros((1, 1))
+    curves = np.zeros((1, 1, 20))
+    found = Statistics(square, square * np.nan, each, each, curves, {}, np.zeros(1))
+    made = Profile(found, {}, np.stack([square] * 2), profile.Facts(4, 2, 0, 1, "", ""))
+    assert made.scores("entropy") is found.mass
+    with pytest.raises(ValueError, match="no sensitivity, which the policy 'output' ranks by"):
+        made.scores("output")
 
 
 def test_block_mass_in_chunks_equals_the_direct_computation():

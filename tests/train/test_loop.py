@@ -26,6 +26,7 @@ from xsake.observe import registry, sinks
 from xsake.observe.events import (
     CheckpointSaved,
     Evaluated,
+    HeadsObserved,
     PlanSwapped,
     Resumed,
     RunStarted,
@@ -44,10 +45,10 @@ TIMES = ("time_unix_seconds", "step_seconds", "tokens_per_second", "calibration_
 
 
 def logged(folder):
-    """All events without times, and without resumptions, stops, checkpoints and samples."""
+    """All events without times, resumptions, stops, checkpoints, samples and observed heads."""
     found = []
     for event in sinks.read(folder / "events.jsonl"):
-        if not isinstance(event, Resumed | Stopped | CheckpointSaved | Sampled):
+        if not isinstance(event, Resumed | Stopped | CheckpointSaved | Sampled | HeadsObserved):
             values = {k: v for k, v in dataclasses.asdict(event).items() if k not in TIMES}
             found.append((type(event).__name__, values))
     return found
@@ -67,9 +68,11 @@ def continued(model, prompts, **options):
 
 @pytest.fixture(scope="module")
 def undisturbed(text, tmp_path_factory):
-    """16 steps, with a sample of text every 8, which `continued` stands in for."""
+    """16 steps, with observed heads and a sample of text every 8; `continued` stands in for it."""
     whole = config(tmp_path_factory.mktemp("runs"), text, checkpoint__export=True)
-    sampled = changed(whole, observe__sample_every=8, observe__sample_tokens=5)
+    sampled = changed(
+        whole, observe__sample_every=8, observe__sample_tokens=5, observe__heads_every=8
+    )
     before = step.compiled_update._cache_size()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples, "generate", continued)
@@ -118,6 +121,20 @@ def test_plans_are_swapped_without_recompiling(undisturbed):
     """Three plans, each with hashes and notes of its own: one dense program and one sparse."""
     assert len(list((undisturbed / "plans").iterdir())) == 3
     assert max(PROGRAMS) <= 2
+
+
+def test_observed_heads_are_logged(undisturbed):
+    """By layer and head; that they change nothing else, the comparisons of runs show."""
+    found = [x for x in sinks.read(undisturbed / "events.jsonl") if isinstance(x, HeadsObserved)]
+    assert [x.step for x in found] == [8, 16]
+    # after so few steps, a query attends to all keys nearly alike; 20% is one block of three
+    of_block = 16 / np.maximum(np.arange(1, 49), 16)
+    for event in found:
+        assert (event.tokens, event.block, event.top_density_ratio) == (48, 16, 0.2)
+        np.testing.assert_allclose(event.entropy_ratios, np.ones((2, 2)), atol=0.01)
+        np.testing.assert_allclose(event.top_mass_ratios, np.full((2, 2), of_block.mean()), 0.01)
+        assert (np.array(event.block_entropy_ratios) <= 1).all()
+    assert found[0].top_mass_ratios != found[1].top_mass_ratios
 
 
 def test_samples_of_text_are_logged(undisturbed, text):

@@ -34,7 +34,7 @@ export interface PlanSwapped extends Common {
   calibration_seconds: number;
 }
 export interface Other extends Common {
-  event: "RunStarted" | "Resumed" | "CheckpointSaved" | "Sampled" | "Stopped";
+  event: "RunStarted" | "Resumed" | "CheckpointSaved" | "Sampled" | "HeadsObserved" | "Stopped";
   [field: string]: unknown;
 }
 export type RunEvent = TrainStep | Evaluated | PlanSwapped | Other;
@@ -139,6 +139,8 @@ export function words(event: RunEvent): string {
       return "checkpoint";
     case "Sampled":
       return `“${String(event.prompt)}” → “${String(event.text).slice(0, 200)}”`;
+    case "HeadsObserved":
+      return `heads observed in ${Number(event.observe_seconds).toFixed(1)} s`;
     case "Stopped":
       return `stopped: ${String(event.reason)}`;
     default:

@@ -11,6 +11,11 @@ Both results are differentiable. `Call` has all inputs of a backend;
 in which `call` may hold a part of the keys: out and logsumexp are those of all keys, and dq is the
 part of it that comes from these. `parallel/context` adds up such parts.
 
+A backend whose forward has the statistics of statistics.py as by-products also has
+
+    why_not_observed(call) -> str | None
+    observed(call, sinks, what) -> (out, (logsumexp, Statistics))
+
 Attention to selected blocks, where every query has its own list of kv blocks, is a module
 `selected` of a backend. Its caller, `nsa/selected.py`, defines the derivative:
 
@@ -269,8 +274,10 @@ def _scale_tangent(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[0] * primals[1].astype(tangents[0].dtype)
 
 
-def run_forward(forward: Callable[[Call], tuple[Array, Array]], call: Call) -> tuple[Array, Array]:
+def run_forward(forward: Callable[[Call], tuple[Array, Any]], call: Call) -> tuple[Array, Any]:
     """forward(call) of any backend, NaN with its gradients if a list of the mask was cut.
+
+    Its second result is the logsumexp, or that and the statistics.
 
     That costs a pass over the output, and over the gradients, for masks that can overflow only.
     Inside `jax.shard_map`, all arrays of the call are first marked as varying alike.
@@ -286,8 +293,9 @@ def run_forward(forward: Callable[[Call], tuple[Array, Array]], call: Call) -> t
         for name, x in given.items()
         if name != "mask" and x is not None
     }
-    out, logsumexp = forward(dataclasses.replace(call, **given))
-    return out * factor.astype(out.dtype), logsumexp * factor.astype(logsumexp.dtype)
+    results = forward(dataclasses.replace(call, **given))
+    out, more = jax.tree.map(lambda x: x * factor.astype(x.dtype), results)
+    return out, more
 
 
 def with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:

@@ -27,6 +27,7 @@ from xsake.bench.suites import (
     hopper_features,
     hopper_nsa,
     hopper_rules,
+    hopper_statistics,
     model,
     nsa,
 )
@@ -40,6 +41,7 @@ SUITES: dict[str, Suite] = {
     "hopper-features": hopper_features,
     "hopper-nsa": hopper_nsa,
     "hopper-rules": hopper_rules,
+    "hopper-statistics": hopper_statistics,
     "model": model,
     "nsa": nsa,
 }

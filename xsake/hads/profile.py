@@ -79,6 +79,11 @@ class Profile:
 
     def scores(self, policy: str = "kl") -> Float[AnyArray, "layers N n n"]:
         """What `static` ranks by: the sensitivity for `output`, else the mass."""
+        if policy == "output" and np.isnan(self.statistics.sensitivity).any():
+            raise ValueError(
+                "the profile has no sensitivity, which the policy 'output' ranks by; calibrate "
+                "with outputs=True"
+            )
         return self.statistics.sensitivity if policy == "output" else self.statistics.mass
 
     def cost(self, policy: str, selector: str) -> Float[np.ndarray, "layers N n n"]:
@@ -207,6 +212,7 @@ def calibrate(
     kinds: str = "",
     report: Callable[[int], None] | None = None,
     partial: Partial | None = None,
+    outputs: bool = True,
 ) -> Profile:
     """Profiles a model over documents of one length, one pass over each.
 
@@ -225,19 +231,26 @@ def calibrate(
       kinds: of text that the documents are; only recorded.
       report: called with the number of documents done.
       partial: keeps what was measured so far in a file; the same call again starts from it.
+      outputs: False measures mass and entropies only, which is enough for the policies `uniform`
+        and `entropy`; on a Hopper GPU they are by-products of attention. Then `curves` is ().
     """
     documents = [np.asarray(document) for document in documents]
     row_blocks.check_sizes(layers=layers, heads=heads, block=block, band=band)
     check_documents(documents, vocab_size)
     if unknown := [name for name in curves if name not in CURVES]:
         raise ValueError(f"curves has {unknown[0]!r}, which is not one of {list(CURVES)}")
+    if curves and not outputs:
+        raise ValueError(
+            f"curves is {curves}, but outputs=False measures none; pass curves=() or outputs=True"
+        )
     length = len(documents[0])
     n = row_blocks.count_blocks(length, block)
-    how = {"observe": observe, "block": block, "band": band, "curves": curves}
+    how = {"observe": observe, "block": block, "band": band, "curves": curves, "outputs": outputs}
     facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed, kinds)
     state = Running.start(layers, heads, n, curves)
     if partial is not None:
-        state = partial.load(state, **dataclasses.asdict(facts), curves=curves)
+        told = {} if outputs else {"outputs": False}  # files from before the option have none
+        state = partial.load(state, **dataclasses.asdict(facts), curves=curves, **told)
     state = _beside(weights, state)
     done = int(state.documents)
     if report is not None and done:
@@ -291,7 +304,7 @@ def _check_visits(visits: np.ndarray) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("observe", "block", "band", "curves"))
+@functools.partial(jax.jit, static_argnames=("observe", "block", "band", "curves", "outputs"))
 def _one_document(
     weights: PyTree,
     tokens: Int[Array, " T"],
@@ -301,6 +314,7 @@ def _one_document(
     block: int,
     band: int,
     curves: tuple[str, ...],
+    outputs: bool,
 ) -> tuple[Statistics, Int[Array, " layers+1"]]:
     """(statistics of one document by layer, how often each layer was observed)."""
     layers, heads, n, _ = before[0].shape
@@ -319,6 +333,7 @@ def _one_document(
             curves=curves,
             before=jax.tree.map(lambda x: x[layer], before),
             softmax=getattr(seen, "softmax", PLAIN),
+            outputs=outputs,
         )
         known = jax.tree.map(lambda every, x: every.at[layer].set(x), known, statistics)
         return known, visits.at[jnp.minimum(layer, layers)].add(1)

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from xsake import block_scores, selection
-from xsake.hads import chunks, row_blocks
+from xsake.hads import chunks, observed, row_blocks
 from xsake.hads.chunks import PLAIN, Chunk, Chunks, Softmax
 
 DENSITIES = np.arange(1, 21) / 20  # of the retained-mass curves
@@ -72,7 +72,7 @@ class _ChunkStatistics(NamedTuple):
     norm: Float[Array, "*chunks Q"]
 
 
-@functools.partial(jax.jit, static_argnames=("block", "band", "curves"))
+@functools.partial(jax.jit, static_argnames=("block", "band", "curves", "outputs"))
 def measure(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
@@ -84,6 +84,7 @@ def measure(
     curves: tuple[str, ...] = ("oracle",),
     before: tuple[Float[Array, "N n n"], Float[Array, "N n n"]] | None = None,
     softmax: Softmax = PLAIN,
+    outputs: bool = True,
 ) -> Statistics:
     """Statistics of one sequence in one layer; causal, any length, memory linear in it.
 
@@ -102,7 +103,11 @@ def measure(
         "output" by its own sensitivity).
       before: mean (mass, sensitivity) of other documents, by which "static" ranks.
       softmax: the layer's soft cap, window and sinks.
+      outputs: False leaves out what depends on values: `sensitivity` and `norm` are NaN, and there
+        are no curves. On a Hopper GPU the rest is a by-product of attention, see `observed`.
     """
+    if not outputs:
+        return _without_outputs(q, k, block, softmax)
     T = q.shape[0]
     cut = chunks.cut(q, k, block, softmax=softmax)
     root, unit = factors(kernel)
@@ -135,9 +140,29 @@ def measure(
         )
 
     found = _joined(lax.map(measure_chunk, jnp.arange(cut.chunks)), T, cut.n, block)
-    if softmax.sinks is None:
-        return found
-    return found._replace(retained=found.retained + (1 - found.mass.sum(-1)).mean(-1)[:, None])
+    return found._replace(retained=_with_sinks(found.retained, found.mass, softmax))
+
+
+def _without_outputs(
+    q: Float[Array, "T N H"], k: Float[Array, "T K H"], block: int, softmax: Softmax
+) -> Statistics:
+    heads = observed.observe(q, k, block=block, softmax=softmax)
+    return Statistics(
+        mass=heads.mass,
+        sensitivity=jnp.full_like(heads.mass, jnp.nan),
+        entropy=heads.entropy,
+        block_entropy=heads.block_entropy,
+        retained=_with_sinks(retained_mass(heads.mass), heads.mass, softmax),
+        cost={policy: {} for policy in POLICIES_WITH_COST},
+        norm=jnp.full((), jnp.nan),
+    )
+
+
+def _with_sinks(
+    retained: Float[AnyArray, "N D"], mass: Float[AnyArray, "N n n"], softmax: Softmax
+) -> Float[AnyArray, "N D"]:
+    """The mass that is kept, with that of the sinks, which are always kept."""
+    return retained if softmax.sinks is None else retained + (1 - mass.sum(-1)).mean(-1)[:, None]
 
 
 def _projected_values(
@@ -256,6 +281,8 @@ def block_mass(
     softmax: Softmax = PLAIN,
 ) -> Float[Array, "N n n"]:
     """The mass of `measure` alone: mean attention of every row block to every kv block."""
+    if observed.has_by_products(q, k, block, softmax):
+        return observed.observe(q, k, block=block, softmax=softmax).mass
     cut = chunks.cut(q, k, block, queries_at_once, softmax)
 
     def mass(number: Array) -> Array:

@@ -119,6 +119,24 @@ class PlanSwapped(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsObserved(Event):
+    """What every head attends to, in a dense pass over one window of training text.
+
+    Lists are by layer and head. An entropy is divided by its maximum, the logarithm of the keys
+    (blocks) that a query sees: 0 attends to one key, 1 to all alike.
+    """
+
+    tokens: int
+    block: int  # tokens of a block
+    entropy_ratios: list[list[float]]  # over keys, mean over queries
+    block_entropy_ratios: list[list[float]]  # over blocks
+    top_density_ratio: float
+    # share of attention in the best blocks of every row block, at that density
+    top_mass_ratios: list[list[float]]
+    observe_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampled(Event):
     """Text that the model continues a prompt with."""
 

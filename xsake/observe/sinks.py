@@ -23,6 +23,7 @@ from xsake.observe.compiling import compiling
 from xsake.observe.events import (
     Evaluated,
     Event,
+    HeadsObserved,
     PlanSwapped,
     Resumed,
     RunStarted,
@@ -253,6 +254,9 @@ class Terminal:
             self._print(f"step {event.step}: “{prompt}” continues: {text}")
         elif isinstance(event, PlanSwapped):
             self._print(f"step {event.step}: new plan of density {event.density_ratio:.3f}")
+        elif isinstance(event, HeadsObserved):
+            layers, heads = len(event.entropy_ratios), len(event.entropy_ratios[0])
+            self._print(f"step {event.step}: observed {layers} × {heads} heads")
         elif isinstance(event, Resumed):
             self._print(". ".join(filter(None, [f"resumed at step {event.step}", event.note])))
         elif isinstance(event, Straggler):

@@ -138,6 +138,8 @@ class Observe:
     tensorboard: bool = False  # log to TensorBoard files in the run's folder
     sample_every: int = 0  # steps between two samples of the model's text; 0: none
     sample_tokens: int = 48  # new tokens of a sample
+    # steps between two HeadsObserved events, each a dense pass over one sequence; 0: none
+    heads_every: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,6 +345,11 @@ def _check_sparse(config: Config) -> None:
             f"hads.density = {config.hads.density} plans dense attention, but model.attention is "
             f"{attention!r}, which selects its own blocks; leave one of them out"
         )
+    if config.model.is_sparse and config.observe.heads_every:
+        raise ValueError(
+            f"observe.heads_every = {config.observe.heads_every} observes dense attention, but "
+            f"model.attention is {attention!r}, which selects its own blocks; leave it out"
+        )
     if attention != "msa" and config.index_loss != Config.index_loss:
         raise ValueError(
             f"index_loss = {config.index_loss} is the weight of the indexer's loss, which "
@@ -373,6 +380,7 @@ def _check_ranges(config: Config) -> None:
             raise ValueError(f"{name} must be at least 1, got {count}")
     not_negative = {
         "observe.sample_every": config.observe.sample_every,
+        "observe.heads_every": config.observe.heads_every,
         "hads.warmup_steps": hads.warmup_steps,
         "hads.ramp_steps": hads.ramp_steps,
         "schedule.warmup_steps": config.schedule.warmup_steps,
@@ -399,18 +407,6 @@ def _check_choices(config: Config) -> None:
     ):
         if choice not in choices:
             raise ValueError(f"{name} {choice!r} is not one of {list(choices)}")
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
-    """The fields that differ, as "optimizer.beta1: 0.9 → 0.8"."""
-    found: list[str] = []
-    for key in sorted({*old, *new}):
-        a, b, name = old.get(key), new.get(key), f"{path}{key}"
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, name + ".")
-        elif a != b:
-            found.append(f"{name}: {a} → {b}")
-    return found
 
 
 def _model(**sizes: Any) -> Model:

@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from xsake.observe import registry, sinks
 from xsake.observe.events import CheckpointSaved, Resumed, Stopped, TrainStep
-from xsake.train.config import Config, differences
+from xsake.train.config import Config
 
 KEPT = ("lock", "replaced")  # what run.restart leaves where it is
 
@@ -149,3 +150,15 @@ def _bring_back(folder: Path, aside: Path) -> None:
     for path in aside.iterdir():
         path.rename(folder / path.name)
     aside.rmdir()
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+    """The fields that differ, as "optimizer.beta1: 0.9 → 0.8"."""
+    found: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b, name = old.get(key), new.get(key), f"{path}{key}"
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, name + ".")
+        elif a != b:
+            found.append(f"{name}: {a} → {b}")
+    return found

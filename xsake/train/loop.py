@@ -40,6 +40,7 @@ from xsake.parallel.watch import Watch
 from xsake.train import (
     flops,
     folder,
+    heads,
     inputs,
     optimizer,
     planning,
@@ -237,6 +238,10 @@ class _Session:
         every = config.observe.sample_every
         if self.sampler is not None and (step % every == 0 or is_last):
             self._sample(self.sampler)
+        if heads.is_due(config, step):
+            with self._untimed():
+                weights = self.state.parameters
+                self.emit(heads.observe(config, weights, self.stream, step, self.mesh))
         if step % config.checkpoint.every == 0 or is_last:
             self._save(loss)
 

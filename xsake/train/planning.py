@@ -25,6 +25,7 @@ from xsake.hads import Plan, calibrate, make, row_blocks
 from xsake.hads.documents import shared_blocks
 from xsake.hads.plan import Terms
 from xsake.hads.profile import hash_of
+from xsake.hads.statistics import POLICIES_WITH_COST
 from xsake.parallel import sharding
 from xsake.train.config import Config
 from xsake.train.step import transformer
@@ -41,6 +42,7 @@ def new_plan(
     density = hads.density_at(step)
     if density is None:
         raise ValueError(f"no plan is due at step {step}: attention is dense")
+    has_curves = hads.policy in POLICIES_WITH_COST
     profile = calibrate(
         _observer(config.static, mesh),
         parameters,
@@ -49,7 +51,8 @@ def new_plan(
         heads=config.model.heads,
         block=hads.block,
         band=hads.band,
-        curves=(hads.selector,) if hads.policy in ("kl", "output") else (),
+        curves=(hads.selector,) if has_curves else (),
+        outputs=has_curves,
         vocab_size=config.model.vocab_size,
         seed=config.seed,
     )

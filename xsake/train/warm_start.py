@@ -18,7 +18,8 @@ from xsake.data.tokenizer import read_tokenizer
 from xsake.data.tokens import TokenDataset
 from xsake.model import Config as Model
 from xsake.model import Transformer, huggingface, weights
-from xsake.train.config import Config, differences
+from xsake.train.config import Config
+from xsake.train.folder import differences
 
 FREE = ("context", "bos", "eos")  # settings of a model that do not change its weights
 

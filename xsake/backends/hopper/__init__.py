@@ -18,6 +18,7 @@
     lanes.py               helpers of kernels in which every thread has its own value
     handover.py            partial results from compute warpgroup 1 to warpgroup 0
     forward_kernel.py      the forward; its steps are in forward_steps.py
+    statistics_tile.py     entropy and block mass, by-products of the forward
     prepare.py, delta.py   what the backward needs before its products
     backward_kernel.py     the backward: calls the two kernels below
     gradient_kernel.py     what both of them share
@@ -51,6 +52,7 @@ from xsake.backends import (
 )
 from xsake.backends.hopper import limits, tilings
 from xsake.backends.options import Options
+from xsake.backends.statistics import Observed, Statistics, joined
 from xsake.block_mask import BlockMask
 
 
@@ -75,12 +77,38 @@ def forward(call: Call) -> tuple[Array, Array]:
     q, k, v, bias = reverse_only("hopper", call.q, call.k, call.v, call.bias)
     q, k, v = map(_pad_head, (q, k, v))
     if bias is None or _is_per_query(bias):
-        out, logsumexp = _attention(settings, q, k, v, call.mask, None)
+        out, logsumexp = _attention(settings, q, k, v, call.mask, None, None)
         if bias is not None:
             out, logsumexp = _move_rows(out, logsumexp, bias)
     else:
-        out, logsumexp = _attention(settings, q, k, v, call.mask, _kernel_bias(bias))
+        out, logsumexp = _attention(settings, q, k, v, call.mask, _kernel_bias(bias), None)
     return out[..., : call.sizes.Hv], logsumexp
+
+
+def why_not_observed(call: Call) -> str | None:
+    """What keeps the forward of a call that the kernels support from having statistics."""
+    H, Hv = call.sizes.H, call.sizes.Hv
+    if max(H, Hv) > limits.OBSERVED_HEAD_SIZE:
+        return f"takes heads of up to {limits.OBSERVED_HEAD_SIZE}; these are {H} and {Hv}"
+    if call.bias is not None and _is_per_query(call.bias):
+        return "takes no bias of one value per query, which the kernels do not read"
+    return None
+
+
+def observed(
+    call: Call, sinks: Array | None, what: Observed
+) -> tuple[Array, tuple[Array, Statistics]]:
+    """`forward` with statistics; sinks are float32 [N], as by `statistics.total`, or None.
+
+    Sinks join the statistics only; `out` is without them.
+    """
+    settings = Settings(float(call.scale), call.soft_cap, call.options, what)
+    q, k, v, bias = reverse_only("hopper", call.q, call.k, call.v, call.bias)
+    q, k, v = map(_pad_head, (q, k, v))
+    bias = None if bias is None else _kernel_bias(bias)
+    out, logsumexp, *more = _attention(settings, q, k, v, call.mask, bias, sinks)
+    found = joined(logsumexp, Statistics(*more), sinks)
+    return out[..., : call.sizes.Hv], (logsumexp, found)
 
 
 def backward(
@@ -144,36 +172,43 @@ class Settings:
     scale: float
     soft_cap: float | None
     options: Options
+    statistics: Observed | None = None  # the forward returns these, too
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask, bias: Array | None
-) -> tuple[Array, Array]:
-    out, logsumexp = run_forward(settings, q, k, v, mask, bias)
-    return out, jnp.moveaxis(logsumexp, 1, 2)
+    settings: Settings,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: BlockMask,
+    bias: Array | None,
+    sinks: Array | None,
+) -> tuple[Array, ...]:
+    out, logsumexp, *more = run_forward(settings, q, k, v, mask, bias, sinks)
+    return out, jnp.moveaxis(logsumexp, 1, 2), *more
 
 
 def _attention_fwd(settings: Settings, *primals: Any) -> Any:
-    q, k, v, mask, bias = custom_vjp_primal_tree_values(primals)
+    q, k, v, mask, bias, sinks = custom_vjp_primal_tree_values(primals)
     run = first_order_only("hopper", functools.partial(run_forward, settings))
-    out, logsumexp = run(q, k, v, mask, bias)
+    out, logsumexp, *more = run(q, k, v, mask, bias, sinks)
     wants_bias = bias is not None and primals[4].perturbed
     # The logsumexp is saved as the backward reads it, [B, N, T].
     saved = _Saved((q, k, v, mask, out, logsumexp, bias), wants_bias)
-    return (out, jnp.moveaxis(logsumexp, 1, 2)), saved
+    return (out, jnp.moveaxis(logsumexp, 1, 2), *more), saved
 
 
 def _attention_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
     backward = functools.partial(run_backward, settings, wants_bias=saved.wants_bias)
     run = first_order_only("hopper", backward)
-    d_out, d_logsumexp = cotangents
+    d_out, d_logsumexp = cotangents[:2]  # statistics have no gradient
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros(d_out.shape, d_out.dtype)
     if isinstance(d_logsumexp, SymbolicZero):  # the usual case: nobody asked for the logsumexp
         d_logsumexp = None
     *gradients, d_bias = run(saved.arrays, (d_out, d_logsumexp))
-    return (*gradients, None, d_bias)
+    return (*gradients, None, d_bias, None)
 
 
 @jax.tree_util.register_dataclass
@@ -191,13 +226,24 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 @functools.partial(jax.jit, static_argnums=0)
 @jax.named_scope("xsake_forward")
 def run_forward(
-    settings: Settings, q: Array, k: Array, v: Array, mask: BlockMask, bias: Array | None = None
-) -> tuple[Array, Array]:
-    """(out [B, T, N, Hv], logsumexp [B, N, T]) for head sizes that the kernels have."""
+    settings: Settings,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: BlockMask,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, ...]:
+    """(out [B, T, N, Hv], logsumexp [B, N, T]) for head sizes that the kernels have.
+
+    With statistics, also what `forward_kernel.forward` returns for them.
+    """
     from xsake.backends.hopper import forward_kernel
 
-    tiling = settings.options.hopper_forward
-    out, logsumexp = forward_kernel.forward(
+    tiling = settings.options.hopper_forward or tilings.measured_forward(Sizes.of(q, k, v), mask)
+    if settings.statistics:  # a grid that is not persistent would keep T · S / 128 logarithms
+        tiling = dataclasses.replace(tiling, persistent=True)
+    results = forward_kernel.forward(
         q,
         k,
         v,
@@ -207,9 +253,11 @@ def run_forward(
         scale=settings.scale,
         soft_cap=settings.soft_cap,
         bias=bias,
-        tiling=tiling or tilings.measured_forward(Sizes.of(q, k, v), mask),
+        tiling=tiling,
+        statistics=settings.statistics,
+        sinks=sinks,
     )
-    return _jax.vary(unaliased(out, logsumexp), _jax.varying_axes(q))
+    return _jax.vary(unaliased(*results), _jax.varying_axes(q))
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="wants_bias")

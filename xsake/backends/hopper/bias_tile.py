@@ -117,11 +117,11 @@ def add_rows(x, ref, interpret):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
     def emit(_, ref, x):
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.divui(lane, i32(GROUP // OWN)))
         for half, register in enumerate(x.registers.flat):
             at = arith.addi(row, i32(half * GROUP))
-            asm(lines, "l,f", [_moved(ref, at, 4), scalar(register)])
+            asm(lines, "l,f", [moved(ref, at, 4), scalar(register)])
 
     emit(ref, x)
 
@@ -188,7 +188,7 @@ def _first_address(ref, first_row, first_column, stride, itemsize, axis=0):
     axis 1: the tile's rows are the matrix's columns.
     """
     first_row, first_column = (x.registers[()] for x in (first_row, first_column))
-    warp, lane = _warp_and_lane()
+    warp, lane = warp_and_lane()
     share = GROUP // OWN  # threads of a row
     row, pair = arith.divui(lane, i32(share)), arith.remui(lane, i32(share))
     pair = arith.muli(pair, i32(OWN))
@@ -203,10 +203,10 @@ def _first_address(ref, first_row, first_column, stride, itemsize, axis=0):
         row, column = arith.addi(first_column, pair), arith.addi(first_row, arith.addi(above, row))
     i64 = ir.IntegerType.get_signless(64)
     wide = arith.muli(arith.extsi(i64, row), _i64(stride))
-    return _moved(ref, arith.addi(wide, arith.extsi(i64, column)), itemsize)
+    return moved(ref, arith.addi(wide, arith.extsi(i64, column)), itemsize)
 
 
-def _moved(ref, elements, itemsize):
+def moved(ref, elements, itemsize):
     """The address of an element of a ref, as an int64."""
     i64 = ir.IntegerType.get_signless(64)
     if elements.type != i64:
@@ -214,7 +214,7 @@ def _moved(ref, elements, itemsize):
     return arith.addi(llvm.ptrtoint(i64, address(ref)), arith.muli(elements, _i64(itemsize)))
 
 
-def _warp_and_lane():
+def warp_and_lane():
     """A thread's warp in its warpgroup, and its lane in the warp."""
     thread = mgpu.utils.thread_idx()
     warps = ROWS // WARP_ROWS

@@ -40,9 +40,11 @@ from xsake.backends.hopper.layouts import (
 from xsake.backends.hopper.pipeline import Resident, Ring, stream
 from xsake.backends.hopper.rule_tile import rule_operands
 from xsake.backends.hopper.shape import Shape
+from xsake.backends.hopper.statistics_tile import StatisticsTile, Sums, mean_mass
 from xsake.backends.hopper.work_table import work_table
 from xsake.backends.kernel_rule import KernelRule
 from xsake.backends.options import ForwardTiling
+from xsake.backends.statistics import Observed
 from xsake.block_mask.lists import Lists
 
 # Columns of the output that are staged at a time. At H = 256 a whole tile does not fit in shared
@@ -63,12 +65,18 @@ def forward(
     soft_cap: float | None = None,
     bias: jax.Array | None = None,
     tiling: ForwardTiling = DEFAULT_TILING,
+    statistics: Observed | None = None,
+    sinks: jax.Array | None = None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Attention over the listed blocks: out [B, T, N, Hv] like q, logsumexp [B, N, T] float32.
 
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S] of bfloat16, float16 or
     float32; one value per key is float32. A row that sees no key gets zeros and -inf.
+
+    With `statistics` also, in float32: the mean mass of every block [B, N, row blocks, kv blocks],
+    in whose denominator `sinks` are: float32 [N], the logarithm of their sum; and the entropy over
+    blocks, and for "tokens" that over keys, [B, N, T] in nats, without sinks.
     """
     shape = Shape.of(q, k, v, lists, block)
     B, T, _, N, _, H, Hv = shape.sizes
@@ -85,20 +93,34 @@ def forward(
         bias=bias,
         interpret=interpret,
     )
+    if statistics:
+        kernel.statistics = StatisticsTile(kernel, statistics == "tokens", sinks is not None)
     lists_and_rule = table, lists.kv_index.reshape(-1), *rule_operands(rule, shape, axis=0)
-    out, lse = kernel.launch(
+    out, lse, *more = kernel.launch(
         "xsake_forward",
         kernel.body,
-        (q, k, v, *lists_and_rule, *bias_operands(bias, shape)),
+        (
+            q,
+            k,
+            v,
+            *lists_and_rule,
+            *bias_operands(bias, shape),
+            *([] if sinks is None else [sinks]),
+        ),
         (
             jax.ShapeDtypeStruct((B, q.shape[1], N, Hv), q.dtype),
             # Whole row blocks: the copy of a block's logsumexp needs no guard.
             jax.ShapeDtypeStruct((B, N, shape.padded_rows), jnp.float32),
+            *(kernel.statistics.out_type() if statistics else ()),
         ),
         kernel.scratch(q.dtype),
         interpret,
     )
-    return out[:, :T], lse[..., :T]
+    if not statistics:
+        return out[:, :T], lse[..., :T]
+    *entropies, mass, _ = more
+    mass = mean_mass(mass, T, block[0], shape.kv_blocks)
+    return out[:, :T], lse[..., :T], mass, *(x[..., :T] for x in entropies)
 
 
 class _Scratch(NamedTuple):
@@ -124,10 +146,15 @@ class _Scratch(NamedTuple):
     m_l_smem: Any = None
     piece_ready: Any = None
     piece_taken: Any = None
+    # With statistics: [consumers, 64] each.
+    block_entropy_smem: Any = None
+    entropy_smem: Any = None
 
 
 class _Kernel(BlockKernel):
     """The kernel body and its roles."""
+
+    statistics: Any = None  # a StatisticsTile, if they are wanted
 
     def __init__(self, shape, rule, tiling, **static):
         large = shape.largest_head > 128
@@ -161,8 +188,13 @@ class _Kernel(BlockKernel):
         )
         if self.alternate:
             scratch["piece_smem"] = tiles(ROWS, PANEL, dtype=jnp.float32)
-            scratch["m_l_smem"] = plgpu.SMEM((2, ROWS), jnp.float32)
+            values = 2
+            if self.statistics is not None:  # m and Sums
+                values = 4 if self.statistics.has_tokens else 3
+            scratch["m_l_smem"] = plgpu.SMEM((values, ROWS), jnp.float32)
             scratch |= Handover.barriers()
+        if self.statistics is not None:
+            scratch |= self.statistics.scratch()
         return scratch
 
     def body(self, q_gmem, k_gmem, v_gmem, table, index, *refs, **buffers):
@@ -171,9 +203,12 @@ class _Kernel(BlockKernel):
         scratch = _Scratch(**others)
         rule_refs, others = self.rule.split(refs)
         bias_ref, outs = self.bias.split(others)
+        sinks = None
+        if self.statistics is not None:
+            sinks, outs = self.statistics.split(outs)
         inputs = index, rule_refs, bias_ref
         self.run_roles(
-            lambda wg: self.compute(wg, work, inputs, outs, scratch),
+            lambda wg: self.compute(wg, work, inputs, sinks, outs, scratch),
             lambda: self.memory(q_gmem, k_gmem, v_gmem, work, index, scratch),
         )
 
@@ -221,20 +256,21 @@ class _Kernel(BlockKernel):
 
     # Compute warpgroups
 
-    def compute(self, wg, work, inputs, outs, scratch):
+    def compute(self, wg, work, inputs, sinks, outs, scratch):
         """64 rows of every work tile: online softmax over its visits, then one store."""
+        for_mass = inputs[0], outs, sinks
 
         def compute_tile(tile, done):
             after = done + tile.count * self.splits
-            steps = self.steps_of(wg, tile, done, *inputs, scratch)
+            steps = self.steps_of(wg, tile, done, *inputs, outs, scratch)
             if self.alternate:  # a warpgroup without a step of its own waits for Q too
                 pl.when(tile.count > 0)(lambda: plgpu.barrier_wait(scratch.q_ready))
             acc, m, l = steps.overlapped() if self.tiling.overlap else steps.in_sequence()
             if not self.alternate:
-                self.store(tile, wg, acc, m, l, outs, scratch)
+                self.store(tile, wg, acc, m, l, for_mass, outs, scratch)
                 return after
             pl.when(tile.count > 0)(lambda: plgpu.barrier_arrive(scratch.q_free))
-            self.store_merged(tile, wg, acc, m, l, outs, scratch)
+            self.store_merged(tile, wg, acc, m, l, for_mass, outs, scratch)
             return after
 
         # Warpgroup 0 issues products first. It waits once more at the end, below, to consume the
@@ -244,7 +280,7 @@ class _Kernel(BlockKernel):
         pl.when(wg == 0)(lambda: self.await_turn(wg))
         plgpu.wait_smem_to_gmem(0)
 
-    def steps_of(self, wg, tile, done, index, rule_refs, bias_ref, scratch):
+    def steps_of(self, wg, tile, done, index, rule_refs, bias_ref, outs, scratch):
         """The steps of a work tile; `done` steps of other work tiles came before."""
         q_rows = scratch.q_smem.at[pl.ds(0 if self.alternate else wg * ROWS, ROWS)]
         first_row = self.first_row(tile, wg)
@@ -270,52 +306,72 @@ class _Kernel(BlockKernel):
             at = tile, first_row, first_key
             return rule.keep(s, -jnp.inf, *at, (0, 1), values, column_values, words)
 
+        def keep(log, t):
+            self.statistics.keep(log, outs, wg, t)
+
         own_steps = self.own_steps(wg, tile, done)
         loads = load_bias, load_words
-        return TileSteps(self, wg, done, own_steps, decides, loads, mask, q_rows, scratch)
+        return TileSteps(self, wg, done, own_steps, decides, loads, mask, keep, q_rows, scratch)
 
-    def store(self, tile, wg, acc, m, l, outs, scratch):
+    def store(self, tile, wg, acc, m, l, for_mass, outs, scratch):
         """out = acc / l and logsumexp = m + log l; zeros and -inf in rows that saw no key."""
-        lse, normalizer = _finish(m, l)
+        rows, normalizer = _finish(m, l)
         out = (acc * over_columns(normalizer, acc)).astype(scratch.out_smem.dtype)
         queries = pl.ds(self.first_row(tile, wg), ROWS)
+        if self.statistics is not None:
+            self.statistics.clear_mass(tile, wg, outs)
         for column in range(0, self.shape.sizes.Hv, scratch.out_smem.shape[-1]):
-            self.copy_out(tile, wg, queries, column, out, lse, outs, scratch)
+            self.copy_out(tile, wg, queries, column, out, rows, outs, scratch)
+        if self.statistics is not None:
+            self.statistics.store_mass(tile, wg, queries.start, *for_mass, scratch)
 
-    def store_merged(self, tile, wg, acc, m, l, outs, scratch):
+    def store_merged(self, tile, wg, acc, m, l, for_mass, outs, scratch):
         """The same where each warpgroup has half of the visits: warpgroup 0 merges both.
 
         It takes warpgroup 1's acc one panel at a time.
         """
         handover = Handover(scratch.piece_smem, scratch.piece_ready, scratch.piece_taken)
-        m_l = [scratch.m_l_smem.at[0], scratch.m_l_smem.at[1]]
+        m_l = [scratch.m_l_smem.at[at] for at in range(scratch.m_l_smem.shape[0])]
 
         @pl.when(wg == 1)
         def _():
-            handover.give(acc, zip(m_l, (m, l), strict=True))
+            handover.give(acc, zip(m_l, jax.tree.leaves((m, l)), strict=True))
+            if self.statistics is not None:  # the logarithms of this work tile are read
+                plgpu.barrier_wait(scratch.piece_taken)
 
         @pl.when(wg == 0)
         def _():
-            panel, (other_m, other_l) = handover.take(m_l)
+            panel, (other_m, *other_l) = handover.take(m_l)
             larger = jnp.maximum(m, other_m)
             base = jnp.where(larger == -jnp.inf, 0.0, larger)
             own_shrink, other_shrink = jnp.exp2(m - base), jnp.exp2(other_m - base)
-            lse, normalizer = _finish(larger, l * own_shrink + other_l * other_shrink)
+            if self.statistics is None:
+                merged = l * own_shrink + other_l[0] * other_shrink
+            else:
+                moved = Sums(*other_l).moved(other_m, base, other_shrink)
+                merged = jax.tree.map(jnp.add, l.moved(m, base, own_shrink), moved)
+            rows, normalizer = _finish(larger, merged)
             queries = pl.ds(self.first_row(tile, 0), ROWS)
+            if self.statistics is not None:
+                self.statistics.clear_mass(tile, 0, outs)
             for column in range(0, self.shape.sizes.Hv, PANEL):
                 if column > 0:
                     panel, _ = handover.take()
                 own = acc[:, column : column + PANEL] * over_columns(own_shrink * normalizer, panel)
                 out = own + panel * over_columns(other_shrink * normalizer, panel)
-                self.copy_out(tile, 0, queries, column, out, lse, outs, scratch)
+                self.copy_out(tile, 0, queries, column, out, rows, outs, scratch)
+            if self.statistics is not None:
+                self.statistics.store_mass(tile, 0, queries.start, *for_mass, scratch)
+                plgpu.barrier_arrive(scratch.piece_taken)
 
-    def copy_out(self, tile, wg, queries, column, out, lse, outs, scratch):
-        """Columns of the output, and with the first of them the logsumexp, to global memory.
+    def copy_out(self, tile, wg, queries, column, out, rows, outs, scratch):
+        """Columns of the output, and with the first of them the values per row, to global memory.
 
         `out` is the whole tile, or as many of its columns as shared memory stages at a time.
         """
-        out_smem, lse_smem = scratch.out_smem, scratch.lse_smem
-        out_gmem, lse_gmem = outs
+        out_smem = scratch.out_smem
+        rows_smem = scratch.lse_smem, scratch.block_entropy_smem, scratch.entropy_smem
+        out_gmem, *rows_gmem = outs
         width = out_smem.shape[-1]
         # The previous copies must have read the buffers.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -323,12 +379,14 @@ class _Kernel(BlockKernel):
             out = out[:, column : column + width]
         out_smem[wg] = out.astype(out_smem.dtype)
         if column == 0:
-            lse_smem[wg] = lse
+            for smem, values in zip(rows_smem, rows, strict=False):
+                smem[wg] = values
         plgpu.commit_smem()
         if column == 0:
-            plgpu.copy_smem_to_gmem(
-                lse_smem.at[wg], lse_gmem.at[tile.b, tile.n, queries], commit_group=False
-            )
+            for smem, gmem, _ in zip(rows_smem, rows_gmem, rows, strict=False):
+                plgpu.copy_smem_to_gmem(
+                    smem.at[wg], gmem.at[tile.b, tile.n, queries], commit_group=False
+                )
         # TMA drops rows past T.
         plgpu.copy_smem_to_gmem(
             out_smem.at[wg], out_gmem.at[tile.b, queries, tile.n, pl.ds(column, width)]
@@ -336,8 +394,14 @@ class _Kernel(BlockKernel):
 
 
 def _finish(m, l):
-    """(logsumexp, the factor that normalizes acc) of rows with maximum m and sum l."""
+    """([logsumexp, …], the factor that normalizes acc) of rows with maximum m and sum l.
+
+    With statistics, the entropies follow the logsumexp.
+    """
+    entropies = []
+    if isinstance(l, Sums):
+        entropies, l = l.entropies(), l.l
     seen = l > 0
     # In a row without keys m is -inf and l is 0: log2(1) - inf is the right answer.
     lse = (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E)
-    return lse, jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
+    return [lse, *entropies], jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)

@@ -9,6 +9,7 @@ that its softmax overlaps with its own products too.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -33,16 +34,20 @@ class TileSteps:
     decides: as RuleTile.decides returns it.
     loads: two functions, step of the work tile -> its bias, its token masks, from global memory.
     mask_step: (s, step of the work tile, rule, token masks) -> s with -inf where the rule forbids.
+    keep: (log2 of the sum of a step, step of the work tile) stores it; with statistics only.
 
-    A step's `masked` is the rule that masks it; None: no rule does.
+    A step's `masked` is the rule that masks it; None: no rule does. With statistics, l stands for
+    `statistics_tile.Sums`.
     """
 
-    def __init__(self, kernel, wg, done, own_steps, decides, loads, mask_step, q_rows, scratch):
+    def __init__(
+        self, kernel, wg, done, own_steps, decides, loads, mask_step, keep, q_rows, scratch
+    ):
         self.kernel, self.wg, self.done = kernel, wg, done
         self.decides = decides
         self.first, self.full, self.count = own_steps
         self.load_bias, self.load_words = loads
-        self.mask_step = mask_step
+        self.mask_step, self.keep = mask_step, keep
         self.q_rows, self.scratch = q_rows, scratch
         self.k_slots, self.v_slots = kernel.k_slots(scratch), kernel.v_slots(scratch)
         self.dtype = scratch.v_smem.dtype
@@ -62,7 +67,7 @@ class TileSteps:
             s = self.scores(t, self.kernel.pass_turn)
             self.free_k(t)
             s = self.logits(s, t, masked, loaded)
-            p, m, l, shrink = self.softmax(s, m, l, masked)
+            p, m, l, shrink = self.softmax(s, t, m, l, masked)
             acc = self.rescale(acc, shrink)
             p, acc, m, l = lax.optimization_barrier((p.astype(self.dtype), acc, m, l))
             self.await_v(t)
@@ -120,7 +125,7 @@ class TileSteps:
 
         def softmax(s, m, l):
             s = self.logits(s, t, masked, loaded)
-            p, m, l, shrink = self.softmax(s, m, l, masked)
+            p, m, l, shrink = self.softmax(s, t, m, l, masked)
             return m, l, shrink, p
 
         self.await_k(t)
@@ -147,8 +152,7 @@ class TileSteps:
                     crowded = crowded or (bias.exists and not bias.loads_early)
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if crowded else 1)
                     self.free_k(t)
-                    for ref, new in zip(new_refs, softmax(s, m, l), strict=True):
-                        ref[...] = new
+                    jax.tree.map(_write, tuple(new_refs), softmax(s, m, l))
 
                 pl.run_scoped(with_scores, self.scores_type)
 
@@ -173,13 +177,13 @@ class TileSteps:
 
     def init(self):
         """(acc, m, l) before the first step."""
-        return (
-            _splat(0.0, (ROWS, self.kernel.shape.sizes.Hv), TILE),
-            _splat(-jnp.inf, (ROWS,), ROW),
-            _splat(0.0, (ROWS,), ROW),
-        )
+        acc = _splat(0.0, (ROWS, self.kernel.shape.sizes.Hv), TILE)
+        m = _splat(-jnp.inf, (ROWS,), ROW)
+        if self.kernel.statistics is None:
+            return acc, m, _splat(0.0, (ROWS,), ROW)
+        return acc, m, self.kernel.statistics.init(_splat(0.0, (ROWS,), ROW))
 
-    def softmax(self, s, m, l, masked):
+    def softmax(self, s, t, m, l, masked):
         """p = 2^(s - m_new), the new m and l, and the factor that rescales acc."""
         kernel = self.kernel
         scale = LOG2E * (1.0 if kernel.bias.exists else self.scale)
@@ -192,9 +196,14 @@ class TileSteps:
         # shrink zeros, not NaN.
         may_be_empty = masked is not None or kernel.bias.exists  # a bias may be -inf
         base = jnp.where(m_new == -jnp.inf, 0.0, m_new) if may_be_empty else m_new
-        p = jnp.exp2(s * scale - over_columns(base, s))
+        x = s * scale - over_columns(base, s)
+        p = jnp.exp2(x)
         shrink = jnp.exp2(m - base)  # rescales what was summed under the old maximum
-        return p, m_new, l * shrink + p.sum(axis=1), shrink
+        if kernel.statistics is None:
+            return p, m_new, l * shrink + p.sum(axis=1), shrink
+        l, log = kernel.statistics.add(l, x, p, m, base, shrink, may_be_empty)
+        self.keep(log, self.step_of(t))
+        return p, m_new, l, shrink
 
     def first_softmax(self, s, loaded):
         """(p, m, l) of a work tile's first step."""
@@ -203,7 +212,7 @@ class TileSteps:
         s = self.logits(s, jnp.int32(0), None, loaded)
         if rule is not None:
             s = lax.cond(self.full > 0, lambda: s, lambda: self.mask_first(s, rule, loaded))
-        p, m, l, _ = self.softmax(s, m, l, rule)
+        p, m, l, _ = self.softmax(s, jnp.int32(0), m, l, rule)
         return p, m, l
 
     def mask_first(self, s, rule, loaded):
@@ -324,6 +333,10 @@ class TileSteps:
     def free_v(self, t):
         """Releases V of step t."""
         self.v_slots.arrive(self.slot(t))
+
+
+def _write(ref, value):
+    ref[...] = value
 
 
 def _splat(value, shape, layout):

@@ -6,6 +6,7 @@ NEEDS_JAX = (0, 11)
 HEAD_SIZES = (64, 128, 256)  # of q and k, and of v; hopper/__init__.py pads other sizes
 BLOCKS = (64, 128)  # tokens of a block, on each side
 FUSED_SIZE = 128  # the largest head size of the fused backward
+OBSERVED_HEAD_SIZE = 128  # the largest with statistics: with 256, shared memory is full
 
 
 def padded_head_size(size: int) -> int:

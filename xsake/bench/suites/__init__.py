@@ -14,6 +14,7 @@ the records of one case, so that an interrupted run can resume with the next cas
     hopper_features        one case per feature, the xla backend on a GPU, memory
     hopper_nsa             Native Sparse Attention, part by part, beside open kernels
     hopper_rules           causal masks, windows and packed documents, beside peers
+    hopper_statistics      what entropy and block mass cost beside the Hopper forward
     model                  loading, prefill and decode of a checkpoint
     nsa                    Native Sparse Attention: time, memory, error against `reference`
 
