@@ -14,7 +14,7 @@ from tests import oracle
 from tests.backends.test_conformance import allowed_in, arguments, taken_by
 from tests.draws import FAST_COMPILATION
 from xsake import _jax, masks
-from xsake.attention import block_for
+from xsake.arguments import block_for
 from xsake.bench.cases import CONFORMANCE, Case
 
 # On a GPU `pytest -m gpu` runs the whole module.

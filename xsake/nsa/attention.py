@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from xsake.attention import Tensor, dot_product_attention
+from xsake.arguments import Tensor
+from xsake.attention import dot_product_attention
 from xsake.backends import accumulator
 from xsake.backends.choice import check_name
 from xsake.backends.options import Options

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.attention import check_qkv, number
+from xsake.arguments import check_qkv, number
 from xsake.masks.integers import integers, size_of
 from xsake.nsa.settings import Settings
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from xsake.attention import Tensor, check_qkv
+from xsake.arguments import Tensor, check_qkv
 from xsake.backends import accumulator
 from xsake.backends.products import operand, product
 from xsake.masks.integers import integers, size_of

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from xsake.attention import Tensor, dot_product_attention, number
+from xsake.arguments import Tensor, number
+from xsake.attention import dot_product_attention
 from xsake.backends import accumulator
 from xsake.nsa.checks import check_arrays, check_indexer, check_indices
 from xsake.nsa.selected import attend_selected

@@ -24,7 +24,8 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from xsake import _jax
-from xsake.attention import Abstract, dot_product_attention
+from xsake.arguments import Abstract
+from xsake.attention import dot_product_attention
 from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
 from xsake.backends.choice import Explanation, report
 from xsake.backends.hopper import selected as hopper

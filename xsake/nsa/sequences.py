@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from xsake.attention import per_token
+from xsake.arguments import per_token
 from xsake.masks.integers import integers
 
 

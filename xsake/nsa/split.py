@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xsake.attention import per_token
+from xsake.arguments import per_token
 from xsake.nsa.sequences import ONE_SEQUENCE, Sequences, sequences_of
 from xsake.parallel.context import axis_size
 from xsake.parallel.context.halo import tokens_before

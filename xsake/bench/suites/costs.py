@@ -25,7 +25,7 @@ import numpy as np
 
 import xsake
 from xsake import BlockMask, _jax, masks
-from xsake.attention import block_for
+from xsake.arguments import block_for
 from xsake.backends import Call, costs, dense
 from xsake.bench.suites import Part, Record
 from xsake.bench.timing import time_queued

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from xsake.attention import as_array, per_token
+from xsake.arguments import as_array, per_token
 from xsake.backends import Sizes
 from xsake.masks.rule import Leaf
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from xsake.attention import floating_dtype, number
+from xsake.arguments import floating_dtype, number
 
 __all__ = ["OperationMetadata"]
 

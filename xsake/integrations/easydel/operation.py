@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from xsake.attention import Tensor, check_bias, check_qkv
+from xsake.arguments import Tensor, check_bias, check_qkv
 from xsake.backends import Sizes
 from xsake.integrations.easydel.mask_info import last_seen, mask_arrays
 from xsake.integrations.easydel.metadata import OPERATION, OperationMetadata

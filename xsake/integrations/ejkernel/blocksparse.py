@@ -19,15 +19,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from xsake import masks
-from xsake.attention import (
-    Tensor,
-    as_array,
-    check_qkv,
-    dot_product_attention,
-    explain,
-    number,
-    per_token,
-)
+from xsake.arguments import Tensor, as_array, check_qkv, number, per_token
+from xsake.attention import dot_product_attention, explain
 from xsake.backends import Sizes
 from xsake.backends.hopper.limits import FUSED_SIZE
 from xsake.backends.options import BackwardTiling, Options

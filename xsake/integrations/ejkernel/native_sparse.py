@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from xsake import nsa
-from xsake.attention import Tensor
+from xsake.arguments import Tensor
 from xsake.masks.integers import integers, size_of
 from xsake.nsa.checks import check_arrays
 

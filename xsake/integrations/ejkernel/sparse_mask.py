@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake import masks
-from xsake.attention import per_token
+from xsake.arguments import per_token
 from xsake.block_mask import BlockMask
 from xsake.integrations.ejkernel.block_sizes import DEFAULT
 from xsake.masks.integers import int_array, integers

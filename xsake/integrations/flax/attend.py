@@ -24,7 +24,8 @@ import numpy as np
 from jax import Array, lax
 
 from xsake import masks
-from xsake.attention import Tensor, dot_product_attention
+from xsake.arguments import Tensor
+from xsake.attention import dot_product_attention
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, as_input_mask

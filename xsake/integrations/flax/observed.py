@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from xsake.attention import as_array
+from xsake.arguments import as_array
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, as_input_mask
 from xsake.hads import Profile, calibrate

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xsake import attention
-from xsake.attention import block_for, floating_dtype, number
+from xsake.arguments import block_for, floating_dtype, number
 from xsake.block_mask import BlockMask
 from xsake.integrations.flax.attend import check_precision
 from xsake.integrations.levanter.axes import Axes

@@ -33,9 +33,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from xsake import _jax, masks
-from xsake.attention import (
+from xsake.arguments import (
     Abstract,
-    Arguments,
     Mask,
     Tensor,
     block_for,
@@ -47,6 +46,7 @@ from xsake.attention import (
     per_token,
     window_rule,
 )
+from xsake.attention import Arguments
 from xsake.backends import Sizes, scale_gradient, with_sinks
 from xsake.backends.choice import Explanation, choose, report
 from xsake.backends.options import Options

@@ -7,7 +7,7 @@ from typing import Any
 from jax import Array, lax
 from jaxtyping import Int
 
-from xsake.attention import Tensor, per_token
+from xsake.arguments import Tensor, per_token
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
 from xsake.parallel.context.local_mask import gathered
