@@ -29,6 +29,7 @@ from tools import (
     statistics_tables,
     task_tables,
     tpu_tables,
+    training_tables,
 )
 
 RESULTS = Path("benchmarks/results")
@@ -253,86 +254,6 @@ def model(records: list[Record]) -> str:
     return _markdown(head, lines)
 
 
-def training(records: list[Record]) -> str:
-    """Training runs: perplexity of every file, and the gap to the first run."""
-    lines = []
-    for record in records:
-        density, name = record["density_ratio"], record.get("attention", "dense")
-        if name == "dense":
-            attention = "dense" if density == 1 else f"HADS {density:.2f}"
-        else:
-            attention = f"{name} {density:.2f}"
-        cells = [record["run"], attention, record["seed"], f"{record['steps']:,}"]
-        for file, value in record["perplexity"].items():
-            cells.append(f"{value:.2f} ({record['perplexity_gap'][file]:+.2%})")
-        lines.append(cells)
-    head = ("run", "attention", "seed", "steps", *records[0]["perplexity"])
-    return _markdown(head, lines)
-
-
-def sparse_training(records: list[Record]) -> str:
-    """Models trained with dense and sparse attention: loss, speed, overlap of neighbours."""
-
-    def of_layers(overlap: Record | None, key: str) -> str:
-        if overlap is None:
-            return ""
-        ratios = overlap[key]
-        return f"{min(ratios):.2f} … {max(ratios):.2f}"
-
-    lines = []
-    for record in records:
-        overlap = record.get("overlap")
-        gap, speed = record["validation_loss_gap_ratio"], record["median_tokens_per_second"]
-        lines.append(
-            (
-                record["attention"],
-                f"{record['parameters'] / 1e6:.1f} M",
-                f"{record['steps']:,}",
-                f"{record['validation_loss_nats']:.4f} ({gap:+.2%})",
-                f"{speed:,.0f}",
-                of_layers(overlap, "overlap_ratio_by_layer"),
-                of_layers(overlap, "free_overlap_ratio_by_layer"),
-            )
-        )
-    overlap = "common blocks of neighbouring tokens, by layer"
-    head = ("attention", "parameters", "steps", "validation loss, nats (gap)", "tokens/s")
-    return _markdown((*head, overlap, "without forced blocks"), lines)
-
-
-def train_step(records: list[Record]) -> str:
-    """Whole training steps: milliseconds, tokens/s, MFU and peak memory."""
-    lines = []
-    for record in records:
-        if "error" in record:
-            lines.append([f"{record['length']:,}", record["variant"], *["failed"] * 4])
-            continue
-        lines.append(
-            [
-                f"{record['length']:,}",
-                record["variant"],
-                f"{1e3 * record['median_seconds']:.1f}",
-                f"{record['tokens_per_second']:,.0f}",
-                "" if record["mfu_ratio"] is None else f"{record['mfu_ratio']:.1%}",
-                "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**30:.1f}",
-            ]
-        )
-    return _markdown(("T", "attention", "ms per step", "tokens/s", "MFU", "peak GiB"), lines)
-
-
-def train_profile(records: list[Record]) -> str:
-    """Kernel time of a training step by class, one column per variant."""
-    records = [record for record in records if "class_seconds" in record]
-    lines = [
-        [name, *(f"{1e3 * record['class_seconds'][name]:.2f}" for record in records)]
-        for name in records[0]["class_seconds"]
-    ]
-    for label, key in (("all kernels", "kernel_seconds"), ("the step", "median_seconds")):
-        lines.append([label, *(f"{1e3 * record[key]:.2f}" for record in records)])
-    return _markdown(
-        ("ms", *(f"{record['variant']}, T={record['length']:,}" for record in records)), lines
-    )
-
-
 def head_roles(records: list[Record]) -> str:
     """For each role: the number of heads with a weight of 0.1 or more, and the strongest head."""
     lines = []
@@ -460,10 +381,10 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "nsa": functools.partial(of_cells, nsa_tables.nsa),
     "hopper-nsa": functools.partial(of_cells, nsa_tables.hopper_nsa),
     "head-roles": head_roles,
-    "training": training,
-    "sparse-training": sparse_training,
-    "train-step": train_step,
-    "train-profile": train_profile,
+    "training": functools.partial(of_cells, training_tables.training),
+    "sparse-training": functools.partial(of_cells, training_tables.sparse_training),
+    "train-step": functools.partial(of_cells, training_tables.train_step),
+    "train-profile": functools.partial(of_cells, training_tables.train_profile),
     "hads-speed": hads_speed,
     "hads-profile": hads_profile,
     "costs": functools.partial(of_cells, first_call_tables.costs),

@@ -136,7 +136,7 @@ def test_the_table_of_a_page_has_loss_speed_and_overlap():
         },
     }
     dense = {x: y for x, y in record.items() if x != "overlap"} | {"attention": "dense"}
-    *_, first, second = tables.sparse_training([dense, record]).splitlines()
+    *_, first, second = tables.TABLES["sparse-training"]([dense, record]).splitlines()
     assert first == "| dense | 37.0 M | 2,000 | 4.0000 (+1.25%) | 1,234 |  |  |"
     assert second.endswith("| 0.75 … 0.90 | 0.50 … 0.62 |")
 
