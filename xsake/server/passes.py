@@ -22,7 +22,8 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, PyTree
 
-from xsake import block_scores, selection
+from xsake import _jax, block_scores, selection
+from xsake.backends.options import Options, XlaSteps
 from xsake.hads import chunks
 from xsake.hads.chunks import Chunk, Chunks, Softmax
 from xsake.hads.statistics import AnyArray
@@ -34,6 +35,9 @@ from xsake.parallel import sharding
 # Where a sparse pass has its blocks from: given, or ranked on each layer's own input.
 SOURCES = ("given", "mean_query", "mass")
 ROWS_AT_ONCE = 256  # of logits, which are vocab_size floats each
+# Blocks below 64, where `xla` runs: small chunks that are independent, for all cores. The default
+# would compile faster, but a slider runs the program many times.
+SMALL_BLOCKS = Options(xla=XlaSteps(128, 128, side_by_side=4))
 
 
 class Seen(NamedTuple):
@@ -217,7 +221,8 @@ def sparse(
         blocks = lax.switch(source, [as_given, by_query, by_mass], *seen, layer, softmax)
         mask = selection.to_mask(blocks, P, block)
         how: Any = {"implementation": subject.implementation, "mesh": model.mesh}
-        by_chosen = by_mask(model.config, mask, 1, P, **how)
+        options = SMALL_BLOCKS if block < 64 and _jax.platform() == "cpu" else None
+        by_chosen = by_mask(model.config, mask, 1, P, **how, options=options)
         return by_chosen(layer, q, k, v, state, *sinks)
 
     return model.run(tokens[None], document_positions(1, P), attend)[0][0]
