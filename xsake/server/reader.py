@@ -35,7 +35,7 @@ from xsake.server import passes
 
 HADS, ORACLE = "hads", "oracle"
 METHODS = {
-    HADS: "a budget for every head by its profile; blocks by the mean query of this text",
+    HADS: "every head has its own budget, by its profile; the queries of this text pick its blocks",
     "sink_window": "the first block and the nearest ones",
     "sliding_window": "the nearest blocks",
     "longformer": "the first two blocks and the nearest ones",
