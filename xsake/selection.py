@@ -30,7 +30,7 @@ from xsake import _jax, masks
 from xsake.block_mask import BlockMask
 
 FORCED_BLOCKS = 2  # forced blocks of a row block without a band: the first and the diagonal
-# Up to this many kv blocks are ranked by comparing all pairs; on a CPU, 64 take longer than sorting.
+# Up to this many kv blocks are ranked by comparing all pairs; on a CPU, sorting 64 is faster.
 MAX_COMPARED = {"gpu": 64, "cpu": 32}
 LARGE = 3e38  # scores are clamped to ±LARGE, so that they rank between -inf and forced blocks (inf)
 

@@ -27,7 +27,6 @@ from jaxtyping import Int
 
 from xsake import masks
 from xsake.attention import dot_product_attention
-from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
 from xsake.decode import CacheReader, Chosen
@@ -58,7 +57,6 @@ def by_mask(
     implementation: str | None = None,
     mesh: Mesh | None = None,
     order: Order = "contiguous",
-    options: Options | None = None,
 ) -> Attend:
     """Self-attention of whole texts, restricted by causality, the layer's window and `mask`.
 
@@ -72,7 +70,6 @@ def by_mask(
       implementation: of `dot_product_attention`.
       mesh: batch rows, heads and sequences are split over it.
       order: of tokens that mesh.context splits, as in `Transformer`.
-      options: of `dot_product_attention`; not used where mesh.context splits the text.
     """
     if mesh is not None and mesh.shape["context"] > 1:
         return by_context(config, mask, segment_ids, implementation, mesh, order)
@@ -99,7 +96,6 @@ def by_mask(
             logits_soft_cap=config.soft_cap,
             sinks=sinks,
             implementation=implementation,
-            options=options,
         )
 
     def attend(

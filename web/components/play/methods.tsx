@@ -60,8 +60,8 @@ export function Comparison({ id, methods, density, chosen, onChoose }: Props) {
       const found: Row[] = [];
       for (const method of list.split(",")) {
         const values = { id, method, density };
+        const words = await get("/api/play/texts/{id}/words", values); // first: its pass has the next word too
         const figures = await get("/api/play/texts/{id}/method", values);
-        const words = await get("/api/play/texts/{id}/words", values);
         if (!isHere) return;
         found.push({ method: figures, words });
         setRows({ of: key, rows: [...found] });
