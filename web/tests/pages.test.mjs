@@ -422,7 +422,7 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     const [json] = await Promise.all([page.waitForEvent("download"), page.getByRole("link", { name: "JSON", exact: true }).first().click()]);
     assert.equal(JSON.parse(readFileSync(await json.path(), "utf8")).rows.length, some.total);
     await page.getByRole("button", { name: /Copy as Python/ }).click();
-    await page.getByText("Copied").waitFor();
+    await page.getByText("Copied", { exact: true }).waitFor();
     const script = await page.evaluate(() => navigator.clipboard.readText());
     assert.equal(execFileSync(python, ["-c", script], { encoding: "utf8" }).split(" ")[0], String(some.total));
     await page.context().close();

@@ -101,7 +101,7 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
         ) : (
           <Waiting>Measuring …</Waiting>
         )}
-        <p className="small quiet">
+        <p className="small quiet wide">
           Mass is the share of the attention that the kept blocks hold. KL is how far a distribution is from that of dense attention: 0 is no difference.
         </p>
         <Problem error={found.error ?? predicted.error ?? words.error} />
