@@ -30,7 +30,8 @@ from xsake import _jax, masks
 from xsake.block_mask import BlockMask
 
 FORCED_BLOCKS = 2  # forced blocks of a row block without a band: the first and the diagonal
-MAX_COMPARED = 64  # on a GPU, up to this many kv blocks are ranked by comparing all pairs
+# Up to this many kv blocks are ranked by comparing all pairs; on a CPU, sorting 64 is faster.
+MAX_COMPARED = {"gpu": 64, "cpu": 32}
 LARGE = 3e38  # scores are clamped to ±LARGE, so that they rank between -inf and forced blocks (inf)
 
 Index = int | Int[Array, ""]  # of a row block; may be traced
@@ -67,7 +68,7 @@ def keep_top(
     >>> keep_top(jnp.zeros((4, 4)), jnp.array([1, 2, 2, 3])).sum(-1)
     Array([1, 2, 2, 3], dtype=int32)
     """
-    compare = _jax.platform() == "gpu" and jnp.shape(scores)[-1] <= MAX_COMPARED
+    compare = jnp.shape(scores)[-1] <= MAX_COMPARED.get(_jax.platform(), 0)
     return (_keep_by_rank if compare else _keep_by_sorting)(scores, counts, band, first)
 
 
@@ -77,7 +78,7 @@ def _keep_by_rank(
     band: int,
     first: Index,
 ) -> Bool[Array, "*batch R n"]:
-    """`keep_top` in O(n²) but few operations: on a GPU the number of launches dominates."""
+    """`keep_top` in O(n²) but few operations: a GPU's launches dominate, and XLA's sort is slow."""
     forced, allowed = _forced_and_allowed(scores, band, first)
     few = ranks(scores, band, first) < _of_rank(counts, jnp.ndim(scores) - 1)[..., None]
     return (forced | few) & allowed
@@ -89,7 +90,7 @@ def _keep_by_sorting(
     band: int,
     first: Index,
 ) -> Bool[Array, "*batch R n"]:
-    """`keep_top` for many kv blocks, and for CPUs."""
+    """`keep_top` for many kv blocks."""
     s = _with_forced(scores, band, first)
     n = s.shape[-1]
     forced, allowed = _forced_and_allowed(s, band, first)

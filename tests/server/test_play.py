@@ -175,7 +175,8 @@ def test_words_along_the_text_are_compared_as_the_library_compares_them(
 
 def test_a_density_that_was_shown_before_runs_no_pass(shipped_client, read, monkeypatch):
     first = asked(shipped_client, read, "method", "random", 0.7)
-    monkeypatch.setattr(passes, "sparse", None)  # a pass would raise
+    for name in ("sparse", "sparse_last"):
+        monkeypatch.setattr(passes, name, None)  # a pass would raise
     again = asked(shipped_client, read, "method", "random", 0.7)
     assert again["next"] == first["next"]
 
@@ -288,3 +289,21 @@ def test_soft_caps_windows_and_sinks_are_read_as_the_library_measures_them(kind)
     blocks = found.block_entropy[..., 4:].mean(-1)
     np.testing.assert_allclose(blocks, wanted.block_entropy, atol=1e-5)
     np.testing.assert_allclose(np.exp(found.row_mass), wanted.mass, atol=1e-5)
+
+
+@pytest.mark.second_python
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss_attention", pytest.param("gemma2", marks=pytest.mark.slow)]
+)
+def test_the_last_token_alone_has_the_hidden_states_of_the_whole_pass(kind):
+    """Windows, soft caps, sinks, shared kv heads; the last row block is short."""
+    subject = Observer(test_gemma.MODELS[kind]())
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, subject.vocab_size, 32)
+    given = baselines.fixed("random", 0.6, subject.layers, subject.heads, 8)
+    counts = given.sum(-1, dtype=np.int32)
+    for source in range(len(passes.SOURCES)):
+        inputs = (subject.weights, jnp.asarray(tokens), 30, counts, given, source)
+        whole = passes.sparse(*inputs, subject=subject, block=4)
+        last = passes.sparse_last(*inputs, subject=subject, block=4)
+        np.testing.assert_allclose(last[0], whole[29], atol=1e-5)

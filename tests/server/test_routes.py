@@ -16,7 +16,7 @@ from xsake import BlockMask, hads, masks, selection, shipped
 from xsake.hads import baselines, budget
 from xsake.hads.statistics import SELECTORS
 from xsake.observe.events import Event
-from xsake.server import drawings, openapi
+from xsake.server import drawings, openapi, results
 from xsake.server.routes.masks import MaskIn
 from xsake.server.routes.profiles import PlanIn
 
@@ -244,6 +244,7 @@ def test_every_published_result_is_listed_and_served_as_it_is(shipped_client):
     assert listed["unreadable"] == {}
     names = {x["name"] for x in listed["results"]}
     assert names == {path.stem for path in shipped.RESULTS.glob("*.json")}
+    assert all(x["rows"] for x in listed["results"])  # a page without rows would be empty
     name = next(x for x in names if x.startswith("cpu-"))
     wanted = json.loads((shipped.RESULTS / f"{name}.json").read_text())
     assert shipped_client.get(f"/api/results/{name}").json() == wanted
@@ -261,6 +262,21 @@ def test_rows_are_filtered_and_come_as_csv_too(shipped_client):
         x["median_seconds"] for x in found["rows"]
     ]
     assert "hads-64" in str(shipped_client.get("/api/rows?where=method=sink_window").json())
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ({"results": []}, []),
+        ({"one": [{"a": 1}], "two": [{"a": 2}]}, [("one", 1), ("two", 2)]),
+        ({"date": "2026", "commit": "c", "a": 3}, [(None, 3)]),
+        ({"date": "2026", "commit": "c"}, []),
+    ],
+)
+def test_a_file_of_another_form_has_rows_too(content, wanted):
+    found = list(results.rows("name", content))
+    assert [(row.get("part"), row.get("a")) for row in found] == wanted
+    assert not any("commit" in row for row in found)
 
 
 def test_a_table_of_methods_has_a_row_for_each_density(shipped_client):

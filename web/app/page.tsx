@@ -7,8 +7,12 @@ export default function Home() {
     <>
       <h1>Attention over the blocks that matter</h1>
       <p className="lead">
-        XSAKE is block-sparse attention for JAX. It measures where every head of a model really looks, gives each head its own
-        budget of key blocks, and skips all the others, forward and backward. That is HADS: head-adaptive dynamic sparsity.
+        Attention compares every token of a text with every earlier one: twice the text, four times the work. Most of these
+        comparisons hardly matter. XSAKE, a library for JAX, measures where every head of a model really looks, gives each head its own
+        budget of blocks of keys, and skips all the others, forward and backward. That is HADS: head-adaptive dynamic sparsity.
+      </p>
+      <p>
+        <a className="button main" href="/play/?tour=1">See it on a real model, in five steps</a>
       </p>
       <ul className="pages">
         {PAGES.map((page) => (
@@ -20,9 +24,6 @@ export default function Home() {
           </li>
         ))}
       </ul>
-      <p>
-        Never seen sparse attention? <a href="/play/?tour=1">Take the five-step tour.</a>
-      </p>
       <h2>Measured</h2>
       <Headlines />
       <section className="panel">

@@ -10,6 +10,10 @@ let loaded: Promise<Plot> | undefined;
 const LEFT = 52;
 const RIGHT = 20;
 const BOTTOM = 36;
+const USUAL = 16; // px of the page's text at which a chart has its own size
+
+/** Charts grow with the page's text, which is larger on very wide screens. */
+const scaleNow = () => Math.max(parseFloat(getComputedStyle(document.documentElement).fontSize) / USUAL, 1);
 
 interface Props {
   draw: Draw;
@@ -26,6 +30,7 @@ export function Chart({ draw, label, height, caption, veil }: Props) {
   const host = useRef<HTMLDivElement>(null);
   const [plot, setPlot] = useState<Plot | null>(null);
   const [width, setWidth] = useState(0);
+  const [scale, setScale] = useState(scaleNow);
   const [isDrawn, setDrawn] = useState(false);
 
   useEffect(() => {
@@ -40,7 +45,10 @@ export function Chart({ draw, label, height, caption, veil }: Props) {
   useEffect(() => {
     const element = host.current;
     if (!element) return;
-    const observer = new ResizeObserver(() => setWidth(Math.floor(element.clientWidth)));
+    const observer = new ResizeObserver(() => {
+      setWidth(Math.floor(element.clientWidth));
+      setScale(scaleNow());
+    });
     observer.observe(element);
     return () => observer.disconnect();
   }, []);
@@ -48,34 +56,37 @@ export function Chart({ draw, label, height, caption, veil }: Props) {
   useEffect(() => {
     if (!plot || !width || !host.current) return;
     const drawn = plot.plot({
-      width,
+      width: width / scale,
       height,
       marginLeft: LEFT,
       marginRight: RIGHT,
       marginBottom: BOTTOM,
-      ...draw(plot, width),
+      ...draw(plot, width / scale),
       style: { background: "none", fontSize: "12px", color: "var(--ink)" },
     });
     for (const part of drawn.querySelectorAll("[aria-label]")) part.removeAttribute("aria-label"); // "line", "dot"
+    drawn.setAttribute("width", String(width));
+    drawn.setAttribute("height", String(height * scale));
     drawn.setAttribute("role", "img");
     drawn.setAttribute("aria-label", label);
     host.current.replaceChildren(drawn);
     setDrawn(true);
-  }, [plot, width, height, draw, label]);
+  }, [plot, width, scale, height, draw, label]);
 
-  const inside = `(100% - ${LEFT + RIGHT}px)`;
+  const [left, right, bottom] = [LEFT * scale, RIGHT * scale, BOTTOM * scale];
+  const inside = `(100% - ${left + right}px)`;
   return (
     <figure>
       {caption ? <figcaption>{caption}</figcaption> : null}
       <div className="charted">
-        <div className="chart" ref={host} style={{ minHeight: height }} aria-busy={!isDrawn} />
+        <div className="chart" ref={host} style={{ minHeight: height * scale }} aria-busy={!isDrawn} />
         {veil !== undefined && veil < 1 ? (
           <div
             className="veil"
             style={{
-              left: `calc(${LEFT}px + ${inside} * ${veil})`,
-              width: `calc(${inside} * ${1 - veil} + ${RIGHT}px)`,
-              bottom: BOTTOM - 4, // half of a circle or of a line lies below the axis
+              left: `calc(${left}px + ${inside} * ${veil})`,
+              width: `calc(${inside} * ${1 - veil} + ${right}px)`,
+              bottom: bottom - 4, // half of a circle or of a line lies below the axis
             }}
           />
         ) : null}

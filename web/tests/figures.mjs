@@ -3,7 +3,7 @@ import { join } from "node:path";
 import { launch, ROOT } from "./started.mjs";
 
 const FIGURES = {
-  "play.png": { path: "/play/?example=induction+head&density=0.5", from: "[data-panel=controls]", height: 900 },
+  "play.png": { path: "/play/?example=induction+head&density=0.5", from: "[data-panel=map]", height: 900 },
   "explorer.png": { path: "/explorer/?layer=4&head=1", from: "main .panel", height: 900 },
   "training.png": {
     path: "/training/?run=training-37m-2026-11-15.hads-mean-query-0&with=training-37m-2026-11-15.dense-0&at=7000",

@@ -305,22 +305,25 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     await page.context().close();
   });
 
+  /** Ticks, labels and circles of the charts that lie outside of them. */
+  const outside = (page) =>
+    page.locator(".chart svg").evaluateAll((all) =>
+      all.flatMap((svg) => {
+        const { top, bottom, left, right } = svg.getBoundingClientRect();
+        return [...svg.querySelectorAll("text, line, circle")]
+          .map((x) => ({ text: x.textContent, rect: x.getBoundingClientRect() }))
+          .filter(({ rect: x }) => x.top < top - 1 || x.bottom > bottom + 1 || x.left < left - 1 || x.right > right + 1);
+      }),
+    );
+
   test("benchmarks: ticks lie inside the plot, and clearing the filters keeps the file", async () => {
     const { results } = await api("/api/results");
     const { name } = results.find((x) => x.name.startsWith("hads-64-"));
     const page = await opened(`/benchmarks/?file=${name}&contains=longformer`);
-    const outside = await page.locator(".chart svg").evaluateAll((all) =>
-      all.flatMap((svg) => {
-        const { top, bottom, left, right } = svg.getBoundingClientRect();
-        return [...svg.querySelectorAll("text, line, circle")]
-          .map((x) => x.getBoundingClientRect())
-          .filter((x) => x.top < top - 1 || x.bottom > bottom + 1 || x.left < left - 1 || x.right > right + 1);
-      }),
-    );
-    assert.deepEqual(outside, []);
+    assert.deepEqual(await outside(page), []);
     const status = page.locator("[aria-label=Filters] [role=status]").first();
     const few = await status.innerText();
-    await page.getByLabel("Rule, method or anything else").fill("nothing is called so");
+    await page.getByLabel("Search in all columns").fill("nothing is called so");
     await page.getByText("No row matches these filters.").first().waitFor();
     await page.getByRole("button", { name: "Clear the filters" }).click();
     await page.waitForURL((url) => !url.searchParams.has("contains"));
@@ -330,6 +333,41 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     await page.goto(`${base}/benchmarks/`);
     await settled(page);
     assert.match(await page.getByLabel("Result file").first().inputValue(), /^(hopper-2|hads-64-)/);
+    await page.context().close();
+  });
+
+  test("benchmarks: files of every kind have a chart, and no chart has a cloud of lines", async () => {
+    const { results } = await api("/api/results");
+    const page = await opened("/benchmarks/");
+    for (const kind of ["tasks-2", "parallel-", "tpu-estimate-", "first-step-", "hopper-nsa-", "smollm2-", "hads-64-"]) {
+      const { name } = results.find((x) => x.name.startsWith(kind));
+      await page.goto(`${base}/benchmarks/?file=${name}`);
+      await settled(page);
+      assert.ok((await page.locator(".chart svg circle").count()) > 0, name);
+      assert.deepEqual(await outside(page), [], name);
+    }
+    // 34 methods, in a chart for each kind of method
+    const { rows } = await api(`/api/rows?result=${results.find((x) => x.name.startsWith("hads-64-")).name}`);
+    assert.equal(await page.locator(".panels .chart svg").count(), new Set(rows.map((x) => x.kind)).size);
+    assert.ok((await page.getByRole("region", { name: "Rows" }).getByRole("columnheader").count()) < Object.keys(rows[0]).length);
+    await page.getByRole("checkbox", { name: /show all/ }).check();
+    await page.waitForURL(/columns=all/);
+    assert.equal(await page.getByRole("region", { name: "Rows" }).getByRole("columnheader").count(), Object.keys(rows[0]).length);
+    assert.deepEqual(page.errors, []);
+    await page.context().close();
+  });
+
+  test("a table that is wider than a phone says so, and scrolls by the keyboard", async () => {
+    const page = await opened("/benchmarks/", { viewport: { width: 390, height: 844 } });
+    const region = page.getByRole("region", { name: "Result files" });
+    const hint = page.locator("section", { has: region }).locator(".sideways");
+    assert.match(await hint.innerText(), /scroll sideways/);
+    await region.focus();
+    await page.keyboard.press("End");
+    for (let i = 0; i < 40; i += 1) await page.keyboard.press("ArrowRight");
+    await page.waitForFunction(() => document.querySelector("[aria-label='Result files']").scrollLeft > 50);
+    await page.setViewportSize({ width: 2560, height: 900 });
+    await hint.waitFor({ state: "detached" });
     await page.context().close();
   });
 
@@ -370,10 +408,10 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     assert.equal(await page.getByRole("region", { name: "Result files" }).locator("tbody tr").count(), results.length);
     await page.locator("label", { hasText: "Result file" }).locator("select").selectOption("every");
     const all = await api("/api/rows?limit=1");
-    await page.getByText(`${all.total} rows`).waitFor();
+    await page.getByText(`${all.total.toLocaleString("en")} rows`).waitFor();
     await page.getByLabel("Direction").selectOption("direction=backward");
     const some = await api("/api/rows?where=direction=backward&limit=5000");
-    await page.getByText(`${some.total} rows`).waitFor();
+    await page.getByText(`${some.total.toLocaleString("en")} rows`).waitFor();
     assert.ok(some.total > 0 && some.total < all.total);
     await settled(page);
     assert.ok((await page.locator(".chart svg circle").count()) > 10);
@@ -384,7 +422,7 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     const [json] = await Promise.all([page.waitForEvent("download"), page.getByRole("link", { name: "JSON", exact: true }).first().click()]);
     assert.equal(JSON.parse(readFileSync(await json.path(), "utf8")).rows.length, some.total);
     await page.getByRole("button", { name: /Copy as Python/ }).click();
-    await page.getByText("Copied").waitFor();
+    await page.getByText("Copied", { exact: true }).waitFor();
     const script = await page.evaluate(() => navigator.clipboard.readText());
     assert.equal(execFileSync(python, ["-c", script], { encoding: "utf8" }).split(" ")[0], String(some.total));
     await page.context().close();

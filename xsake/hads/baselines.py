@@ -110,11 +110,8 @@ def fixed(
         return (column <= row) & (column > row - many[..., None])
     typical = int(many[0, 0, -1])
     near = {"bigbird": typical // 2, "strided": typical // 3}.get(name, 0)
-    kept = [
-        np.asarray(selection.keep_top(order(name, n, heads, seed + layer, near), many[layer]))
-        for layer in range(layers)
-    ]
-    return np.stack(kept)
+    scores = np.stack([order(name, n, heads, seed + layer, near) for layer in range(layers)])
+    return np.asarray(selection.keep_top(scores, many))
 
 
 def vertical_slash(

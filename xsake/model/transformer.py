@@ -228,11 +228,13 @@ class Transformer(nnx.Module):
         state: Any = None,
         *,
         scan: bool | None = None,
+        rows: Callable[[Array], Array] | None = None,
     ) -> tuple[Float[Array, "B T width"], Any]:
         """(hidden [B, T, width], state) after all layers; `attend` is each one's attention.
 
         In a model with sparse attention, `attend` takes the layer's SparseInputs as well. `scan`
-        replaces the model's own: False gives `attend` the layers' numbers as ints.
+        replaces the model's own: False gives `attend` the layers' numbers as ints. `rows` takes
+        the rows of [B, T, …] that the last of stacked layers computes; `attend` gets their q only.
         """
         config, scan = self.config, self.scan if scan is None else scan
         x = self.embed(tokens, positions, self.mesh).astype(self.dtype)
@@ -243,7 +245,13 @@ class Transformer(nnx.Module):
             x, state = layer(number, x, angles(number), attend, state)
             return sharding.constrained(x, HIDDEN, self.mesh), state
 
-        if scan and self.is_stacked:
+        if rows is not None:
+            last = config.layers - 1
+            x, state = lax.fori_loop(
+                0, last, lambda i, carry: through(i, self.layer(i), *carry), (x, state)
+            )
+            x, state = self.layer(last)(last, x, angles(last), attend, state, rows)
+        elif scan and self.is_stacked:
             step = jax.checkpoint(through) if self.remat else through
             (x, state), _ = lax.scan(
                 lambda carry, layer: (step(*layer, *carry), None),
@@ -434,25 +442,27 @@ class Layer(nnx.Module):
         self.query_factor = 1.0 if config.scale is None else config.scale * root
 
     def __call__(
-        self, number: Any, x: Array, angles: Any, attend: Attend, state: Any
+        self, number: Any, x: Array, angles: Any, attend: Attend, state: Any, rows: Any = None
     ) -> tuple[Array, Any]:
         """x [B, T, width] -> x + attention + mlp, and the state that `attend` handed on.
 
-        `angles` are RoPE's, by head size; None without it.
+        `angles` are RoPE's, by head size; None without it. `rows` takes the rows to compute.
         """
+        taken = (lambda x: x) if rows is None else rows
         h = self.attention_norm(x)
-        q, k, v = self.query(h), self.key(h), self.value(h)
+        q, k, v = self.query(taken(h)), self.key(h), self.value(h)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if angles is not None:
-            q, k = (rope.rotate(x, *angles[x.shape[-1]]) for x in (q, k))
+            own = angles[k.shape[-1]]
+            q, k = rope.rotate(q, *map(taken, own)), rope.rotate(k, *own)
         if self.query_factor != 1:
             q = (q.astype(jnp.float32) * self.query_factor).astype(q.dtype)
         more: tuple[Any, ...] = () if self.sparse is None else (self.sparse(h, angles),)
         if self.sinks is not None:
             more = (self.sinks[...],)
         out, state = attend(number, q, k, v, state, *more)
-        x = x + _normed(self.attention_post_norm, self.out(out))
+        x = taken(x) + _normed(self.attention_post_norm, self.out(out))
         return x + _normed(self.mlp_post_norm, self.mlp(self.mlp_norm(x))), state
 
     def mlp(self, x: Array) -> Array:

@@ -1,7 +1,8 @@
 """The compiled passes of the page Play: one dense pass over a text, one sparse pass for a method.
 
-    tokens [P], of which `length` are the text ─┬─ read    masses, scores, entropies; hidden states
-                                                └─ sparse  hidden states, with a method's blocks
+    tokens [P], of which `length` are the text ─┬─ read         masses, entropies; hidden states
+                                                ├─ sparse       hidden states, by a method's blocks
+                                                └─ sparse_last  the same of the last token
 
 A text is padded to one of a few lengths, so that many texts share a compiled program. Padding
 comes after the text: causality hides it from every token of the text, and the mean query of a last
@@ -22,7 +23,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, PyTree
 
-from xsake import block_scores, selection
+from xsake import block_scores, dot_product_attention, selection
 from xsake.hads import chunks
 from xsake.hads.chunks import Chunk, Chunks, Softmax
 from xsake.hads.statistics import AnyArray
@@ -187,14 +188,32 @@ def sparse(
       tokens: the text and its padding.
       length: of the text.
       counts: blocks that each row block keeps, if they are ranked; at least the forced ones and
-        at most those that causality allows, so that comparing ranks is `selection.keep_top`, which
-        sorts and takes longer for so few blocks.
+        at most those that causality allows, so that comparing ranks is `selection.keep_top`.
       given: the blocks, if they are given.
       source: index into SOURCES, traced: all methods share a compiled program.
       subject: the model.
       block: tokens per block.
       band: forced blocks before the diagonal, if they are ranked.
     """
+    model, P = nnx.merge(subject.graph, weights), len(tokens)
+    chosen = _chosen(counts, given, source, length, block, band)
+
+    def attend(
+        layer: Any, q: Array, k: Array, v: Array, state: Any, *sinks: Array
+    ) -> tuple[Array, Any]:
+        seen = sharding.everywhere((q[0], k[0]), model.mesh)
+        mask = selection.to_mask(chosen(layer, *seen, model.softmax(layer)), P, block)
+        how: Any = {"implementation": subject.implementation, "mesh": model.mesh}
+        by_chosen = by_mask(model.config, mask, 1, P, **how)
+        return by_chosen(layer, q, k, v, state, *sinks)
+
+    return model.run(tokens[None], document_positions(1, P), attend)[0][0]
+
+
+def _chosen(
+    counts: Array, given: Array, source: Any, length: Any, block: int, band: int
+) -> Callable[[Any, Array, Array, Softmax], Bool[Array, "N n n"]]:
+    """(layer, q, k, softmax) -> the blocks that a layer visits, by one of SOURCES."""
 
     def by_query(q: Array, k: Array, layer: Any, softmax: Softmax) -> Array:
         scores = block_scores.estimate("mean_query", filled(q, block, length), k, block)
@@ -207,20 +226,52 @@ def sparse(
     def as_given(q: Array, k: Array, layer: Any, softmax: Softmax) -> Array:
         return given[layer]
 
+    sources = [as_given, by_query, by_mass]
+    return lambda layer, q, k, softmax: lax.switch(source, sources, q, k, layer, softmax)
+
+
+@functools.partial(jax.jit, static_argnames=("subject", "block", "band"))
+def sparse_last(
+    weights: PyTree,
+    tokens: Int[Array, " P"],
+    length: Any,
+    counts: Int[Array, "layers N n"],
+    given: Bool[Array, "layers N n n"],
+    source: Any,
+    *,
+    subject: Observer,
+    block: int,
+    band: int = 0,
+) -> Float[Array, "1 width"]:
+    """`sparse` of the text's last token: the last layer computes its row block only."""
     model, P = nnx.merge(subject.graph, weights), len(tokens)
+    chosen = _chosen(counts, given, source, length, block, band)
+    row = (length - 1) // block
+    rows = functools.partial(
+        lax.dynamic_slice_in_dim, start_index=row * block, slice_size=block, axis=1
+    )
 
     def attend(
         layer: Any, q: Array, k: Array, v: Array, state: Any, *sinks: Array
     ) -> tuple[Array, Any]:
-        seen = sharding.everywhere((q[0], k[0]), model.mesh)
-        softmax = model.softmax(layer)
-        blocks = lax.switch(source, [as_given, by_query, by_mass], *seen, layer, softmax)
-        mask = selection.to_mask(blocks, P, block)
-        how: Any = {"implementation": subject.implementation, "mesh": model.mesh}
-        by_chosen = by_mask(model.config, mask, 1, P, **how)
-        return by_chosen(layer, q, k, v, state, *sinks)
+        softmax, is_last = model.softmax(layer), q.shape[1] < P
+        # scores of a row block depend on its own queries only: the others may be zeros
+        zeros = jnp.zeros((1, P, *q.shape[2:]), q.dtype)
+        queries = lax.dynamic_update_slice_in_dim(zeros, q, row * block, 1) if is_last else q
+        blocks = chosen(layer, queries[0], k[0], softmax)
+        if not is_last:
+            mask: Any = selection.to_mask(blocks, P, block)
+            by_chosen = by_mask(model.config, mask, 1, P, implementation=subject.implementation)
+            return by_chosen(layer, q, k, v, state, *sinks)
+        own, key = row * block + jnp.arange(block)[:, None], jnp.arange(P)[None]
+        near = key <= own if softmax.window is None else (key <= own) & (key > own - softmax.window)
+        mask = jnp.repeat(blocks[:, row], block, axis=-1)[:, None] & near
+        how: Any = {"implementation": subject.implementation, "sinks": sinks[0] if sinks else None}
+        cap = model.config.soft_cap
+        return dot_product_attention(q, k, v, mask=mask[None], logits_soft_cap=cap, **how), state
 
-    return model.run(tokens[None], document_positions(1, P), attend)[0][0]
+    hidden, _ = model.run(tokens[None], document_positions(1, P), attend, rows=rows)
+    return lax.dynamic_slice_in_dim(hidden[0], (length - 1) % block, 1)
 
 
 def _row_mass(q: Array, k: Array, block: int, length: Any, softmax: Softmax) -> Array:

@@ -16,11 +16,12 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from xsake import selection, shipped
@@ -35,7 +36,7 @@ from xsake.server import passes
 
 HADS, ORACLE = "hads", "oracle"
 METHODS = {
-    HADS: "a budget for every head by its profile; blocks by the mean query of this text",
+    HADS: "every head has its own budget, by its profile; the queries of this text pick its blocks",
     "sink_window": "the first block and the nearest ones",
     "sliding_window": "the nearest blocks",
     "longformer": "the first two blocks and the nearest ones",
@@ -161,6 +162,7 @@ class Reader:
         self.path, self.config = model, loaded.config
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.subject = Observer(loaded.model)
+        self._is_split = devices is not None  # over several devices, which have all rows
         self.parameters = sum(x.size for x in loaded.model.parameters().values())
         self.profiles: dict[int, tuple[str, Profile]] = {}  # by block; the first of a block
         for name, profile in profiles.items():
@@ -226,7 +228,7 @@ class Reader:
         weights = self.subject.weights
         seen, dense = passes.read(weights, tokens, length, subject=self.subject, block=block)
         dense = np.asarray(dense)
-        after = self._next(dense, length)
+        after = self._next(dense[length - 1 : length])
         found = Text(
             id=id_,
             text=text,
@@ -255,11 +257,10 @@ class Reader:
             raise ValueError(f"block {block} is not one of {list(longest)}, which profiles have")
         return block
 
-    def _next(self, hidden: np.ndarray, length: int) -> np.ndarray:
-        """Log-probabilities of the token after the text."""
-        last = jnp.asarray(hidden[length - 1 : length])
+    def _next(self, last: Float[np.ndarray, "1 width"]) -> Float[np.ndarray, " vocab"]:
+        """Log-probabilities of the token after the one with these hidden states."""
         return np.asarray(
-            passes.log_probabilities(self.subject.weights, last, subject=self.subject)
+            passes.log_probabilities(self.subject.weights, jnp.asarray(last), subject=self.subject)
         )[0]
 
     # -------------------------------------------------------------------------------------- methods
@@ -313,7 +314,12 @@ class Reader:
             if key in text.next:
                 text.next.move_to_end(key)
                 return text.next[key]
-        found = self._next(self.hidden(text, method, density, choice), text.length)
+            has_all = key in text.sparse  # words were asked for before
+        if has_all or self._is_split:
+            last = self.hidden(text, method, density, choice)[text.length - 1 :][:1]
+        else:
+            last = self._pass(passes.sparse_last, text, choice)
+        found = self._next(last)
         with self._lock:
             text.next[key] = found
             while len(text.next) > KEPT_PREDICTIONS:
@@ -329,30 +335,27 @@ class Reader:
             if key in text.sparse:
                 text.sparse.move_to_end(key)
                 return text.sparse[key]
+        found = self._pass(passes.sparse, text, choice)
+        with self._lock:
+            text.sparse[key] = found
+            while len(text.sparse) > KEPT_PASSES:
+                text.sparse.popitem(last=False)
+        return found
+
+    def _pass(
+        self, run: Callable[..., Array], text: Text, choice: Choice
+    ) -> Float[np.ndarray, "rows width"]:
+        """One of the sparse passes, of the padded text."""
         n, size = text.n, len(text.tokens) // text.block
         given = np.zeros((*choice.counts.shape[:2], size, size), bool)
         given[..., np.arange(size), np.arange(size)] = True  # for the padding
         given[..., :n, :n] = choice.blocks
         counts = np.ones((*choice.counts.shape[:2], size), np.int32)
         counts[..., :n] = choice.counts
-        found = np.asarray(
-            passes.sparse(
-                self.subject.weights,
-                text.tokens,
-                text.length,
-                counts,
-                given,
-                passes.SOURCES.index(choice.source),
-                subject=self.subject,
-                block=text.block,
-                band=choice.band,
-            )
-        )
-        with self._lock:
-            text.sparse[key] = found
-            while len(text.sparse) > KEPT_PASSES:
-                text.sparse.popitem(last=False)
-        return found
+        source = passes.SOURCES.index(choice.source)
+        given_all = (self.subject.weights, text.tokens, text.length, counts, given, source)
+        how = {"subject": self.subject, "block": text.block, "band": choice.band}
+        return np.asarray(run(*given_all, **how))
 
     def words(self, text: Text, method: str, density: float) -> tuple[Choice, passes.Words]:
         """Predictions at every token, dense and sparse."""

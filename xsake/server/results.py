@@ -3,6 +3,8 @@
 {"results": [{…}, …]}                                 a suite of benchmarks
 {"rows": [{…}, …], "provenance": {…}}                 a program's
 {"densities": {"0.43": {"rows": [{…}, …]}}, …}        a table of methods
+{"first": [{…}, …], "second": [{…}, …]}               records by part, if there is none of these
+{"load_seconds": …, "prompt": {…}}                    otherwise the file is one record
 
 A row has the scalars of a record; fields of a nested object are joined by a dot, and lists are left
 to the file itself.
@@ -27,6 +29,7 @@ Flat = dict[str, Cell]
 
 MAX_BYTES = 64 << 20  # of a result file
 MAX_DEPTH = 4  # of nested objects that become columns
+ORIGIN = ("date", "machine", "versions", "commit", "command", "provenance", "schema")
 FIRST = ("result", "date", "device", "suite", "kind", "case", "method", "direction")  # columns
 
 
@@ -133,8 +136,13 @@ def records(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 shape = {key: found.get(key) for key in ("length", "block", "documents")}
                 yield {"density": _density(density), **shape, **row}
         return
-    yield from _objects(found.get("results"))
-    yield from _objects(found.get("rows"))
+    own = [*_objects(found.get("results")), *_objects(found.get("rows"))]
+    if own or "results" in found or "rows" in found:
+        yield from own
+        return
+    about = {key: value for key, value in found.items() if key not in ORIGIN}
+    parts = [{"part": key, **row} for key, value in about.items() for row in _objects(value)]
+    yield from parts or ([about] if about else [])
 
 
 def _density(text: str) -> Cell:

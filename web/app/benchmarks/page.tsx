@@ -8,7 +8,7 @@ export default function BenchmarksPage() {
     <>
       <h1>Benchmarks</h1>
       <p className="lead">
-        Every result file that this server has, with the machine, the versions and the command that made it. Nothing is typed by hand. HADS is head-adaptive dynamic sparsity.
+        Every measurement that this server has, with the machine, the versions and the command that made it. Choose a file, then what the charts show. HADS is head-adaptive dynamic sparsity, XSAKE’s way to choose blocks.
       </p>
       <Page />
     </>

@@ -1,5 +1,6 @@
 "use client";
 
+import { Scroll } from "@/components/scroll";
 import type { Schemas } from "@/lib/api";
 import { bytes, whole } from "@/lib/format";
 
@@ -13,8 +14,8 @@ interface Props {
 export function Files({ list, file, onOpen }: Props) {
   return (
     <>
-      <div className="scroll" tabIndex={0} role="region" aria-label="Result files">
-        <table className="data">
+      <Scroll label="Result files">
+        <table className="data named">
           <thead>
             <tr>
               {["file", "date", "machine", "rows", "about", "commit", "how it was made"].map((x) => (
@@ -49,7 +50,7 @@ export function Files({ list, file, onOpen }: Props) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Scroll>
       {Object.entries(list.unreadable).map(([name, why]) => (
         <p key={name} className="notice">{name} cannot be read: {why}</p>
       ))}

@@ -10,7 +10,7 @@ import { options, Select } from "@/components/fields";
 import { address } from "@/lib/api";
 import { count } from "@/lib/format";
 import { newest } from "@/lib/headlines";
-import { METRICS, marks, type Row } from "@/lib/metrics";
+import { metricsOf, type Row } from "@/lib/metrics";
 import { useQuery } from "@/lib/url";
 import { useGet } from "@/lib/use-get";
 
@@ -25,6 +25,8 @@ const FILTERS: { name: string; label: string; columns: string[] }[] = [
   { name: "T", label: "Length, T", columns: ["T", "length"] },
   { name: "H", label: "Head size, H", columns: ["H"] },
   { name: "kind", label: "Kind", columns: ["kind", "suite"] },
+  { name: "family", label: "Task", columns: ["family"] },
+  { name: "by", label: "Implementation", columns: ["implementation", "backend", "variant"] },
 ];
 
 const columnOf = (row: Row, columns: string[]) => columns.find((x) => row[x] !== null && row[x] !== undefined);
@@ -57,7 +59,7 @@ export function Benchmarks() {
   };
   const found = useGet(isKnown ? "/api/rows" : null, { ...values, limit: LIMIT });
   const rows = useMemo(() => found.data?.rows ?? [], [found.data]);
-  const metrics = useMemo(() => METRICS.filter((x) => marks(rows, x).length), [rows]);
+  const metrics = useMemo(() => metricsOf(rows, found.data?.columns ?? []), [rows, found.data]);
   const metric = metrics.find((x) => x.value === query.get("metric")) ?? metrics[0];
   if (!list.data || !everything.data || !found.of) {
     const error = list.error ?? everything.error ?? found.error;
@@ -71,7 +73,7 @@ export function Benchmarks() {
       ? "Loading …"
       : everything.data.total
         ? "No row matches these filters."
-        : "This file has no rows of this kind; its JSON, in the list below, has what it holds.";
+        : "This file has no rows; its JSON, in the list below, has what it holds.";
   const change = (changes: Record<string, string | null>) => set({ ...changes, page: null });
   return (
     <div className="stack">
@@ -96,7 +98,7 @@ export function Benchmarks() {
               />
             );
           })}
-          <Text label="Rule, method or anything else" value={query.get("contains") ?? ""} onChange={(x) => change({ contains: x })} />
+          <Text label="Search in all columns" value={query.get("contains") ?? ""} onChange={(x) => change({ contains: x })} />
           <Text label="Density from" type="number" value={query.get("from") ?? ""} onChange={(x) => change({ from: x })} />
           <Text label="to" type="number" value={query.get("to") ?? ""} onChange={(x) => change({ to: x })} />
           <button type="button" onClick={() => change(Object.fromEntries(["contains", "from", "to", ...FILTERS.map((f) => f.name)].map((x) => [x, null])))}>
@@ -115,18 +117,18 @@ export function Benchmarks() {
         <div className="row between">
           <h2>{metric ? metric.label : "No chart"}</h2>
           {metric ? (
-            <Select label="Show" value={metric.value} options={metrics.map((x) => ({ value: x.value, label: x.label }))} onChange={(x) => set({ metric: x })} />
+            <Select label="What the charts show" value={metric.value} options={metrics.map((x) => ({ value: x.value, label: x.label }))} onChange={(x) => set({ metric: x })} />
           ) : null}
         </div>
         <div className={found.isLoading ? "stale" : ""}>
-          {metric ? <Charts rows={rows} metric={metric} /> : <p className="quiet">{rows.length ? "These rows have no figure that the charts know; the table has them." : nothing}</p>}
+          {metric ? <Charts rows={rows} metric={metric} /> : <p className="quiet">{rows.length ? "These rows have no number to draw; the table has what they hold." : nothing}</p>}
         </div>
       </section>
       <section className="panel">
         <h2>Rows</h2>
         <p className="small quiet">
-          Density is the share of causal blocks that is computed. Methods of HADS are named selector/policy: the selector picks the blocks of a
-          row, the policy splits the budget over heads.
+          Density is the share of blocks that is computed: 1 is dense attention. Methods of HADS are named selector/policy: the selector picks
+          the blocks, the policy splits the budget over heads. Shapes are batch·heads·tokens·head size.
         </p>
         {found.data && rows.length ? <RawTable rows={rows} columns={found.data.columns} /> : <p className="quiet">{nothing}</p>}
       </section>

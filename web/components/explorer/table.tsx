@@ -1,5 +1,6 @@
 "use client";
 
+import { Scroll } from "@/components/scroll";
 import type { Schemas } from "@/lib/api";
 import { fixed, percent, signed, whole } from "@/lib/format";
 
@@ -10,7 +11,7 @@ const estimated = (value: number | null) => (value === null ? "no estimate" : fi
 const ROWS: { name: string; value: (plan: Plan) => string }[] = [
   { name: "density", value: (x) => fixed(x.density_ratio, 4) },
   { name: "blocks visited", value: (x) => `${whole(x.visited_blocks)} of ${whole(x.causal_blocks)}` },
-  { name: "products, selection included, ÷ dense", value: (x) => fixed(x.cost_ratio) },
+  { name: "multiplications ÷ those of dense attention, selection included", value: (x) => fixed(x.cost_ratio) },
   { name: "KL of attention, estimated", value: (x) => estimated(x.estimated_kl) },
   { name: "error of the output, estimated", value: (x) => estimated(x.estimated_output_error) },
   { name: "attention mass kept, estimated", value: (x) => estimated(x.estimated_recall) },
@@ -21,8 +22,8 @@ export function CostTable({ plans, ownLength }: { plans: [Plan, Plan]; ownLength
   const isUnknown = plans[0].estimated_kl === null;
   return (
     <>
-      <div className="scroll" tabIndex={0} role="region" aria-label="Cost and quality of the two plans">
-        <table className="data">
+      <Scroll label="Cost and quality of the two plans">
+        <table className="data folds">
           <thead>
             <tr>
               <th scope="col"><span className="hidden-text">quantity</span></th>
@@ -48,7 +49,7 @@ export function CostTable({ plans, ownLength }: { plans: [Plan, Plan]; ownLength
             </tr>
           </tbody>
         </table>
-      </div>
+      </Scroll>
       <p className={isUnknown ? "small notice" : "small quiet"}>{isUnknown ? "Why there is no estimate" : "Estimates"}: {plans[0].estimate_note}.</p>
       {[...new Set(plans.flatMap((x) => x.notes))].map((x) => (
         <p key={x} className="small notice">{x}</p>

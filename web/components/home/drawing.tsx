@@ -32,21 +32,25 @@ const NODES: Node[] = [
     about: "Kernels for H100 and H200, forward and backward, that visit the listed blocks only." },
   { id: "xla", name: "xla", path: "xsake/backends/xla/", wide: [3, 2], narrow: [1, 4], page: { href: "/benchmarks/?file=every&contains=cpu", name: "Benchmarks" },
     about: "Plain JAX that loops over the listed blocks: any device." },
-  { id: "reference", name: "reference", path: "xsake/backends/reference.py", wide: [3, 3], narrow: [1, 3],
+  { id: "dense", name: "dense", path: "xsake/backends/dense.py", wide: [3, 3], narrow: [1, 5],
+    about: "Plain JAX that computes all logits at once: short or nearly dense calls take less time here than by blocks." },
+  { id: "tpu", name: "tpu", path: "xsake/backends/tpu/", wide: [3, 0], narrow: [1, 6],
+    about: "Kernels for TPUs. They are used by name only, until they have run on a TPU." },
+  { id: "reference", name: "reference", path: "xsake/backends/reference.py", wide: [3, 4], narrow: [1, 3],
     about: "The definition, with the whole T × S matrix in memory. Every other backend is tested against it." },
-  { id: "model", name: "Model", path: "xsake/model/", wide: [0, 4], narrow: [0, 5], page: { href: "/play/", name: "Play" },
+  { id: "model", name: "Model", path: "xsake/model/", wide: [0, 5], narrow: [0, 5], page: { href: "/play/", name: "Play" },
     about: "A decoder that loads Hugging Face and GGUF checkpoints, generates, and takes a plan." },
-  { id: "train", name: "Trainer", path: "xsake/train/", wide: [1, 4], narrow: [1, 5], page: { href: "/training/", name: "Training" },
+  { id: "train", name: "Trainer", path: "xsake/train/", wide: [1, 5], narrow: [0, 6], page: { href: "/training/", name: "Training" },
     about: "Trains sparse from scratch, recalibrates the plan as heads change, resumes, and logs events." },
-  { id: "bench", name: "Benchmarks", path: "xsake/bench/", wide: [2, 4], narrow: [0, 6], page: { href: "/benchmarks/", name: "Benchmarks" },
+  { id: "bench", name: "Benchmarks", path: "xsake/bench/", wide: [2, 5], narrow: [0, 7], page: { href: "/benchmarks/", name: "Benchmarks" },
     about: "Times and checks every case against its peers and writes result files, which is all that these pages show." },
-  { id: "server", name: "Server", path: "xsake/server/", wide: [3, 4], narrow: [1, 6],
+  { id: "server", name: "Server", path: "xsake/server/", wide: [3, 5], narrow: [1, 7],
     about: "What answers this page: runs, profiles, plans, masks and results over HTTP, on this machine only." },
 ];
 
 const EDGES: [string, string][] = [
   ["profile", "budget"], ["budget", "plan"], ["plan", "mask"], ["rule", "mask"], ["mask", "door"], ["qkv", "door"],
-  ["door", "hopper"], ["door", "xla"], ["door", "reference"],
+  ["door", "tpu"], ["door", "hopper"], ["door", "xla"], ["door", "dense"], ["door", "reference"],
 ];
 
 const BOX = { width: 190, height: 54, x: 236, y: 84 };
@@ -81,7 +85,7 @@ interface PictureProps {
 
 function Picture({ layout, chosen, onChoose }: PictureProps) {
   const columns = layout === "wide" ? 4 : 2;
-  const rows = layout === "wide" ? 5 : 7;
+  const rows = layout === "wide" ? 6 : 8;
   const corner = (id: string): [number, number] => {
     const [x, y] = (NODES.find((n) => n.id === id) as Node)[layout];
     return [x * BOX.x + 1, y * BOX.y + 1];

@@ -2,6 +2,7 @@
 
 import { useEffect, useState } from "react";
 import { Problem } from "@/components/client";
+import { Scroll } from "@/components/scroll";
 import { get, type Schemas } from "@/lib/api";
 import { count, fixed, methodName, percent, signed } from "@/lib/format";
 
@@ -59,8 +60,8 @@ export function Comparison({ id, methods, density, chosen, onChoose }: Props) {
       const found: Row[] = [];
       for (const method of list.split(",")) {
         const values = { id, method, density };
+        const words = await get("/api/play/texts/{id}/words", values); // first: its pass has the next word too
         const figures = await get("/api/play/texts/{id}/method", values);
-        const words = await get("/api/play/texts/{id}/words", values);
         if (!isHere) return;
         found.push({ method: figures, words });
         setRows({ of: key, rows: [...found] });
@@ -78,8 +79,8 @@ export function Comparison({ id, methods, density, chosen, onChoose }: Props) {
   const left = methods.length - (isCurrent ? rows.rows.length : 0);
   return (
     <>
-      <div className={isCurrent ? "scroll" : "scroll stale"} tabIndex={0} role="region" aria-label="All methods at this density">
-        <table className="data">
+      <Scroll label="All methods at this density" isStale={!isCurrent}>
+        <table className="data named">
           <thead>
             <tr>
               <th scope="col">method</th>
@@ -103,7 +104,7 @@ export function Comparison({ id, methods, density, chosen, onChoose }: Props) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Scroll>
       <p className="small quiet" role="status">
         {left > 0 ? `${count(left, "method")} still to be measured …` : "All methods are measured, on the same text and at the same density."}
       </p>

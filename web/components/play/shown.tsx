@@ -73,14 +73,14 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
       <section className={classOf("controls")} data-panel="controls" aria-label="Method and density">
         <Choices
           name="method"
-          label="Which blocks are visited"
+          label="Which blocks are kept"
           value={method}
           options={model.methods
             .filter((x) => figures.methods.includes(x.name))
             .map((x) => ({ value: x.name, label: methodName(x.name), title: x.description }))}
           onChange={(x) => set({ method: x === "hads" ? null : x })}
         />
-        <p className="small quiet">{about}.</p>
+        <p className="small quiet">{about ? `${about.charAt(0).toUpperCase()}${about.slice(1)}.` : ""}</p>
         <Slider
           label="Density, the share of blocks that is computed:"
           value={density}
@@ -101,6 +101,9 @@ export function Shown({ model, text, figures, panel, onLost }: Props) {
         ) : (
           <Waiting>Measuring …</Waiting>
         )}
+        <p className="small quiet wide">
+          Mass is the share of the attention that the kept blocks hold. KL is how far a distribution is from that of dense attention: 0 is no difference.
+        </p>
         <Problem error={found.error ?? predicted.error ?? words.error} />
         <CopyPython code={found.data?.python} what="this method at this density" />
       </section>
@@ -183,8 +186,8 @@ function Summary({ found, next, isStale, isNextStale }: SummaryProps) {
             value: stale(<code>{visible(next?.next[0]?.text ?? "…")}</code>),
             note: percent(next?.next[0]?.probability),
           },
-          { name: "masks came in", value: seconds(found.seconds) },
-          { name: "prediction came in", value: stale(seconds(next?.seconds)) },
+          { name: "time for the masks", value: seconds(found.seconds) },
+          { name: "time for the prediction", value: stale(seconds(next?.seconds)) },
         ]}
       />
     </div>
@@ -212,7 +215,7 @@ function HeadMap({ figures, found, selected }: MapProps) {
   const name = COLOURS.find((x) => x.value === colour)?.label ?? colour;
   return (
     <>
-      <Choices name="colour" label="Colour" value={colour} options={COLOURS} onChange={(x) => set({ colour: x === "entropy" ? null : x })} />
+      <Choices name="colour" label="Colour shows" value={colour} options={COLOURS} onChange={(x) => set({ colour: x === "entropy" ? null : x })} />
       <Heads
         fill={fill}
         fillName={name}

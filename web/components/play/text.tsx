@@ -25,6 +25,7 @@ export function TextPanel({ model, reading, block, onBlock, onExample }: Props) 
     <>
       {model.examples.length ? (
         <div className="row centre" role="group" aria-label="Texts to begin with">
+          <span className="small quiet">Texts to begin with:</span>
           {model.examples.map((x) => (
             <button key={x.name} type="button" aria-pressed={x === example} onClick={() => onExample(x)}>
               {x.name}
@@ -48,10 +49,10 @@ export function TextPanel({ model, reading, block, onBlock, onExample }: Props) 
           Read this text
         </button>
         <Select
-          label="Block"
+          label="Tokens per block"
           value={block === null ? "" : String(block)}
           options={[
-            { value: "", label: "by its length" },
+            { value: "", label: "automatic, by the text’s length" },
             ...model.blocks.map((x) => ({
               value: String(x),
               label: `${x} tokens, texts up to ${whole(model.longest[String(x)])}`,

@@ -1,6 +1,7 @@
 "use client";
 
 import { memo, useMemo } from "react";
+import { Scroll } from "@/components/scroll";
 import type { Schemas } from "@/lib/api";
 import { count, fixed, methodName, percent, signed, visible } from "@/lib/format";
 
@@ -47,7 +48,7 @@ export const ChangedWords = memo(function ChangedWords({ texts, words, method }:
         <summary>
           List {count(words.changed.length, "changed prediction")}
         </summary>
-        <div className="scroll" style={{ maxHeight: "18rem" }} tabIndex={0} role="region" aria-label="Changed predictions">
+        <Scroll label="Changed predictions" maxHeight="18rem">
           <table className="data">
             <thead>
               <tr>
@@ -68,7 +69,7 @@ export const ChangedWords = memo(function ChangedWords({ texts, words, method }:
               ))}
             </tbody>
           </table>
-        </div>
+        </Scroll>
       </details>
     </>
   );

@@ -4,6 +4,7 @@ import { useCallback, useMemo } from "react";
 import { Chart, type Draw } from "@/components/chart";
 import { Heads } from "@/components/heads";
 import { Numbers } from "@/components/fields";
+import { Scroll } from "@/components/scroll";
 import type { Schemas } from "@/lib/api";
 import { bytes, fixed, percent, short, whole } from "@/lib/format";
 import { type PlanSwapped, type Run, type RunEvent, upTo, words } from "@/lib/run";
@@ -129,8 +130,8 @@ interface TableProps {
 
 export function RunTable({ runs, name, onOpen }: TableProps) {
   return (
-    <div className="scroll" tabIndex={0} role="region" aria-label="All runs">
-      <table className="data">
+    <Scroll label="All runs">
+      <table className="data named">
         <thead>
           <tr>
             {["run", "state", "step", "loss", "perplexity", "density", "device", "config", "data", "plan", "commit"].map((x) => (
@@ -168,6 +169,6 @@ export function RunTable({ runs, name, onOpen }: TableProps) {
           ))}
         </tbody>
       </table>
-    </div>
+    </Scroll>
   );
 }
