@@ -248,7 +248,7 @@ def observed_attention(
     ((1, 4, 256), (1, 4, 2, 2))
     """
     observer: Any = _Observer(implementation or "")
-    observer.what = what
+    observer.what = statistics.checked(what)
     found: Any = dot_product_attention(
         query, key, value, bias, mask, implementation=observer, **arguments
     )

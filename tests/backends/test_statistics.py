@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tests.backends.test_conformance import allowed_in, arguments, taken_by
 from tests.draws import FAST_COMPILATION
 from xsake import _jax, masks
 from xsake.arguments import block_for
+from xsake.backends import statistics
 from xsake.bench.cases import CONFORMANCE, Case
 
 # On a GPU `pytest -m gpu` runs the whole module.
@@ -91,10 +93,6 @@ def test_masses_add_up_to_one_for_rows_that_see_something():
     observe = jax.jit(
         functools.partial(xsake.observed_attention, what="tokens", implementation="dense")
     )
-    how = {"mask": mask, "implementation": "dense"}
-    _, lse = jax.jit(functools.partial(xsake.dot_product_attention, return_residual=True, **how))(
-        q, k, v
-    )
     out, found = observe(q, k, v, mask=mask)
     assert (found.entropy.shape, found.mass.shape) == ((2, 64), (2, 4, 4))
     np.testing.assert_allclose(found.mass.sum(-1), [[1, 1, 1, 0]] * 2, atol=1e-6)
@@ -103,8 +101,19 @@ def test_masses_add_up_to_one_for_rows_that_see_something():
     sinks = jnp.array([-jnp.inf, 1.0])
     _, with_sinks = observe(q, k, v, mask=mask, sinks=sinks)
     np.testing.assert_allclose(with_sinks.mass[0], found.mass[0], atol=1e-6)
-    left = jax.nn.sigmoid(lse[:48, 1] - 1).reshape(3, 16).mean(-1)
+    allowed = np.asarray(mask.to_dense(1, 2))
+    _, lse = oracle.attention(q[None], k[None], v[None], allowed=allowed)
+    left = jax.nn.sigmoid(lse[0, :48, 1] - 1).reshape(3, 16).mean(-1)
     np.testing.assert_allclose(with_sinks.mass[1, :3].sum(-1), left, atol=1e-6)
+
+
+def test_what_cannot_be_observed_is_refused():
+    """A wrong word, and a backend that was named and cannot run; nothing is computed instead."""
+    with pytest.raises(ValueError, match=r"what is 'keys'; choose one of \['blocks', 'tokens'\]"):
+        inspect.unwrap(statistics.checked)("keys")  # without the types of the tests
+    q = jnp.zeros((16, 1, 256))
+    with pytest.raises(ValueError, match="implementation 'hopper' cannot "):
+        xsake.observed_attention(q, q, q, implementation="hopper")
 
 
 def test_statistics_have_no_gradient_and_the_output_keeps_its_own():

@@ -54,6 +54,8 @@ def test_settings_that_do_not_go_together_are_refused():
     whole = config("runs", hads=Hads(), model=MSA)
     with pytest.raises(ValueError, match=r"hads.density = 0.84 plans dense attention, .* 'msa'"):
         config("runs", model=MSA)
+    with pytest.raises(ValueError, match=r"observe.heads_every = 5 observes dense .* 'msa'"):
+        changed(whole, observe__heads_every=5)
     with pytest.raises(ValueError, match="index_loss must not be negative, got -1"):
         changed(whole, index_loss=-1.0)
     with pytest.raises(ValueError, match=r"index_loss = 2.0 is the weight of the indexer's loss"):

@@ -12,7 +12,7 @@ add up to less than 1, by the mass of the sinks; all sinks of a head are one out
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,13 @@ class Statistics(NamedTuple):
     mass: Float[Array, "*B N row_blocks kv_blocks"]  # mean over a row block's queries; 0: dropped
     block_entropy: Float[Array, "*B N T"]  # -Σ p ln p over kv blocks and the sinks, in nats
     entropy: Float[Array, "*B N T"] | None = None  # the same over keys, if "tokens" are observed
+
+
+def checked(what: Observed) -> Observed:
+    """`what`, or an error that names the choices."""
+    if what not in get_args(Observed):
+        raise ValueError(f"what is {what!r}; choose one of {list(get_args(Observed))}")
+    return what
 
 
 def total(sinks: Float[Array, "N M"] | None) -> Float[Array, " N"] | None:

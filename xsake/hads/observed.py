@@ -35,7 +35,6 @@ def observe(
     *,
     block: int = 128,
     softmax: Softmax = PLAIN,
-    queries_at_once: int = chunks.QUERIES_AT_ONCE,
 ) -> Heads:
     """Mass and entropies of one sequence in one layer; causal, any length, memory linear in it.
 
@@ -48,7 +47,7 @@ def observe(
         mass, by_block, by_key = found
         assert by_key is not None  # "tokens"
         return Heads(mass, *_means(by_key, by_block, block, softmax))
-    cut = chunks.cut(q, k, block, queries_at_once, softmax)
+    cut = chunks.cut(q, k, block, softmax=softmax)
 
     def of_chunk(number: Array) -> tuple[Array, Array, Array]:
         chunk = cut.attend(number)
