@@ -142,7 +142,7 @@ def records(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     about = {key: value for key, value in found.items() if key not in ORIGIN}
     parts = [{"part": key, **row} for key, value in about.items() for row in _objects(value)]
-    yield from parts or ([about] if about else [])
+    yield from parts or ([about] if any(_flat(about, "", 0)) else [])
 
 
 def _density(text: str) -> Cell:
