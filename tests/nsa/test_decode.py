@@ -84,7 +84,7 @@ def test_decoding_goes_on_after_prompts_of_different_lengths():
     expected = np.asarray(whole("nsa", given, WEIGHTS), np.float64)
     prompt = {name: given[name][:, :20].copy() for name in ("key", "value")}
     for x in prompt.values():
-        x[0, 9:] = 7
+        x[0, 9:] = np.nan
     cache = filled(empty("nsa"), prompt, lengths, WEIGHTS)
     at = lengths[:, None] + np.arange(more)[None]
     tokens = {name: x[np.arange(B)[:, None], at] for name, x in given.items()}

@@ -214,6 +214,42 @@ def test_a_key_after_the_query_may_hold_any_finite_value():
         assert np.array_equal(one[:, : t + 1], two[:, : t + 1])
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_what_is_not_finite_reaches_only_the_tokens_that_see_it(implementation):
+    """Keys and values: their queries. Queries and cotangents: their keys. Padding: nobody."""
+    t, ids = 40, np.zeros((2, T), int)
+    ids[:, 70:] = -1
+    indices, counts = any_indices()
+    call = {"indices": indices, "counts": counts, "ids": ids, "implementation": implementation}
+    arrays = {name: np.float32(x) for name, x in inputs().items()}
+    clean = results(**arrays, **call)
+    by_row = zip(indices, counts, ids, strict=True)
+    seen = np.stack([oracle.selected_mask(*x, BLOCK) for x in by_row])  # [B, T, K, S]
+
+    bad = {name: x.copy() for name, x in arrays.items()}
+    bad["k"][:, t], bad["v"][:, t + 1] = np.nan, np.inf
+    hit = np.repeat(seen[..., [t, t + 1]].any(-1), 2, axis=2)  # [B, T, N]
+    assert hit.any(1).all()
+    for one, two in zip(clean[:3], results(**bad, **call)[:3], strict=True):  # out, lse, dq
+        assert np.array_equal(one[~hit], two[~hit])
+        assert np.isnan(two[hit]).all()
+
+    if implementation is None:  # the reference has derivatives by JAX, with products of all pairs
+        bad = {name: x.copy() for name, x in arrays.items()}
+        bad["q"][:, t], bad["d_out"][:, t - 1] = np.inf, np.nan
+        hit = seen[:, [t - 1, t]].any(1).swapaxes(1, 2)  # [B, S, K]
+        assert hit.any(1).all()
+        for one, two in zip(clean[3:], results(**bad, **call)[3:], strict=True):  # dk, dv
+            assert np.array_equal(one[~hit], two[~hit])
+            assert np.isnan(two[hit]).all()
+
+    bad = {name: x.copy() for name, x in arrays.items()}
+    for x in bad.values():
+        x[:, 70:] = np.nan
+    for one, two in zip(clean, results(**bad, **call), strict=True):
+        assert np.array_equal(one, two)
+
+
 def test_memory_is_linear_in_the_length():
     """Twice the tokens need at most twice the temporary memory, and a little."""
 

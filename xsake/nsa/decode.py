@@ -374,6 +374,7 @@ def _attend(q: Array, k: Array, v: Array, seen: Array, scale: float) -> tuple[Ar
     m = s.max(-1, keepdims=True, initial=-jnp.inf)
     p = jnp.exp(s - jnp.where(m == -jnp.inf, 0, m))
     l = p.sum(-1, keepdims=True)
+    v = jnp.where(seen.transpose(0, 2, 1)[..., None], v, 0)  # in padding it may be NaN
     out = product("bkgl,blkh->bkgh", p.astype(grouped.dtype), operand(v), dtype)
     lse = jnp.where(l > 0, m + jnp.log(jnp.where(l > 0, l, 1)), -jnp.inf)
     out = out / jnp.where(l > 0, l, 1)
