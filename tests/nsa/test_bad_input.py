@@ -323,6 +323,27 @@ REFUSED = {
             "give one of the two"
         ),
     ),
+    "token_indices that do not begin at 0": (
+        lambda: packed(token_indices=np.arange(5, T + 5)),
+        (
+            "token_indices must count the tokens of every sequence from 0, but token 0 has "
+            "position 5; leave them out, or give segment_ids"
+        ),
+    ),
+    "token_indices that fall": (
+        lambda: packed(token_indices=np.array([0, 1, 2, 1, *[0] * (T - 4)])),
+        (
+            "token_indices must count the tokens of every sequence from 0, but token 3 has "
+            "position 1 after 2; leave them out, or give segment_ids"
+        ),
+    ),
+    "pairs of token_indices that do not begin at 0": (
+        lambda: packed(token_indices=np.stack([np.zeros(T, int), np.arange(1, T + 1)], 1)),
+        (
+            "token_indices must count the tokens of every sequence from 0, but token 0 has "
+            "position 1; leave them out, or give segment_ids"
+        ),
+    ),
     "token_indices of another length": (
         lambda: packed(token_indices=np.arange(9)),
         "token_indices must be positions [32] or (sequence, position) pairs [32, 2], got shape [9]",

@@ -104,6 +104,18 @@ def test_a_full_cache_raises_and_under_jit_gives_nan():
     assert np.isfinite(out[1]).all()
 
 
+def test_a_prompt_is_prefilled_once_and_with_its_own_length():
+    """What cannot be read under jit makes a sequence full: its next step gives NaN."""
+    given = inputs("nsa")
+    prompt = {name: given[name][:, :20] for name in ("key", "value")}
+    cache = filled(empty("nsa"), prompt, np.array([9, 0]), WEIGHTS)
+    with pytest.raises(ValueError, match=r"cache must be empty, but its sequences have \[9, 0\]"):
+        nsa.prefill(cache, **prompt)
+    again = filled(cache, prompt, np.array([9, 9]), WEIGHTS)
+    assert again.length.tolist() == [T, 9]
+    assert filled(empty("nsa"), prompt, np.array([21, -1]), WEIGHTS).length.tolist() == [T, T]
+
+
 @pytest.mark.parametrize(
     ("score", "change", "words"),
     [

@@ -15,7 +15,7 @@ import xsake
 from tests.nsa import oracle
 from tests.oracle import relative_error
 from xsake.nsa import selected
-from xsake.nsa.sequences import ONE_SEQUENCE, sequences_of
+from xsake.nsa.sequences import ONE_SEQUENCE, describe, sequences_of
 
 # As in tests/backends/test_conformance.py, which gives the reasons.
 OUTPUT_LIMIT = {"float32": 2e-6, "bfloat16": 1e-2}
@@ -290,6 +290,37 @@ def test_traced_lengths_and_padding_after_the_last_sequence():
     assert found.number[0].tolist() == [0, 0, 0, 1, 1, -1, -1, -1]
     assert found.last[0].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
     assert found.first[0, :5].tolist() == [0, 0, 0, 3, 3]
+
+
+def test_traced_lengths_that_describe_no_sequences_give_nan():
+    """Values and gradients, of the gates too; what can be read is refused instead."""
+    x = np.ones((1, 8, 1, 4), np.float32)
+    indices = np.zeros((1, 8, 1, 1), np.int32)
+
+    @jax.jit
+    def run(ends):
+        def attend(q, gate):
+            call = {"g_slc": gate, "block_indices": indices, "block_size": 4, "cu_seqlens": ends}
+            return xsake.native_sparse_attention(q, x, x, **call)
+
+        out, pull_back = jax.vjp(attend, x, x[..., 0])
+        return out, *pull_back(jnp.ones_like(out))
+
+    assert all(np.isfinite(y).all() for y in run(jnp.array([0, 3, 8])))
+    for ends in ([1, 4, 8], [0, 4, 3], [0, 4, 9]):
+        assert all(np.isnan(y).all() for y in run(jnp.array(ends)))
+
+
+@pytest.mark.parametrize("beside", [None, [0, 3, 8]])
+def test_traced_positions_that_describe_no_sequences_are_noticed(beside):
+    @jax.jit
+    def holds(positions):
+        given = {"segment_ids": None, "cu_seqlens": beside, "token_indices": positions}
+        return describe(1, 8, **given)[1].holds
+
+    assert holds(jnp.array([0, 1, 2, 0, 1, 2, 3, 4]))
+    assert not holds(jnp.arange(1, 9))
+    assert not holds(jnp.array([0, 1, 2, 0, 1, 0, 2, 3]))
 
 
 def test_second_derivatives_are_refused():

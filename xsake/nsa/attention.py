@@ -151,6 +151,7 @@ def native_sparse_attention(
     if 0 in q.shape[:2]:
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     how: dict[str, Any] = {"scale": scale, "implementation": implementation, "options": options}
+    q, k, v = text.sound.gradients(q, k, v)
     found: dict[str, Array] = {}
 
     pooled = logsumexp = None
@@ -172,7 +173,8 @@ def native_sparse_attention(
         )
     if "g_swa" in branches:
         found["g_swa"] = _window(q, k, v, text, settings.window_size, **how)
-    return combine({name: found[name] for name in branches}, gates, q.dtype)
+    out = combine({name: found[name] for name in branches}, gates, q.dtype)
+    return text.sound.result(out)
 
 
 def apply_native_sparse_attention(
@@ -278,10 +280,11 @@ def select_blocks(
         pooled, (_, logsumexp) = _compressed(
             q, k, None, text, compression, settings, scale=scale, implementation=implementation
         )
-    return choose(
+    blocks = choose(
         *(settings, q, k, pooled, logsumexp, index, text, scale),
         implementation=implementation,
     )
+    return text.sound.result(blocks)
 
 
 def _compressed(

@@ -182,10 +182,12 @@ def prefill(
 ) -> Cache:
     """An empty cache with the keys and values of prompts.
 
-    It computes no attention: `native_sparse_attention` gives the output of the prompts.
+    It computes no attention: `native_sparse_attention` gives the output of the prompts. A prompt is
+    prefilled whole, at once.
 
     Args:
-      cache: without tokens; what it holds is overwritten.
+      cache: without tokens. Under jit, where that cannot be read, a sequence that has some becomes
+        full, so that its steps give NaN; and so does one whose length is not from 0 to T.
       key: of the prompts, padded on the right to T tokens.
       value: like key.
       lengths: int [B], tokens of each prompt; default T.
@@ -211,8 +213,15 @@ def prefill(
     count = jnp.full(B, T, jnp.int32) if lengths is None else integers("lengths", lengths)
     if count.shape != (B,):
         raise ValueError(f"lengths must have shape [{B}], got {list(count.shape)}")
-    if not isinstance(count, jax.core.Tracer) and not bool(((count >= 0) & (count <= T)).all()):
+    fits, is_new = (count >= 0) & (count <= T), cache.length == 0
+    if not isinstance(fits, jax.core.Tracer) and not fits.all():
         raise ValueError(f"lengths must be from 0 to T = {T}, got {count.tolist()}")
+    if not isinstance(is_new, jax.core.Tracer) and not is_new.all():
+        raise ValueError(
+            f"cache must be empty, but its sequences have {cache.length.tolist()} tokens; prefill "
+            "takes a whole prompt once, and nsa.decode_step adds a token"
+        )
+    count = jnp.where(fits & is_new, count, capacity)
     new: dict[str, Any] = {"k": k, "v": v}
     how = _used(cache, compression)
     if cache.pooled_k is not None:

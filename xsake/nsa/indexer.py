@@ -111,4 +111,4 @@ def indexer_loss(
     total, count = jnp.where(counted, divergence, 0).sum(), counted.sum()
     if axis is not None:
         total, count = lax.psum((total, count), axis)
-    return total / jnp.maximum(count, 1)
+    return text.sound.result(total / jnp.maximum(count, 1))

@@ -225,8 +225,8 @@ def backward(
     call: SelectedCall, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) from the results of `forward` and their cotangents."""
-    # A query that is not finite, or whose cotangent is not, is multiplied with keys that it does not
-    # see: zeros take its place in the products, and its weights are NaN where it sees a key.
+    # A query that is not finite, or whose cotangent is not, is multiplied with keys that it does
+    # not see: zeros take its place in the products, and its weights are NaN where it sees a key.
     sound = finite_rows(call.q) & finite_rows(d_out)
     d_rows = operand(_by_head(jnp.where(sound, d_out, 0).astype(call.q.dtype), call.sizes.K))
     call = dataclasses.replace(call, q=jnp.where(sound, call.q, 0))
