@@ -400,6 +400,25 @@ REFUSED = {
         lambda: nsa.prefill(cache(), ints(1, 9, K, H), zeros(1, 9, K, H)),
         "key must be floating, got int32",
     ),
+    "a prompt of another dtype": (
+        lambda: nsa.prefill(cache(dtype=jnp.bfloat16), zeros(1, 9, K, H), zeros(1, 9, K, H)),
+        (
+            "key is float32 but the cache has bfloat16; make it with nsa.Cache.empty(…, dtype=…), "
+            "or cast key"
+        ),
+    ),
+    "a step with an index key of another dtype": (
+        lambda: step(
+            cache("msa", index_size=4),
+            *(1, 1),
+            index_query=zeros(1, 1, K, 4),
+            index_key=zeros(1, 1, 1, 4, dtype=np.float16),
+        ),
+        (
+            "index_key is float16 but the cache has float32; make it with "
+            "nsa.Cache.empty(…, dtype=…), or cast index_key"
+        ),
+    ),
     "an index size for a cache of nsa": (
         lambda: cache(index_size=4),
         "index_size is for score='msa', but score is 'nsa'; leave it out",
@@ -418,7 +437,7 @@ REFUSED = {
     ),
     "a cache of integers": (
         lambda: cache(dtype=np.int32),
-        "dtype must be float16, bfloat16 or float32, got int32",
+        "dtype must be float16, bfloat16, float32 or float64, got int32",
     ),
     "a compressed branch in a cache of moba": (
         lambda: cache("moba", compressed=True),

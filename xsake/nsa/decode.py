@@ -106,7 +106,7 @@ class Cache:
           index_heads: heads of the indexer's keys, K or 1.
           compressed: for score="msa", whether steps have a compressed branch, whose pooled blocks
             the cache then holds. "nsa" always has them, because they select; "moba" never.
-          dtype: of keys and values.
+          dtype: of keys, values and index keys; others are refused.
         """
         if not isinstance(settings, Settings):
             raise TypeError(f"settings must be nsa.Settings(…), got {settings!r}")
@@ -116,7 +116,10 @@ class Cache:
             size_of(name, size, 1)
         size_of("batch", batch, 0)
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
-            raise TypeError(f"dtype must be float16, bfloat16 or float32, got {jnp.dtype(dtype)}")
+            raise TypeError(
+                "dtype must be float16, bfloat16, float32 or float64, got "
+                f"{jnp.dtype(dtype)}"
+            )
         _check_index_sizes(settings, index_size, index_heads, kv_heads)
         check_compressed(compressed)
         if compressed and settings.score == "moba":
@@ -140,7 +143,7 @@ class Cache:
         )
 
     def check_fits(self, key: Array, value: Array, index_key: Array | None = None) -> None:
-        """Raises if the arrays are of another batch, number of heads or size than the cache's.
+        """Raises if the arrays are of another batch, number of heads, size or dtype than the cache's.
 
         Or if they differ in their number of tokens.
         """
@@ -153,6 +156,11 @@ class Cache:
                 raise ValueError(
                     f"{name} must have a batch, heads and head size of {list(wanted)}, as the "
                     f"cache has, got shape {list(x.shape)}"
+                )
+            if x.dtype != own.dtype:
+                raise TypeError(
+                    f"{name} is {x.dtype} but the cache has {own.dtype}; make it with "
+                    f"nsa.Cache.empty(…, dtype=…), or cast {name}"
                 )
             if x.shape[1] != key.shape[1]:
                 raise ValueError(
@@ -199,7 +207,6 @@ def prefill(
     for name, x in (("key", k), ("value", v), ("index_key", index)):
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating, got {x.dtype}")
-    k, v = (x.astype(cache.k.dtype) for x in (k, v))
     cache.check_fits(k, v, index)
     if cache.index_k is None and index is not None:
         raise ValueError(
@@ -232,7 +239,7 @@ def prefill(
     if cache.index_k is not None:
         if index is None:
             raise ValueError("score='msa' needs index_key")
-        new["index_k"] = index.astype(cache.index_k.dtype)
+        new["index_k"] = index
     new = {name: getattr(cache, name).at[:, : x.shape[1]].set(x) for name, x in new.items()}
     return dataclasses.replace(cache, **new, length=count)
 
@@ -348,7 +355,7 @@ def _append(
     added = {"k": k, "v": v} | ({} if index is None else {"index_k": index[1]})
     for name, x in added.items():
         old = getattr(cache, name)
-        new[name] = old.at[row, position].set(x[:, 0].astype(old.dtype), mode="drop")
+        new[name] = old.at[row, position].set(x[:, 0], mode="drop")
     functions = functions_of(_used(cache, compression))
     if cache.pooled_k is None:
         return dataclasses.replace(cache, **new)
