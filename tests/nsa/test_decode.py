@@ -39,11 +39,13 @@ def empty(score, **more):
     return nsa.Cache.empty(nsa.Settings(score=score, **SIZES), **sizes | more)
 
 
+def pooling(score, weights):
+    return {"compression": nsa.weighted_pooling(weights)} if score == "nsa" else {}
+
+
 @functools.partial(jax.jit, static_argnames="score")
 def whole(score, given, weights):
-    return xsake.native_sparse_attention(
-        **given, **SIZES, score=score, compression=nsa.weighted_pooling(weights)
-    )
+    return xsake.native_sparse_attention(**given, **SIZES, score=score, **pooling(score, weights))
 
 
 @jax.jit
@@ -52,7 +54,8 @@ def token_by_token(cache, given, weights):
 
     def step(cache, token):
         now = {name: x[:, None] for name, x in token.items()}
-        out, cache = nsa.decode_step(**now, cache=cache, compression=nsa.weighted_pooling(weights))
+        how = pooling(cache.settings.score, weights)
+        out, cache = nsa.decode_step(**now, cache=cache, **how)
         return cache, out[:, 0]
 
     by_time = {name: jnp.moveaxis(x, 1, 0) for name, x in given.items()}
@@ -62,8 +65,7 @@ def token_by_token(cache, given, weights):
 
 @jax.jit
 def filled(cache, prompt, lengths, weights):
-    pooling = nsa.weighted_pooling(weights)
-    return nsa.prefill(cache, **prompt, lengths=lengths, compression=pooling)
+    return nsa.prefill(cache, **prompt, lengths=lengths, **pooling("nsa", weights))
 
 
 WEIGHTS = np.float32(np.random.default_rng(3).random(8))

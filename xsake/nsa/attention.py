@@ -35,8 +35,8 @@ from xsake.nsa.compress import (
     Compression,
     Pooled,
     attend_compressed,
+    check_compression,
     compress,
-    functions_of,
 )
 from xsake.nsa.settings import Score, Settings
 from xsake.nsa.split import Text
@@ -145,7 +145,7 @@ def native_sparse_attention(
     selects = "g_slc" in branches and indices is None
     compresses = "g_cmp" in branches or (selects and score == "nsa")
     settings.check(selects=selects, compresses=compresses)
-    functions_of(compression)
+    check_compression(compression, is_read=compresses)
     (selected.check_name if "g_slc" in branches else check_name)(implementation)
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]), selects)
     if 0 in q.shape[:2]:
@@ -269,7 +269,7 @@ def select_blocks(
     packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
     text = Text.of(q.shape[0], q.shape[1], axis, **packed)
     settings.check(selects=True, compresses=score == "nsa")
-    functions_of(compression)
+    check_compression(compression, is_read=score == "nsa")
     check_name(implementation)
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
     if 0 in q.shape[:2]:

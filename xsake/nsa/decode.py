@@ -36,6 +36,7 @@ from xsake.nsa.compress import (
     Compression,
     Pooled,
     block_count,
+    check_compression,
     compress,
     functions_of,
     pool_ending_at,
@@ -117,8 +118,7 @@ class Cache:
         size_of("batch", batch, 0)
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
             raise TypeError(
-                "dtype must be float16, bfloat16, float32 or float64, got "
-                f"{jnp.dtype(dtype)}"
+                f"dtype must be float16, bfloat16, float32 or float64, got {jnp.dtype(dtype)}"
             )
         _check_index_sizes(settings, index_size, index_heads, kv_heads)
         check_compressed(compressed)
@@ -143,7 +143,7 @@ class Cache:
         )
 
     def check_fits(self, key: Array, value: Array, index_key: Array | None = None) -> None:
-        """Raises if the arrays are of another batch, number of heads, size or dtype than the cache's.
+        """Raises if batch, number of heads, size or dtype of the arrays are not the cache's.
 
         Or if they differ in their number of tokens.
         """
@@ -230,11 +230,13 @@ def prefill(
         )
     count = jnp.where(fits & is_new, count, capacity)
     new: dict[str, Any] = {"k": k, "v": v}
-    how = _used(cache, compression)
+    check_compression(compression, is_read=cache.pooled_v is not None)
     if cache.pooled_k is not None:
         block, stride = _pooled_sizes(cache.settings)
         values = None if cache.pooled_v is None else v
-        pooled = compress(k, values, ONE_SEQUENCE, block=block, stride=stride, compression=how)
+        pooled = compress(
+            k, values, ONE_SEQUENCE, block=block, stride=stride, compression=compression
+        )
         new |= {"pooled_k": pooled.k} | ({} if values is None else {"pooled_v": pooled.v})
     if cache.index_k is not None:
         if index is None:
@@ -283,6 +285,7 @@ def decode_step(
     if "g_cmp" in branches and cache.pooled_v is None:
         raise ValueError(NO_POOLED_VALUES[settings.score])
     index = check_indexer(settings, index_query, index_key, (len(q), 1, k.shape[2]))
+    check_compression(compression, is_read=cache.pooled_v is not None)
     position = cache.length
     cache = _append(cache, k, v, index, compression)
 
@@ -325,12 +328,6 @@ def _pooled_sizes(settings: Settings) -> tuple[int, int]:
     return settings.compression_block, settings.compression_stride
 
 
-def _used(cache: Cache, compression: Any) -> Any:
-    """How blocks are pooled, checked: MoBA's are means whatever the compression."""
-    functions_of(compression)
-    return "mean" if cache.settings.score == "moba" else compression
-
-
 def _check_index_sizes(settings: Settings, size: Any, heads: Any, kv_heads: int) -> None:
     """Raises unless the indexer's sizes are given for score="msa", and only for it."""
     if settings.score != "msa":
@@ -356,7 +353,7 @@ def _append(
     for name, x in added.items():
         old = getattr(cache, name)
         new[name] = old.at[row, position].set(x[:, 0], mode="drop")
-    functions = functions_of(_used(cache, compression))
+    functions = functions_of(compression)
     if cache.pooled_k is None:
         return dataclasses.replace(cache, **new)
     block, stride = _pooled_sizes(cache.settings)
