@@ -111,10 +111,11 @@ def native_sparse_attention(
       index_query: [B, T, K, Hi], queries of the indexer, for score="msa".
       index_key: [B, T, K, Hi] or [B, T, 1, Hi].
       scale: of the logits of all branches; default 1/sqrt(H).
-      segment_ids: int [B, T]; each run of equal ids is a sequence, negative ids are padding.
+      segment_ids: int [B|1, T]; each run of equal ids is a sequence, negative ids are padding.
       cu_seqlens: int [sequences + 1], for B = 1: the same as 0 and the end of every sequence;
         tokens after the last end are padding.
-      token_indices: int [T] positions or [T, 2] (sequence, position), for B = 1: the same again.
+      token_indices: int [T] positions, from 0 in every sequence, or [T, 2] (sequence, position),
+        for B = 1: the same again. Of traced values that describe no sequences the output is NaN.
       axis: inside `jax.shard_map`, the mesh axis over whose devices the sequence is split, in order
         and evenly. Every device gives its part of all arrays, and gets its part of the output;
         cu_seqlens and token_indices describe the whole sequence.
@@ -273,8 +274,8 @@ def select_blocks(
     check_name(implementation)
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
     if 0 in q.shape[:2]:
-        blocks = -(-(text.length or q.shape[1]) // block_size)
-        return jnp.zeros((*q.shape[:2], k.shape[2], min(num_selected, blocks)), jnp.int32)
+        count = -(-(text.length or q.shape[1]) // block_size)
+        return jnp.zeros((*q.shape[:2], k.shape[2], min(num_selected, count)), jnp.int32)
     pooled = logsumexp = None
     if score == "nsa":
         pooled, (_, logsumexp) = _compressed(
