@@ -40,7 +40,7 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array, bo
         if x.dtype != q.dtype:
             raise TypeError(f"{name} is {x.dtype} but query is {q.dtype}; cast one of them")
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
-        raise TypeError(f"query must be float16, bfloat16 or float32, got {q.dtype}")
+        raise TypeError(f"query must be float16, bfloat16, float32 or float64, got {q.dtype}")
     is_unbatched = q.ndim == 3
     if is_unbatched:
         q, k, v = q[None], k[None], v[None]

@@ -55,19 +55,6 @@ def select(**call):
     return nsa.select_blocks(zeros(B, T, N, H), zeros(B, T, K, H), **call)
 
 
-def cache(score="nsa", settings=None, **call):
-    """A cache of 16 tokens, with the given arguments replaced."""
-    made = nsa.Settings(score=score, **settings or {})
-    sizes = {"batch": 1, "capacity": 16, "kv_heads": K, "head_size": H}
-    return nsa.Cache.empty(made, **sizes | call)
-
-
-def step(cache, *shape, **call):
-    """A decode step of N query heads; shape: the axes before the heads."""
-    kv = zeros(*shape, K, H)
-    return nsa.decode_step(zeros(*shape, N, H), kv, kv, cache, **call)
-
-
 def explain(query=None, indices=None, **call):
     kv = zeros(B, T, K, H)
     query = zeros(B, T, N, H) if query is None else query
@@ -77,6 +64,10 @@ def explain(query=None, indices=None, **call):
 GATE = zeros(B, T, N)
 INDICES = ints(B, T, K, 3)
 NETWORK = {"w_in": zeros(32, H, 5), "w_out": zeros(5, H)}
+UNREAD = (
+    "compression pools blocks for a compressed branch or for score='nsa', and there is neither; "
+    "leave it out"
+)
 STATIC = "under jax.jit name it in static_argnames, or bind it with functools.partial"
 POOLINGS = (
     "block is compression_block, and keys and values of different sizes take a pair of poolings"
@@ -124,6 +115,18 @@ REFUSED = {
     "g_swa without a window": (
         lambda: attend(g_swa=GATE),
         "g_swa needs window_size, the number of tokens that a query sees",
+    ),
+    "a pooling beside moba's choice": (
+        lambda: select(score="moba", compression=nsa.weighted_pooling(zeros(32))),
+        UNREAD,
+    ),
+    "a pooling beside given blocks": (
+        lambda: attend(block_indices=INDICES, compression=(len, "mean")),
+        UNREAD,
+    ),
+    "a pooling that the window does not read": (
+        lambda: attend(g_swa=GATE, window_size=4, compression=("mean", len)),
+        UNREAD,
     ),
     "indices without the gate of their branch": (
         lambda: attend(g_swa=GATE, window_size=4, block_indices=INDICES),
@@ -323,6 +326,27 @@ REFUSED = {
             "give one of the two"
         ),
     ),
+    "token_indices that do not begin at 0": (
+        lambda: packed(token_indices=np.arange(5, T + 5)),
+        (
+            "token_indices must count the tokens of every sequence from 0, but token 0 has "
+            "position 5; leave them out, or give segment_ids"
+        ),
+    ),
+    "token_indices that fall": (
+        lambda: packed(token_indices=np.array([0, 1, 2, 1, *[0] * (T - 4)])),
+        (
+            "token_indices must count the tokens of every sequence from 0, but token 3 has "
+            "position 1 after 2; leave them out, or give segment_ids"
+        ),
+    ),
+    "pairs of token_indices that do not begin at 0": (
+        lambda: packed(token_indices=np.stack([np.zeros(T, int), np.arange(1, T + 1)], 1)),
+        (
+            "token_indices must count the tokens of every sequence from 0, but token 0 has "
+            "position 1; leave them out, or give segment_ids"
+        ),
+    ),
     "token_indices of another length": (
         lambda: packed(token_indices=np.arange(9)),
         "token_indices must be positions [32] or (sequence, position) pairs [32, 2], got shape [9]",
@@ -330,8 +354,9 @@ REFUSED = {
     "an unknown implementation": (
         lambda: apply(INDICES, implementation="triton"),
         (
-            f"implementation 'triton' is not one of {nsa.selected.NAMES}, which compute the "
-            "selected branch; leave it out for the fastest that can run"
+            "implementation 'triton' is not one of ['hopper', 'xla', 'reference'], which compute "
+            "the selected branch (dense, tpu: only calls without one); leave it out for the "
+            "fastest that can run"
         ),
     ),
     "an unknown implementation without tokens": (
@@ -366,91 +391,6 @@ REFUSED = {
     "no block to explain": (
         lambda: explain(block_size=0),
         "block_size must be an integer from 1 to 2147483647, got 0",
-    ),
-    "a cache for msa without its size": (
-        lambda: cache("msa"),
-        "score='msa' needs index_size, the head size of the indexer",
-    ),
-    "a cache for a name": (
-        lambda: nsa.Cache.empty("nsa", batch=1, capacity=16, kv_heads=K, head_size=H),
-        "settings must be nsa.Settings(…), got 'nsa'",
-    ),
-    "a prompt of integers": (
-        lambda: nsa.prefill(cache(), ints(1, 9, K, H), zeros(1, 9, K, H)),
-        "key must be floating, got int32",
-    ),
-    "an index size for a cache of nsa": (
-        lambda: cache(index_size=4),
-        "index_size is for score='msa', but score is 'nsa'; leave it out",
-    ),
-    "index heads of a cache": (
-        lambda: cache("msa", index_size=4, index_heads=3),
-        "index_heads must be 1 or kv_heads = 2, got 3",
-    ),
-    "a cache without heads": (
-        lambda: cache(kv_heads=0),
-        "kv_heads must be an integer from 1 to 2147483647, got 0",
-    ),
-    "a cache of a fraction": (
-        lambda: cache(batch=1.5),
-        "batch must be an integer from 0 to 2147483647, got 1.5",
-    ),
-    "a cache of integers": (
-        lambda: cache(dtype=np.int32),
-        "dtype must be float16, bfloat16 or float32, got int32",
-    ),
-    "a compressed branch in a cache of moba": (
-        lambda: cache("moba", compressed=True),
-        (
-            "with score='moba' the cache holds means of whole blocks, not those of a compressed "
-            "branch; decode without it"
-        ),
-    ),
-    "a step with a compressed branch that the cache does not have": (
-        lambda: step(cache("msa", index_size=4), 1, 1, compressed=True),
-        (
-            "this cache holds no pooled blocks for a compressed branch; make it with "
-            "nsa.Cache.empty(…, compressed=True)"
-        ),
-    ),
-    "a stride of a compressed branch in a cache of msa": (
-        lambda: cache("msa", {"compression_stride": 24}, index_size=4, compressed=True),
-        "compression_block must be a multiple of compression_stride = 24, got 32",
-    ),
-    "a step without a batch axis": (
-        lambda: step(cache(), 1),
-        "query must be [B, 1, N, H], got shape [1, 4, 8]; add a batch axis",
-    ),
-    "a step with an index key of another size": (
-        lambda: step(
-            cache("msa", index_size=4),
-            *(1, 1),
-            index_query=zeros(1, 1, K, 5),
-            index_key=zeros(1, 1, 1, 5),
-        ),
-        (
-            "index_key must have a batch, heads and head size of [1, 1, 4], as the cache has, got "
-            "shape [1, 1, 1, 5]"
-        ),
-    ),
-    "two tokens in a decode step": (
-        lambda: step(cache(), 1, 2),
-        "query and key must have one token, got 2 and 2; nsa.prefill takes a prompt",
-    ),
-    "a step of another batch": (
-        lambda: step(cache(), 2, 1),
-        (
-            "key must have a batch, heads and head size of [1, 2, 8], as the cache has, got shape "
-            "[2, 1, 2, 8]"
-        ),
-    ),
-    "lengths beyond the prompt": (
-        lambda: nsa.prefill(cache(), zeros(1, 9, K, H), zeros(1, 9, K, H), lengths=np.array([10])),
-        "lengths must be from 0 to T = 9, got [10]",
-    ),
-    "a prompt longer than the cache": (
-        lambda: nsa.prefill(cache(), zeros(1, 17, K, H), zeros(1, 17, K, H)),
-        "key has 17 tokens, but the cache's capacity is 16; make it larger",
     ),
 }
 

@@ -39,11 +39,13 @@ def empty(score, **more):
     return nsa.Cache.empty(nsa.Settings(score=score, **SIZES), **sizes | more)
 
 
+def pooling(score, weights):
+    return {"compression": nsa.weighted_pooling(weights)} if score == "nsa" else {}
+
+
 @functools.partial(jax.jit, static_argnames="score")
 def whole(score, given, weights):
-    return xsake.native_sparse_attention(
-        **given, **SIZES, score=score, compression=nsa.weighted_pooling(weights)
-    )
+    return xsake.native_sparse_attention(**given, **SIZES, score=score, **pooling(score, weights))
 
 
 @jax.jit
@@ -52,7 +54,8 @@ def token_by_token(cache, given, weights):
 
     def step(cache, token):
         now = {name: x[:, None] for name, x in token.items()}
-        out, cache = nsa.decode_step(**now, cache=cache, compression=nsa.weighted_pooling(weights))
+        how = pooling(cache.settings.score, weights)
+        out, cache = nsa.decode_step(**now, cache=cache, **how)
         return cache, out[:, 0]
 
     by_time = {name: jnp.moveaxis(x, 1, 0) for name, x in given.items()}
@@ -62,8 +65,7 @@ def token_by_token(cache, given, weights):
 
 @jax.jit
 def filled(cache, prompt, lengths, weights):
-    pooling = nsa.weighted_pooling(weights)
-    return nsa.prefill(cache, **prompt, lengths=lengths, compression=pooling)
+    return nsa.prefill(cache, **prompt, lengths=lengths, **pooling("nsa", weights))
 
 
 WEIGHTS = np.float32(np.random.default_rng(3).random(8))
@@ -84,7 +86,7 @@ def test_decoding_goes_on_after_prompts_of_different_lengths():
     expected = np.asarray(whole("nsa", given, WEIGHTS), np.float64)
     prompt = {name: given[name][:, :20].copy() for name in ("key", "value")}
     for x in prompt.values():
-        x[0, 9:] = 7
+        x[0, 9:] = np.nan
     cache = filled(empty("nsa"), prompt, lengths, WEIGHTS)
     at = lengths[:, None] + np.arange(more)[None]
     tokens = {name: x[np.arange(B)[:, None], at] for name, x in given.items()}
@@ -102,6 +104,18 @@ def test_a_full_cache_raises_and_under_jit_gives_nan():
     _, out = token_by_token(cache, last, WEIGHTS)
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1]).all()
+
+
+def test_a_prompt_is_prefilled_once_and_with_its_own_length():
+    """What cannot be read under jit makes a sequence full: its next step gives NaN."""
+    given = inputs("nsa")
+    prompt = {name: given[name][:, :20] for name in ("key", "value")}
+    cache = filled(empty("nsa"), prompt, np.array([9, 0]), WEIGHTS)
+    with pytest.raises(ValueError, match=r"cache must be empty, but its sequences have \[9, 0\]"):
+        nsa.prefill(cache, **prompt)
+    again = filled(cache, prompt, np.array([9, 9]), WEIGHTS)
+    assert again.length.tolist() == [T, 9]
+    assert filled(empty("nsa"), prompt, np.array([21, -1]), WEIGHTS).length.tolist() == [T, T]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import xsake
 from tests.nsa import oracle
 from tests.oracle import relative_error
 from xsake.nsa import selected
-from xsake.nsa.sequences import ONE_SEQUENCE, sequences_of
+from xsake.nsa.sequences import ONE_SEQUENCE, describe, sequences_of
 
 # As in tests/backends/test_conformance.py, which gives the reasons.
 OUTPUT_LIMIT = {"float32": 2e-6, "bfloat16": 1e-2}
@@ -214,6 +214,42 @@ def test_a_key_after_the_query_may_hold_any_finite_value():
         assert np.array_equal(one[:, : t + 1], two[:, : t + 1])
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_what_is_not_finite_reaches_only_the_tokens_that_see_it(implementation):
+    """Keys and values: their queries. Queries and cotangents: their keys. Padding: nobody."""
+    t, ids = 40, np.zeros((2, T), int)
+    ids[:, 70:] = -1
+    indices, counts = any_indices()
+    call = {"indices": indices, "counts": counts, "ids": ids, "implementation": implementation}
+    arrays = {name: np.float32(x) for name, x in inputs().items()}
+    clean = results(**arrays, **call)
+    by_row = zip(indices, counts, ids, strict=True)
+    seen = np.stack([oracle.selected_mask(*x, BLOCK) for x in by_row])  # [B, T, K, S]
+
+    bad = {name: x.copy() for name, x in arrays.items()}
+    bad["k"][:, t], bad["v"][:, t + 1] = np.nan, np.inf
+    hit = np.repeat(seen[..., [t, t + 1]].any(-1), 2, axis=2)  # [B, T, N]
+    assert hit.any(1).all()
+    for one, two in zip(clean[:3], results(**bad, **call)[:3], strict=True):  # out, lse, dq
+        assert np.array_equal(one[~hit], two[~hit])
+        assert np.isnan(two[hit]).all()
+
+    if implementation is None:  # the reference has derivatives by JAX, with products of all pairs
+        bad = {name: x.copy() for name, x in arrays.items()}
+        bad["q"][:, t], bad["d_out"][:, t - 1] = np.inf, np.nan
+        hit = seen[:, [t - 1, t]].any(1).swapaxes(1, 2)  # [B, S, K]
+        assert hit.any(1).all()
+        for one, two in zip(clean[3:], results(**bad, **call)[3:], strict=True):  # dk, dv
+            assert np.array_equal(one[~hit], two[~hit])
+            assert np.isnan(two[hit]).all()
+
+    bad = {name: x.copy() for name, x in arrays.items()}
+    for x in bad.values():
+        x[:, 70:] = np.nan
+    for one, two in zip(clean, results(**bad, **call), strict=True):
+        assert np.array_equal(one, two)
+
+
 def test_memory_is_linear_in_the_length():
     """Twice the tokens need at most twice the temporary memory, and a little."""
 
@@ -254,6 +290,37 @@ def test_traced_lengths_and_padding_after_the_last_sequence():
     assert found.number[0].tolist() == [0, 0, 0, 1, 1, -1, -1, -1]
     assert found.last[0].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
     assert found.first[0, :5].tolist() == [0, 0, 0, 3, 3]
+
+
+def test_traced_lengths_that_describe_no_sequences_give_nan():
+    """Values and gradients, of the gates too; what can be read is refused instead."""
+    x = np.ones((1, 8, 1, 4), np.float32)
+    indices = np.zeros((1, 8, 1, 1), np.int32)
+
+    @jax.jit
+    def run(ends):
+        def attend(q, gate):
+            call = {"g_slc": gate, "block_indices": indices, "block_size": 4, "cu_seqlens": ends}
+            return xsake.native_sparse_attention(q, x, x, **call)
+
+        out, pull_back = jax.vjp(attend, x, x[..., 0])
+        return out, *pull_back(jnp.ones_like(out))
+
+    assert all(np.isfinite(y).all() for y in run(jnp.array([0, 3, 8])))
+    for ends in ([1, 4, 8], [0, 4, 3], [0, 4, 9]):
+        assert all(np.isnan(y).all() for y in run(jnp.array(ends)))
+
+
+@pytest.mark.parametrize("beside", [None, [0, 3, 8]])
+def test_traced_positions_that_describe_no_sequences_are_noticed(beside):
+    @jax.jit
+    def holds(positions):
+        given = {"segment_ids": None, "cu_seqlens": beside, "token_indices": positions}
+        return describe(1, 8, **given)[1].holds
+
+    assert holds(jnp.array([0, 1, 2, 0, 1, 2, 3, 4]))
+    assert not holds(jnp.arange(1, 9))
+    assert not holds(jnp.array([0, 1, 2, 0, 1, 0, 2, 3]))
 
 
 def test_second_derivatives_are_refused():

@@ -39,10 +39,16 @@ def attention(
     B, T, S, N, K, H, Hv = Sizes.of(q, k, v)
     dtype, given, group = accumulator(q.dtype), q.dtype, N // K
     allowed = jnp.broadcast_to(allowed, (B, N, T, S)).reshape(B, K, group, T, S)
-    # A key that no query sees may be NaN. It is replaced by 0, because 0 · NaN is NaN.
-    seen = jnp.moveaxis(allowed.any((2, 3)), 1, 2)[..., None]
-    k, v = (jnp.where(seen, x, 0).astype(dtype) for x in (k, v))
-    q = q.reshape(B, T, K, group, H).astype(dtype)
+    # 0 · NaN is NaN. So zeros take the place of vectors that are not finite, and the logits of the
+    # token pairs that see them become NaN.
+    sound = [jnp.isfinite(x).all(-1, keepdims=True) for x in (q, k, v)]
+    q, k, v = (jnp.where(ok, x, 0).astype(dtype) for ok, x in zip(sound, (q, k, v), strict=True))
+    q = q.reshape(B, T, K, group, H)
+    q_flaw, k_flaw = (
+        jnp.where(ok[..., 0], 0, jnp.nan).astype(dtype) for ok in (sound[0], sound[1] & sound[2])
+    )
+    q_flaw = jnp.moveaxis(q_flaw.reshape(B, T, K, group), 1, 3)[..., None]
+    k_flaw = jnp.moveaxis(k_flaw, 1, 2)[:, :, None, None]
 
     exact = lax.Precision.HIGHEST
     logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision=exact)
@@ -50,6 +56,7 @@ def attention(
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
         logits = logits + jnp.broadcast_to(bias.astype(dtype), (B, N, T, S)).reshape(logits.shape)
+    logits = logits + q_flaw + k_flaw
     allowed = allowed & (logits != -jnp.inf)  # a bias of -inf hides a key as the mask does
     logits = jnp.where(allowed, logits, -jnp.inf)
 
@@ -59,6 +66,7 @@ def attention(
     p = jnp.where(allowed, jnp.exp(jnp.where(allowed, logits, 0) - m[..., None]), 0)
     total = jnp.where(some, p.sum(-1), 1)
     out = jnp.einsum("bkgts,bskh->btkgh", p, v, precision=exact)
+    out = jnp.where(jnp.moveaxis(some, 3, 1)[..., None], out, 0)  # a cotangent there may be NaN
     out = out / jnp.moveaxis(total, 3, 1)[..., None]
     logsumexp = jnp.where(some, m + jnp.log(total), -jnp.inf)
     return (

@@ -36,8 +36,8 @@ from xsake.nsa.compress import (
     Compression,
     Pooled,
     attend_compressed,
+    check_compression,
     compress,
-    functions_of,
 )
 from xsake.nsa.settings import Score, Settings
 from xsake.nsa.split import Text
@@ -112,10 +112,11 @@ def native_sparse_attention(
       index_query: [B, T, K, Hi], queries of the indexer, for score="msa".
       index_key: [B, T, K, Hi] or [B, T, 1, Hi].
       scale: of the logits of all branches; default 1/sqrt(H).
-      segment_ids: int [B, T]; each run of equal ids is a sequence, negative ids are padding.
+      segment_ids: int [B|1, T]; each run of equal ids is a sequence, negative ids are padding.
       cu_seqlens: int [sequences + 1], for B = 1: the same as 0 and the end of every sequence;
         tokens after the last end are padding.
-      token_indices: int [T] positions or [T, 2] (sequence, position), for B = 1: the same again.
+      token_indices: int [T] positions, from 0 in every sequence, or [T, 2] (sequence, position),
+        for B = 1: the same again. Of traced values that describe no sequences the output is NaN.
       axis: inside `jax.shard_map`, the mesh axis over whose devices the sequence is split, in order
         and evenly. Every device gives its part of all arrays, and gets its part of the output;
         cu_seqlens and token_indices describe the whole sequence.
@@ -146,12 +147,13 @@ def native_sparse_attention(
     selects = "g_slc" in branches and indices is None
     compresses = "g_cmp" in branches or (selects and score == "nsa")
     settings.check(selects=selects, compresses=compresses)
-    functions_of(compression)
+    check_compression(compression, is_read=compresses)
     (selected.check_name if "g_slc" in branches else check_name)(implementation)
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]), selects)
     if 0 in q.shape[:2]:
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     how: dict[str, Any] = {"scale": scale, "implementation": implementation, "options": options}
+    q, k, v = text.sound.gradients(q, k, v)
     found: dict[str, Array] = {}
 
     pooled = logsumexp = None
@@ -173,7 +175,8 @@ def native_sparse_attention(
         )
     if "g_swa" in branches:
         found["g_swa"] = _window(q, k, v, text, settings.window_size, **how)
-    return combine({name: found[name] for name in branches}, gates, q.dtype)
+    out = combine({name: found[name] for name in branches}, gates, q.dtype)
+    return text.sound.result(out)
 
 
 def apply_native_sparse_attention(
@@ -268,21 +271,22 @@ def select_blocks(
     packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
     text = Text.of(q.shape[0], q.shape[1], axis, **packed)
     settings.check(selects=True, compresses=score == "nsa")
-    functions_of(compression)
+    check_compression(compression, is_read=score == "nsa")
     check_name(implementation)
     index = check_indexer(settings, index_query, index_key, (*q.shape[:2], k.shape[2]))
     if 0 in q.shape[:2]:
-        blocks = -(-(text.length or q.shape[1]) // block_size)
-        return jnp.zeros((*q.shape[:2], k.shape[2], min(num_selected, blocks)), jnp.int32)
+        count = -(-(text.length or q.shape[1]) // block_size)
+        return jnp.zeros((*q.shape[:2], k.shape[2], min(num_selected, count)), jnp.int32)
     pooled = logsumexp = None
     if score == "nsa":
         pooled, (_, logsumexp) = _compressed(
             q, k, None, text, compression, settings, scale=scale, implementation=implementation
         )
-    return choose(
+    blocks = choose(
         *(settings, q, k, pooled, logsumexp, index, text, scale),
         implementation=implementation,
     )
+    return text.sound.result(blocks)
 
 
 def _compressed(

@@ -106,6 +106,15 @@ def compress(
     return Pooled(keys, values, *slots)
 
 
+def check_compression(compression: Any, is_read: bool) -> None:
+    """Raises unless it is a way of pooling, and the default where nothing reads it."""
+    if functions_of(compression) != ("mean", "mean") and not is_read:
+        raise ValueError(
+            "compression pools blocks for a compressed branch or for score='nsa', and there is "
+            "neither; leave it out"
+        )
+
+
 def functions_of(compression: Any) -> tuple[Any, Any]:
     """How keys and how values are pooled: "mean" or a function, each."""
     is_pair = isinstance(compression, (tuple, list))

@@ -36,6 +36,7 @@ from xsake.nsa.compress import (
     Compression,
     Pooled,
     block_count,
+    check_compression,
     compress,
     functions_of,
     pool_ending_at,
@@ -106,7 +107,7 @@ class Cache:
           index_heads: heads of the indexer's keys, K or 1.
           compressed: for score="msa", whether steps have a compressed branch, whose pooled blocks
             the cache then holds. "nsa" always has them, because they select; "moba" never.
-          dtype: of keys and values.
+          dtype: of keys, values and index keys; others are refused.
         """
         if not isinstance(settings, Settings):
             raise TypeError(f"settings must be nsa.Settings(…), got {settings!r}")
@@ -116,7 +117,9 @@ class Cache:
             size_of(name, size, 1)
         size_of("batch", batch, 0)
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
-            raise TypeError(f"dtype must be float16, bfloat16 or float32, got {jnp.dtype(dtype)}")
+            raise TypeError(
+                f"dtype must be float16, bfloat16, float32 or float64, got {jnp.dtype(dtype)}"
+            )
         _check_index_sizes(settings, index_size, index_heads, kv_heads)
         check_compressed(compressed)
         if compressed and settings.score == "moba":
@@ -140,7 +143,7 @@ class Cache:
         )
 
     def check_fits(self, key: Array, value: Array, index_key: Array | None = None) -> None:
-        """Raises if the arrays are of another batch, number of heads or size than the cache's.
+        """Raises if batch, number of heads, size or dtype of the arrays are not the cache's.
 
         Or if they differ in their number of tokens.
         """
@@ -153,6 +156,11 @@ class Cache:
                 raise ValueError(
                     f"{name} must have a batch, heads and head size of {list(wanted)}, as the "
                     f"cache has, got shape {list(x.shape)}"
+                )
+            if x.dtype != own.dtype:
+                raise TypeError(
+                    f"{name} is {x.dtype} but the cache has {own.dtype}; make it with "
+                    f"nsa.Cache.empty(…, dtype=…), or cast {name}"
                 )
             if x.shape[1] != key.shape[1]:
                 raise ValueError(
@@ -182,10 +190,12 @@ def prefill(
 ) -> Cache:
     """An empty cache with the keys and values of prompts.
 
-    It computes no attention: `native_sparse_attention` gives the output of the prompts.
+    It computes no attention: `native_sparse_attention` gives the output of the prompts. A prompt is
+    prefilled whole, at once.
 
     Args:
-      cache: without tokens; what it holds is overwritten.
+      cache: without tokens. Under jit, where that cannot be read, a sequence that has some becomes
+        full, so that its steps give NaN; and so does one whose length is not from 0 to T.
       key: of the prompts, padded on the right to T tokens.
       value: like key.
       lengths: int [B], tokens of each prompt; default T.
@@ -197,7 +207,6 @@ def prefill(
     for name, x in (("key", k), ("value", v), ("index_key", index)):
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating, got {x.dtype}")
-    k, v = (x.astype(cache.k.dtype) for x in (k, v))
     cache.check_fits(k, v, index)
     if cache.index_k is None and index is not None:
         raise ValueError(
@@ -211,19 +220,28 @@ def prefill(
     count = jnp.full(B, T, jnp.int32) if lengths is None else integers("lengths", lengths)
     if count.shape != (B,):
         raise ValueError(f"lengths must have shape [{B}], got {list(count.shape)}")
-    if not isinstance(count, jax.core.Tracer) and not bool(((count >= 0) & (count <= T)).all()):
+    fits, is_new = (count >= 0) & (count <= T), cache.length == 0
+    if not isinstance(fits, jax.core.Tracer) and not fits.all():
         raise ValueError(f"lengths must be from 0 to T = {T}, got {count.tolist()}")
+    if not isinstance(is_new, jax.core.Tracer) and not is_new.all():
+        raise ValueError(
+            f"cache must be empty, but its sequences have {cache.length.tolist()} tokens; prefill "
+            "takes a whole prompt once, and nsa.decode_step adds a token"
+        )
+    count = jnp.where(fits & is_new, count, capacity)
     new: dict[str, Any] = {"k": k, "v": v}
-    how = _used(cache, compression)
+    check_compression(compression, is_read=cache.pooled_v is not None)
     if cache.pooled_k is not None:
         block, stride = _pooled_sizes(cache.settings)
         values = None if cache.pooled_v is None else v
-        pooled = compress(k, values, ONE_SEQUENCE, block=block, stride=stride, compression=how)
+        pooled = compress(
+            k, values, ONE_SEQUENCE, block=block, stride=stride, compression=compression
+        )
         new |= {"pooled_k": pooled.k} | ({} if values is None else {"pooled_v": pooled.v})
     if cache.index_k is not None:
         if index is None:
             raise ValueError("score='msa' needs index_key")
-        new["index_k"] = index.astype(cache.index_k.dtype)
+        new["index_k"] = index
     new = {name: getattr(cache, name).at[:, : x.shape[1]].set(x) for name, x in new.items()}
     return dataclasses.replace(cache, **new, length=count)
 
@@ -267,6 +285,7 @@ def decode_step(
     if "g_cmp" in branches and cache.pooled_v is None:
         raise ValueError(NO_POOLED_VALUES[settings.score])
     index = check_indexer(settings, index_query, index_key, (len(q), 1, k.shape[2]))
+    check_compression(compression, is_read=cache.pooled_v is not None)
     position = cache.length
     cache = _append(cache, k, v, index, compression)
 
@@ -309,12 +328,6 @@ def _pooled_sizes(settings: Settings) -> tuple[int, int]:
     return settings.compression_block, settings.compression_stride
 
 
-def _used(cache: Cache, compression: Any) -> Any:
-    """How blocks are pooled, checked: MoBA's are means whatever the compression."""
-    functions_of(compression)
-    return "mean" if cache.settings.score == "moba" else compression
-
-
 def _check_index_sizes(settings: Settings, size: Any, heads: Any, kv_heads: int) -> None:
     """Raises unless the indexer's sizes are given for score="msa", and only for it."""
     if settings.score != "msa":
@@ -339,8 +352,8 @@ def _append(
     added = {"k": k, "v": v} | ({} if index is None else {"index_k": index[1]})
     for name, x in added.items():
         old = getattr(cache, name)
-        new[name] = old.at[row, position].set(x[:, 0].astype(old.dtype), mode="drop")
-    functions = functions_of(_used(cache, compression))
+        new[name] = old.at[row, position].set(x[:, 0], mode="drop")
+    functions = functions_of(compression)
     if cache.pooled_k is None:
         return dataclasses.replace(cache, **new)
     block, stride = _pooled_sizes(cache.settings)
@@ -374,6 +387,7 @@ def _attend(q: Array, k: Array, v: Array, seen: Array, scale: float) -> tuple[Ar
     m = s.max(-1, keepdims=True, initial=-jnp.inf)
     p = jnp.exp(s - jnp.where(m == -jnp.inf, 0, m))
     l = p.sum(-1, keepdims=True)
+    v = jnp.where(seen.transpose(0, 2, 1)[..., None], v, 0)  # in padding it may be NaN
     out = product("bkgl,blkh->bkgh", p.astype(grouped.dtype), operand(v), dtype)
     lse = jnp.where(l > 0, m + jnp.log(jnp.where(l > 0, l, 1)), -jnp.inf)
     out = out / jnp.where(l > 0, l, 1)

@@ -2,7 +2,7 @@
 
     teacher  p_n[s] = softmax of scale · q_n · k[s]             over the keys that query head n sees
     student  u[s]   = softmax of index_scale · iq · ik[s]       one for the heads of a kv head
-    loss     mean over queries and heads of KL(p_n ‖ u)
+    loss     mean over queries and query heads of KL(p_n ‖ u)
 
     KL(p ‖ u) = Σ p log p - Σ p log u = (Σ p s - lse_s) - (Σ p z - lse_z)
 
@@ -56,8 +56,8 @@ def indexer_loss(
       key: [B, T, K, H].
       index_query: [B, T, K, Hi].
       index_key: [B, T, K, Hi] or [B, T, 1, Hi].
-      block_indices: both distributions are over the keys of these blocks; None: over all keys
-        before the query, for a warm-up in which attention is dense.
+      block_indices: both distributions are over the keys of these blocks; None: over all keys up
+        to the query's own, for a warm-up in which attention is dense.
       block_size: tokens of a block, as for `select_blocks`, which returned the block_indices.
       scale: of the teacher's logits; default 1/sqrt(H).
       index_scale: of the student's; default 1/sqrt(Hi).
@@ -112,4 +112,4 @@ def indexer_loss(
     total, count = jnp.where(counted, divergence, 0).sum(), counted.sum()
     if axis is not None:
         total, count = lax.psum((total, count), axis)
-    return total / jnp.maximum(count, 1)
+    return text.sound.result(total / jnp.maximum(count, 1))

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from xsake import _jax
 from xsake.arguments import Abstract
 from xsake.attention import dot_product_attention
-from xsake.backends import SelectedCall, accumulator, first_order_only, reverse_only
+from xsake.backends import SelectedCall, accumulator, choice, first_order_only, reverse_only
 from xsake.backends.choice import Explanation, report
 from xsake.backends.hopper import selected as hopper
 from xsake.backends.options import Options
@@ -40,6 +40,7 @@ from xsake.nsa.split import Split
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "xla": xla}
 REFERENCE = "reference"  # T × S in memory, by the door's backend of that name
 NAMES = [*BACKENDS, REFERENCE]
+OTHERS = [name for name in choice.BACKENDS if name not in NAMES]
 
 
 def attend_selected(
@@ -138,8 +139,9 @@ def check_name(asked: str | None) -> None:
     """Raises unless `asked` names a backend of the selected branch or is None."""
     if asked is not None and asked not in NAMES:
         raise ValueError(
-            f"implementation {asked!r} is not one of {NAMES}, which compute the selected branch; "
-            "leave it out for the fastest that can run"
+            f"implementation {asked!r} is not one of {NAMES}, which compute the selected branch "
+            f"({', '.join(OTHERS)}: only calls without one); leave it out for the fastest that can "
+            "run"
         )
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from xsake.arguments import per_token
-from xsake.nsa.sequences import ONE_SEQUENCE, Sequences, sequences_of
+from xsake.nsa.sequences import ONE_SEQUENCE, SOUND, Sequences, Sound, describe
 from xsake.parallel.context import axis_size
 from xsake.parallel.context.halo import tokens_before
 from xsake.parallel.context.pages import Pages
@@ -84,6 +84,7 @@ class Text(NamedTuple):
     keys: Sequences = ONE_SEQUENCE
     queries: Sequences = ONE_SEQUENCE
     split: Split | None = None
+    sound: Sound = SOUND
 
     @classmethod
     def of(
@@ -103,16 +104,16 @@ class Text(NamedTuple):
         """
         others: dict[str, Any] = {"cu_seqlens": cu_seqlens, "token_indices": token_indices}
         if axis is None:
-            found = sequences_of(batch, tokens, segment_ids=segment_ids, **others)
-            return cls(found, found)
+            found, sound = describe(batch, tokens, segment_ids=segment_ids, **others)
+            return cls(found, found, sound=sound)
         split = Split(axis, axis_size(axis), tokens)
         ids = per_token("segment_ids", segment_ids, batch, tokens)
         ids = None if ids is None else split.gathered(ids)
-        keys = sequences_of(batch, split.length, segment_ids=ids, **others)
+        keys, sound = describe(batch, split.length, segment_ids=ids, **others)
         if not keys.are_packed:
             index = split.first + jnp.arange(tokens, dtype=jnp.int32)[None]
             return cls(keys, Sequences(None, jnp.zeros_like(index), index), split)
-        return cls(keys, Sequences(*(split.own(x) for x in keys if x is not None)), split)
+        return cls(keys, Sequences(*(split.own(x) for x in keys if x is not None)), split, sound)
 
     @property
     def length(self) -> int | None:

@@ -11,6 +11,10 @@ sorted by block and cut into tiles:
 One step of the loop takes the next tile of every batch row and kv head. A tile lists a query at
 most once, so that m, l and acc of its queries are read, updated and written back without conflicts;
 the order of the sums is fixed. Memory is linear in the number of queries.
+
+A tile multiplies keys that some of its queries may not see, and 0 · NaN is NaN. So a key that is
+not finite, or whose value is not, becomes NaN, and its value 0: the logits of the queries that see
+it are NaN, those of the others are masked. The backward does the same for queries, by their level.
 """
 
 from __future__ import annotations
@@ -110,8 +114,8 @@ class Operands:
 
     call: SelectedCall
     q: Array  # [R, T, G · H], scaled if that loses no bits
-    k: Array  # [R, S + block, H]
-    v: Array  # [R, S + block, Hv]
+    k: Array  # [R, S + block, H]; a key is NaN where it or its value is not finite
+    v: Array  # [R, S + block, Hv]; 0 there
     last: Array  # int32 [R, T]
     scale: float  # what remains to be applied to the logits
 
@@ -120,9 +124,10 @@ class Operands:
         B, T, _, _, K, *_ = call.sizes
         q = operand(_by_head(call.q, K))
         exact = q.dtype == accumulator(call.q.dtype)
+        sound = finite_rows(call.k) & finite_rows(call.v)
         k, v = (
             operand(jnp.pad(_by_head(x, K), ((0, 0), (0, call.block), (0, 0))))
-            for x in (call.k, call.v)
+            for x in (jnp.where(sound, call.k, jnp.nan), jnp.where(sound, call.v, 0))
         )
         own = jnp.arange(T, dtype=jnp.int32)[None] if call.last is None else call.last
         last = jnp.repeat(jnp.broadcast_to(own, (B, T)), K, axis=0)
@@ -159,6 +164,11 @@ class Operands:
         """[R, W · G, block], -inf where a query may not see the key."""
         s = product("rqh,rkh->rqk", q_rows, k_rows, accumulator(self.call.q.dtype)) * self.scale
         return tile.masked(s, -jnp.inf)
+
+
+def finite_rows(x: Array) -> Array:
+    """Whether the vectors x [..., D] are finite, bool [..., 1]."""
+    return jnp.isfinite(x).all(-1, keepdims=True)
 
 
 def _by_head(x: Array, K: int) -> Array:
@@ -215,6 +225,11 @@ def backward(
     call: SelectedCall, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) from the results of `forward` and their cotangents."""
+    # A query that is not finite, or whose cotangent is not, is multiplied with keys that it does
+    # not see: zeros take its place in the products, and its weights are NaN where it sees a key.
+    sound = finite_rows(call.q) & finite_rows(d_out)
+    d_rows = operand(_by_head(jnp.where(sound, d_out, 0).astype(call.q.dtype), call.sizes.K))
+    call = dataclasses.replace(call, q=jnp.where(sound, call.q, 0))
     given, tiles = Operands.of(call), cut_into_tiles(call)
     B, _, S, _, K, H, Hv = call.sizes
     R, T, G, *_ = given.sizes
@@ -223,8 +238,8 @@ def backward(
     empty = logsumexp == -jnp.inf
     delta = jnp.where(empty, 0, sum_last(d_out.astype(dtype) * out) - d_logsumexp)
     level = jnp.where(empty, jnp.inf, logsumexp)  # p = exp(s - level) is 0 for an empty query
+    level = jnp.where(sound[..., 0], level, jnp.nan)
     delta, level = (_by_head(x[..., None], K) for x in (delta, level))
-    d_rows = operand(_by_head(d_out.astype(call.q.dtype), K))
     row = jnp.arange(R)[:, None]
 
     def step(number: Array, sums: Any) -> Any:
@@ -232,11 +247,12 @@ def backward(
         tile = given.tile(tiles, number)
         q, k, v = given.rows(given.q, tile), given.keys(given.k, tile), given.keys(given.v, tile)
         d = given.rows(d_rows, tile)
-        p = exp(given.logits(q, k, tile) - given.rows(level, tile))
+        p = tile.masked(exp(given.logits(q, k, tile) - given.rows(level, tile)), 0.0)
         dp = product("rqh,rkh->rqk", d, v, dtype)
         # masked again: a value that no query sees may be so large that dp is infinite
         ds = tile.masked(p * (dp - given.rows(delta, tile)), 0.0)
         p, ds = p.astype(q.dtype), ds.astype(q.dtype)
+        k = jnp.where(jnp.isnan(k), 0, k)  # its ds are NaN where it is seen
         dq_rows = product("rqk,rkh->rqh", ds, k, dtype).reshape(*tile.token.shape, -1)
         dq = dq.at[row, tile.target(T)].add(dq_rows, mode="drop")
         dk = _add_block(dk, tile.begin, product("rqk,rqh->rkh", ds, q, dtype))

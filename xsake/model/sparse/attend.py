@@ -208,7 +208,9 @@ def chosen_blocks(
     """The blocks that a layer's queries select, int32 [B, T, K, c]; see `nsa.select_blocks`."""
     how = dataclasses.asdict(config.settings)
     del how["window_size"]
-    how |= {"compression": inputs.compression, "segment_ids": segment_ids, "axis": axis}
+    how |= {"segment_ids": segment_ids, "axis": axis}
+    if config.attention == "nsa":  # the others do not choose by pooled blocks
+        how["compression"] = inputs.compression
     return nsa.select_blocks(q, k, **how, **_index(inputs), implementation=implementation)
 
 
