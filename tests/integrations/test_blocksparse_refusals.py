@@ -46,6 +46,7 @@ def layouts(**more):
         ({"mask_builder": max}, "mask_builder <built-in function max> has no signature to read"),
         ({"softmax_scale": float("nan")}, "softmax_scale must be a finite number, got nan"),
         ({"attention_mask": SEEN[0, 0]}, r"attention_mask must be \[B, T, S\] or .* \[24, 24\]"),
+        ({"attention_mask": SEEN.astype("int32") - 1}, "other than 0 and 1; of an additive mask"),
         ({"attention_mask": BIAS}, "attention_mask must be bool or integer .* goes to bias"),
         ({"bias": BIAS[..., :H]}, r"bias must be broadcastable to \[B, N, T, S\] = \[2, 4, 24"),
         ({"sequence_parallelism_mesh_axis_name": "x"}, "'x' is not an axis of a surrounding"),

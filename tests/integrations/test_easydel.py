@@ -310,6 +310,10 @@ def one_query(**arguments):
             lambda: attend(mask_info=MaskInfo(SEEN[:, :, :, :3])),
             r"mask_info.attention_mask must be .* = \[2, 4, 12, 12\], got shape \[2, 4, 12, 3\]",
         ),
+        (
+            lambda: MaskInfo.from_attention_mask(np.where(IDS == 0, 0, -1e9)),
+            r"attention_mask is .* of an additive mask \(0 = attend\) give attention_mask == 0",
+        ),
         (lambda: attend(mask_info=MaskInfo("x")), "mask_info.attention_mask must be an array, got"),
         (
             lambda: one_query(mask_info=MaskInfo(kv_segment_ids=IDS[:, :5])),

@@ -217,6 +217,10 @@ def test_axes_that_do_not_fit_are_refused():
         TypeError, match="mask must be an AttentionMask, a named array or a rule of"
     ):
         attend(query=q, key=k, mask=3)
+    additive = named(np.full((9, 9), -1e9, np.float32), "position", "key_position")
+    for mask in (additive, AttentionMask(explicit_mask=additive)):
+        with pytest.raises(ValueError, match=r"mask is float32 with values other .*mask == 0"):
+            attend(query=q, key=k, mask=mask)
     with pytest.raises(TypeError, match=r"query must be a named array, .* got ndarray; for arrays"):
         attend(query=levanter_cases.arrays()[0], key=k)
     with pytest.raises(ValueError, match="key has 7 along 'key_position', but value has 9"):

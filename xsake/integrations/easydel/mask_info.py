@@ -11,6 +11,7 @@ from jax import Array
 
 from xsake.arguments import as_array, per_token
 from xsake.backends import Sizes
+from xsake.integrations.mask_values import visible
 from xsake.masks.rule import Leaf
 
 __all__ = ["MaskInfo", "last_seen", "mask_arrays"]
@@ -54,7 +55,8 @@ class MaskInfo:
         """Of a mask [B, N|1, T, S] or [B, T, S], or of a padding mask [B, T], 0 = padding."""
         mask = as_array("attention_mask", attention_mask)
         if mask.ndim == 2:
-            return cls.from_segments(jnp.where(mask != 0, 0, -1), None, q_positions, kv_positions)
+            shown = visible("attention_mask", attention_mask)
+            return cls.from_segments(jnp.where(shown, 0, -1), None, q_positions, kv_positions)
         return cls(mask, None, None, q_positions, kv_positions)
 
 

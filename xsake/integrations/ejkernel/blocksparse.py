@@ -28,6 +28,7 @@ from xsake.block_mask import BlockMask
 from xsake.integrations.ejkernel.block_sizes import DEFAULT, block_sizes
 from xsake.integrations.ejkernel.builders import layouts_of, rule_of_heads
 from xsake.integrations.ejkernel.sparse_mask import block_mask, window_rule
+from xsake.integrations.mask_values import visible
 from xsake.masks.rule import Grid, Rule
 
 __all__ = ["blocksparse_attention", "sinks_of_heads", "token_mask"]
@@ -208,7 +209,8 @@ def token_mask(mask: Any) -> Rule:
         raise ValueError(
             f"attention_mask must be [B, T, S] or [B, N|1, T, S], got shape {list(mask.shape)}"
         )
-    return masks.array((mask if mask.ndim == 4 else mask[:, None]) != 0)
+    shown = visible("attention_mask", mask)
+    return masks.array(shown if mask.ndim == 4 else shown[:, None])
 
 
 def _built(builder: Any, layouts: Any, sizes: Sizes, shards: _Shards) -> tuple[Any, Rule]:

@@ -10,6 +10,7 @@ from jax import Array
 
 from xsake import masks
 from xsake.integrations.levanter.axes import Axes, names_of
+from xsake.integrations.mask_values import visible
 from xsake.masks.integers import integers, size_of
 from xsake.masks.rule import Rule
 
@@ -42,7 +43,7 @@ def rule_of(mask: Any, axes: Axes) -> Rule:
     if isinstance(mask, Rule):
         return mask
     if hasattr(mask, "array"):
-        return masks.array(axes.of_pairs("mask", mask).astype(bool))
+        return masks.array(visible("mask", axes.of_pairs("mask", mask)))
     if not hasattr(mask, "is_causal"):
         raise TypeError(
             "mask must be an AttentionMask, a named array or a rule of xsake.masks, got "
@@ -55,7 +56,8 @@ def rule_of(mask: Any, axes: Axes) -> Rule:
     if window is not None:  # the query itself counts, and later keys are hidden
         rule = rule & masks.sliding_window(size_of("sliding_window", window, 1) - 1, 0)
     if explicit is not None:
-        rule = rule & masks.array(axes.of_pairs("explicit_mask", explicit).astype(bool))
+        shown = visible("explicit_mask", axes.of_pairs("explicit_mask", explicit))
+        rule = rule & masks.array(shown)
     if ids := segments(mask):
         q_ids, kv_ids = (
             _ids(x, axes, position) for x, position in zip(ids, (axes.q, axes.k), strict=True)
