@@ -26,7 +26,9 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"absl-py": "absl", "orbax-checkpoint": "orbax.checkpoint"}  # unlike their distribution
 # Of benchmarks and checks, where installed.
-PEERS = {"flash_attn", "flash_nsa", "native_sparse_attention", "scipy", "torch", "wandb"}
+PEERS = {
+    "cudnn", "flash_attn", "flash_nsa", "native_sparse_attention", "scipy", "torch", "wandb",
+}  # fmt: skip
 
 
 def test_every_extra_lists_the_modules_that_it_installs():
