@@ -358,10 +358,16 @@ def test_calibration_refuses_another_number_of_layers_or_heads(monkeypatch):
         (np.array([1]), {"block": -16}, "block must be a whole number of at least 1, got -16"),
         (np.array([1]), {"layers": 0}, "layers must be a whole number of at least 1, got 0"),
         (np.array([1]), {"curves": ("nope",)}, "curves has 'nope', which is not one of"),
+        (
+            np.array([1]),
+            {"curves": "oracle"},
+            r"a tuple of names, got 'oracle'; pass \('oracle',\)",
+        ),
+        (np.array(1), {}, r"each a 1-D array of token ids; the first is \[\]"),
     ],
 )
 def test_calibration_refuses_wrong_input_before_it_runs(document, how, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         calibrate(observe, 1.0, [document], **{"layers": 2, "heads": 4, **how})
 
 

@@ -162,7 +162,7 @@ def test_backends_of_levanter_that_mean_something_here():
         ({"dropout": 0.1, "inference": False}, "dropout=0.1 would drop attention weights"),
         ({"bias": named(np.zeros(9, np.float32), "position"), "logits_soft_cap": 2.0}, "before"),
         ({"precision": "BF16_BF16_F32"}, "selects an algorithm for products"),
-        ({"attn_backend": "nvte"}, "attn_backend 'nvte' is one of Levanter's own; leave it out"),
+        ({"attn_backend": "nvte"}, "attn_backend 'nvte' has no meaning here; leave it out"),
         ({"attn_backend": "vanilla", "use_flash": True}, "use_flash=True contradicts attn_backend"),
         ({"attn_backend": "default", "use_flash": False}, "use_flash=False contradicts attn_backe"),
         ({"case": ("segment_ids", 3)}, "segment_ids must be one named array, or two, .* got 3"),

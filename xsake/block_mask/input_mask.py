@@ -124,9 +124,14 @@ def as_input_mask(
     if isinstance(mask, InputMask):
         return mask
     if isinstance(mask, Rule | BlockMask) or not callable(mask):
+        remedy = (
+            ""
+            if isinstance(mask, Rule | BlockMask)
+            else ("; masks.array(mask) converts a bool array to a rule")
+        )
         raise TypeError(
             f"mask must be {others} or a callable (layer, q, k) -> BlockMask, "
-            f"got {type(mask).__name__}; masks.array(mask) converts a bool array to a rule"
+            f"got {type(mask).__name__}{remedy}"
         )
     return InputMask.of(mask)
 

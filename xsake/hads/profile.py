@@ -237,6 +237,8 @@ def calibrate(
     documents = [np.asarray(document) for document in documents]
     row_blocks.check_sizes(layers=layers, heads=heads, block=block, band=band)
     check_documents(documents, vocab_size)
+    if isinstance(curves, str):
+        raise TypeError(f"curves must be a tuple of names, got {curves!r}; pass ({curves!r},)")
     if unknown := [name for name in curves if name not in CURVES]:
         raise ValueError(f"curves has {unknown[0]!r}, which is not one of {list(CURVES)}")
     if curves and not outputs:
@@ -279,10 +281,15 @@ def _beside(weights: PyTree, state: Running) -> Running:
 
 def check_documents(documents: Sequence[AnyArray], vocab_size: int | None) -> None:
     """Raises unless the documents are token ids of one length."""
-    if not documents or any(x.shape != documents[0].shape or x.ndim != 1 for x in documents):
+    if not documents or any(x.ndim != 1 for x in documents):
+        shape = list(documents[0].shape) if documents else "none"
         raise ValueError(
-            "calibration needs documents of one length, got lengths "
-            f"{sorted({x.size for x in documents})}"
+            "calibration needs several documents, each a 1-D array of token ids; the first is "
+            f"{shape}"
+        )
+    if len(lengths := {x.size for x in documents}) > 1:
+        raise ValueError(
+            f"calibration needs documents of one length, got lengths {sorted(lengths)}"
         )
     for number, x in enumerate(documents):
         if not x.size or x.dtype.kind not in "iu":

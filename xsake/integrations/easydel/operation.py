@@ -271,8 +271,9 @@ def _check_others(others: dict[str, Any]) -> None:
                 f"{name} is not read here; give packed sequences as segments: "
                 "mask_info=MaskInfo.from_segments(…)"
             )
+        remedy = "sinks go to softmax_aux" if name == "sinks" else "leave it out"
         raise TypeError(
-            f"{name} is not an argument of this operation, which would change nothing; leave it out"
+            f"{name} is not an argument of this operation, which would change nothing; {remedy}"
         )
 
 

@@ -111,7 +111,7 @@ class Layer:
         if other := [x for x in parts if not isinstance(x, Window)]:
             raise ValueError(
                 f"layer {self.number} has the rule {other[0]}, but HADS plans causal attention and "
-                "sliding windows; apply the rule in a model of your own"
+                "sliding windows only; this layer cannot be planned with it"
             )
         if not self.rule.is_causal and not self.has_array:
             raise ValueError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -261,12 +262,18 @@ class Observed:
         for number, document in enumerate(documents):
             for layer, pair in enumerate(distances(self.weights, document[None])):
                 found, rounding = map(float, pair)
+                if not math.isfinite(found):
+                    raise ValueError(
+                        f"layer {layer} has values that are not finite on document {number}; token "
+                        "ids beyond the embedding give such values: pass vocab_size=…"
+                    )
                 if not found <= rounding:
                     raise ValueError(
                         f"layer {layer} does not compute the causal attention that HADS would "
                         f"plan: on document {number} they differ by {found:.2g} of the largest "
-                        f"value, and rounding explains {rounding:.2g}; give windows as rules, "
-                        "attention(masks.sliding_window(left, 0)), and leave out other masks"
+                        f"value, and rounding explains {rounding:.2g}; give windows, scale "
+                        "and soft cap to attention(masks.sliding_window(left, 0), scale=…, "
+                        "logits_soft_cap=…), and leave out other masks"
                     )
 
 

@@ -148,7 +148,7 @@ def _implementation(use_flash: bool | None, attn_backend: Any) -> str | None:
     name = getattr(attn_backend, "value", attn_backend)
     if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(
-            f"attn_backend {name!r} is one of Levanter's own; leave it out, or name one of "
+            f"attn_backend {name!r} has no meaning here; leave it out, or name one of "
             f"{list(BACKENDS)}"
         )
     if use_flash is not None and use_flash is (name == "vanilla"):
