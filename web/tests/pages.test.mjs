@@ -339,7 +339,7 @@ describe("pages", { skip, timeout: 300_000 }, () => {
   test("benchmarks: files of every kind have a chart, and no chart has a cloud of lines", async () => {
     const { results } = await api("/api/results");
     const page = await opened("/benchmarks/");
-    for (const kind of ["tasks-2", "parallel-", "tpu-estimate-", "first-step-", "hopper-nsa-", "smollm2-", "hads-64-"]) {
+    for (const kind of ["tasks-final-", "parallel-", "tpu-estimate-", "first-step-", "hopper-nsa-", "smollm2-", "hads-64-"]) {
       const { name } = results.find((x) => x.name.startsWith(kind));
       await page.goto(`${base}/benchmarks/?file=${name}`);
       await settled(page);
