@@ -20,7 +20,7 @@ from xsake.hads import (
     row_blocks,
 )
 from xsake.hads.partial import Partial
-from xsake.hads.profile import hash_of
+from xsake.hads.profile import check_curves, check_documents, hash_of
 from xsake.hads.statistics import Statistics, block_mass, factors, retained_mass
 
 BLOCK = 16
@@ -358,17 +358,18 @@ def test_calibration_refuses_another_number_of_layers_or_heads(monkeypatch):
         (np.array([1]), {"block": -16}, "block must be a whole number of at least 1, got -16"),
         (np.array([1]), {"layers": 0}, "layers must be a whole number of at least 1, got 0"),
         (np.array([1]), {"curves": ("nope",)}, "curves has 'nope', which is not one of"),
-        (
-            np.array([1]),
-            {"curves": "oracle"},
-            r"a tuple of names, got 'oracle'; pass \('oracle',\)",
-        ),
-        (np.array(1), {}, r"each a 1-D array of token ids; the first is \[\]"),
     ],
 )
 def test_calibration_refuses_wrong_input_before_it_runs(document, how, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         calibrate(observe, 1.0, [document], **{"layers": 2, "heads": 4, **how})
+
+
+def test_one_name_of_a_curve_and_one_document_are_not_several():
+    with pytest.raises(TypeError, match=r"a tuple of names, got 'oracle'; pass \('oracle',\)"):
+        check_curves("oracle", True)
+    with pytest.raises(ValueError, match=r"each a 1-D array of token ids; the first is \[\]"):
+        check_documents([np.array(1), np.array(2)], None)
 
 
 def test_a_profile_with_wrong_facts_or_arrays_is_refused(tmp_path):

@@ -237,14 +237,7 @@ def calibrate(
     documents = [np.asarray(document) for document in documents]
     row_blocks.check_sizes(layers=layers, heads=heads, block=block, band=band)
     check_documents(documents, vocab_size)
-    if isinstance(curves, str):
-        raise TypeError(f"curves must be a tuple of names, got {curves!r}; pass ({curves!r},)")
-    if unknown := [name for name in curves if name not in CURVES]:
-        raise ValueError(f"curves has {unknown[0]!r}, which is not one of {list(CURVES)}")
-    if curves and not outputs:
-        raise ValueError(
-            f"curves is {curves}, but outputs=False measures none; pass curves=() or outputs=True"
-        )
+    check_curves(curves, outputs)
     length = len(documents[0])
     n = row_blocks.count_blocks(length, block)
     how = {"observe": observe, "block": block, "band": band, "curves": curves, "outputs": outputs}
@@ -277,6 +270,18 @@ def _beside(weights: PyTree, state: Running) -> Running:
         if isinstance(x, Array) and isinstance(x.sharding, NamedSharding):
             return sharding.put(state, NamedSharding(x.sharding.mesh, P()))
     return state
+
+
+def check_curves(curves: Any, outputs: bool) -> None:
+    """Raises unless the curves are names of selectors that can be measured."""
+    if isinstance(curves, str):
+        raise TypeError(f"curves must be a tuple of names, got {curves!r}; pass ({curves!r},)")
+    if unknown := [name for name in curves if name not in CURVES]:
+        raise ValueError(f"curves has {unknown[0]!r}, which is not one of {list(CURVES)}")
+    if curves and not outputs:
+        raise ValueError(
+            f"curves is {curves}, but outputs=False measures none; pass curves=() or outputs=True"
+        )
 
 
 def check_documents(documents: Sequence[AnyArray], vocab_size: int | None) -> None:

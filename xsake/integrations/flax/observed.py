@@ -30,7 +30,8 @@ from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, as_input_mask
 from xsake.hads import Profile, calibrate
 from xsake.hads.chunks import Softmax
-from xsake.hads.profile import check_documents, hash_of
+from xsake.hads.profile import check_curves, check_documents, hash_of
+from xsake.hads.statistics import CURVES
 from xsake.integrations.flax.attend import Attend, attention
 from xsake.integrations.flax.layer import AttentionFn, Layer
 
@@ -199,6 +200,7 @@ class Observed:
         """
         documents = [np.asarray(document) for document in documents]
         check_documents(documents, how.get("vocab_size"))
+        check_curves(how.get("curves", CURVES), how.get("outputs", True))
         self._check_layers(documents)
         how.setdefault("model_hash", self.hash)
         return calibrate(
