@@ -114,7 +114,7 @@ export function nameOf(row: Row): string {
 }
 
 /** The same without the density: what has one line in a chart against it. */
-const nameOfLine = (row: Row) => nameOf(row).replace(/,? ?(density=[\d.]+|\bfull\b|\bcausal\b|\bdense\b)/g, "").trim();
+const nameOfLine = (row: Row) => nameOf(row).replace(/,? ?(density=[\d.]+|\bfull\b|\bcausal\b|\bdense\b)/g, "").replace(/^[, ]+/, "").trim() || nameOf(row);
 
 export interface Mark {
   name: string;
