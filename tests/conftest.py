@@ -17,6 +17,8 @@ import os
 import zlib
 from pathlib import Path
 
+import pytest
+
 WITHOUT_OPTIMIZER = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
@@ -94,3 +96,13 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if runs(item)]
+
+
+@pytest.fixture
+def as_users_call_it():
+    """Disables jaxtyping's checks, which only tests have: the errors come from xsake itself."""
+    import jaxtyping  # not before pytest has set its flags
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

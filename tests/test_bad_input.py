@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -19,12 +18,7 @@ from xsake import BlockMask, _jax, masks
 B, T, S, N, K, H = 2, 32, 48, 4, 2, 8
 
 
-@pytest.fixture(autouse=True)
-def as_users_call_it():
-    """Disables jaxtyping's checks, which only tests have: the errors come from xsake itself."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_users_call_it")
 
 
 def zeros(*shape, dtype=jnp.float32):

@@ -5,30 +5,16 @@ from __future__ import annotations
 import re
 
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
-from tests.nsa.test_bad_input import UNREAD
+from tests.nsa.test_bad_input import UNREAD, ints, zeros
 from xsake import nsa
 
 N, K, H = 4, 2, 8
 
 
-@pytest.fixture(autouse=True)
-def as_users_call_it():
-    """Disables jaxtyping's checks, which only tests have: the errors come from xsake itself."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def zeros(*shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
-
-
-def ints(*shape):
-    return np.zeros(shape, np.int32)
+pytestmark = pytest.mark.usefixtures("as_users_call_it")
 
 
 def cache(score="nsa", settings=None, **call):

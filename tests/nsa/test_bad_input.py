@@ -6,7 +6,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -17,12 +16,7 @@ from xsake.backends.choice import BACKENDS
 B, T, N, K, H = 2, 32, 4, 2, 8
 
 
-@pytest.fixture(autouse=True)
-def as_users_call_it():
-    """Disables jaxtyping's checks, which only tests have: the errors come from xsake itself."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("as_users_call_it")
 
 
 def zeros(*shape, dtype=np.float32):
