@@ -245,6 +245,7 @@ def test_every_published_result_is_listed_and_served_as_it_is(shipped_client):
     names = {x["name"] for x in listed["results"]}
     assert names == {path.stem for path in shipped.RESULTS.glob("*.json")}
     assert all(x["rows"] for x in listed["results"])  # a page without rows would be empty
+    assert not [x["name"] for x in listed["results"] if not x["description"]]
     name = next(x for x in names if x.startswith("cpu-"))
     wanted = json.loads((shipped.RESULTS / f"{name}.json").read_text())
     assert shipped_client.get(f"/api/results/{name}").json() == wanted

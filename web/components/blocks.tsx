@@ -1,11 +1,13 @@
 "use client";
 
 import { type KeyboardEvent, type PointerEvent, useMemo, useState } from "react";
+import { Scale } from "@/components/scale";
 import { fixed } from "@/lib/format";
 
 type Grid = (number | null)[][];
 const GAP = 0.06;
 const STRONGEST = 0.5; // mass that has the full colour
+const FAINTEST = { kept: 14, dropped: 12 }; // percent of the colour at no mass, so that every block shows
 const BARS = 6; // width of the bars beside the map, in blocks of a map of 32
 
 interface Props {
@@ -20,8 +22,10 @@ interface Props {
   wordsOf?: (block: number) => string;
 }
 
-const shade = (colour: string, percent: number) =>
-  `color-mix(in oklab, var(${colour}) ${percent.toFixed(1)}%, var(--surface))`;
+const shade = (colour: string, least: number, percent: number) =>
+  `color-mix(in oklab, var(${colour}) ${(least + (1 - least / 100) * percent).toFixed(1)}%, var(--surface))`;
+const kept = (percent: number) => shade("--accent", FAINTEST.kept, percent);
+const lost = (percent: number) => shade("--warn", FAINTEST.dropped, percent);
 
 /**
  * Attention mass of one head by blocks: rows are queries, columns are keys. Visited blocks are in the
@@ -37,7 +41,7 @@ export function Blocks({ mass, chosen, dropped, label, wordsOf }: Props) {
         row.slice(0, i + 1).map((value, j) => {
           const root = 100 * Math.sqrt(Math.min(Math.max(value ?? 0, 0) / STRONGEST, 1));
           const isKept = chosen ? chosen[i]?.[j] === 1 : true;
-          const fill = isKept ? shade("--accent", 14 + 0.86 * root) : shade("--warn", root);
+          const fill = isKept ? kept(root) : lost(root);
           return <rect key={`${i}-${j}`} x={j} y={i} width={1 - GAP} height={1 - GAP} style={{ fill }} />;
         }),
       ),
@@ -62,6 +66,10 @@ export function Blocks({ mass, chosen, dropped, label, wordsOf }: Props) {
 
   return (
     <div>
+      <p className="axes" aria-hidden="true">
+        <span>↓ reading position</span>
+        <span>what it looks at →</span>
+      </p>
       <svg
         className="blocks"
         viewBox={`0 0 ${n + bars} ${n}`}
@@ -79,6 +87,11 @@ export function Blocks({ mass, chosen, dropped, label, wordsOf }: Props) {
         ))}
         {at ? <rect className="cursor" x={at[1]} y={at[0]} width={1 - GAP} height={1 - GAP} /> : null}
       </svg>
+      <ul className="legend">
+        <li><Scale name={chosen ? "visited, mass" : "mass"} low="0" high={`≥ ${STRONGEST}`} from={kept(0)} to={kept(100)} /></li>
+        {chosen ? <li><Scale name="dropped, mass" low="0" high={`≥ ${STRONGEST}`} from={lost(0)} to={lost(100)} /></li> : null}
+        {dropped ? <li>bars at the right: mass that a row drops</li> : null}
+      </ul>
       <p className="small quiet" role="status" style={{ minHeight: "4.6em" }}>
         {at ? <Said {...{ at, mass, chosen, dropped, wordsOf }} /> : "Point at a block, or move over the map with the arrow keys."}
       </p>

@@ -23,6 +23,9 @@ export function shown(column: string, value: Row[string] | undefined): string {
   return typeof value === "number" ? formatOf(column)(value) : String(value);
 }
 
+/** A column in words. */
+export const headingOf = (column: string): string => column.replaceAll(".", ": ").replaceAll("_", " ");
+
 export interface Sorted {
   /** Columns with several values. */
   varying: string[];

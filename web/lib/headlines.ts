@@ -20,7 +20,8 @@ const numberIn = (row: Row | undefined, column: string): number | null => {
 };
 const isNear = (row: Row, column: string) => Math.abs((numberIn(row, column) ?? 9) - DENSITY) < 0.01;
 
-type Make = (rows: Row[]) => Omit<Headline, "result"> | null;
+/** From the rows of a file and the sentence that describes it. */
+type Make = (rows: Row[], about: string) => Omit<Headline, "result"> | null;
 
 /** Selection and sparse attention together, at the longest shape that was timed. */
 const speed: Make = (rows) => {
@@ -37,7 +38,7 @@ const speed: Make = (rows) => {
 };
 
 /** HADS and the best fixed pattern, on text that was not calibrated on. */
-const quality: Make = (rows) => {
+const quality: Make = (rows, about) => {
   const near = rows.filter((x) => isNear(x, "realised_density_ratio"));
   const hads = near.find((x) => x.method === "mean_query/output");
   const fixedOnes = near.filter((x) => x.kind === "fixed");
@@ -48,7 +49,7 @@ const quality: Make = (rows) => {
   return {
     figure: `${signed(100 * gap(hads), 2)}%`,
     words: `perplexity with HADS at density ${fixed(numberIn(hads, "realised_density_ratio"), 2)}; the best fixed pattern, ${String(best.method).replaceAll("_", " ")}, costs ${signed(100 * gap(best), 1)}%`,
-    note: `± ${percent(error, 2)} standard error, ${whole(numberIn(hads, "length"))} tokens, ${whole(numberIn(hads, "documents"))} documents that were not calibrated on`,
+    note: `${about.split(":")[0]}; ± ${percent(error, 2)} standard error, ${whole(numberIn(hads, "length"))} tokens, ${whole(numberIn(hads, "documents"))} documents that were not calibrated on`,
   };
 };
 
@@ -106,7 +107,7 @@ export async function headlines(): Promise<Headline[]> {
       const result = newest(results, prefix);
       if (!result) return null;
       const { rows } = await get("/api/rows", { result });
-      const made = make(rows);
+      const made = make(rows, results.find((x) => x.name === result)?.description ?? "");
       return made && { result, ...made };
     }),
   );

@@ -3,8 +3,10 @@
 import type { Schemas } from "./api";
 import { formatOf } from "./columns";
 import { bytes, fixed, percent, seconds, short, whole } from "./format";
+import { densityOf, namesOf, numberIn, PARAMETERS, taskOf } from "./names";
 
 export type Row = Schemas["ResultRows"]["rows"][number];
+export { numberIn } from "./names";
 
 interface Series {
   column: string;
@@ -83,9 +85,6 @@ export const METRICS: Metric[] = [
   { value: "expected", label: "time, estimated from a cost model", series: own("expected_seconds"), format: seconds, scale: "log", better: "low" },
 ];
 
-// Numbers that say what was measured, not how it came out.
-const PARAMETERS = /^(T|S|B|N|K|H|Hv|length|batch|block|band|width|pairs|devices|layers|rows|repeats?|seed|prompts|documents|samples|itemsize|group|refresh|programs|steps|logit|tokens)$|(^|_)(heads|size|selected|loops|documents|windows)$|^hads\.|^load_|density|standard_error$/;
-
 /** The metrics that these rows have: known ones, then every other column of numbers. */
 export function metricsOf(rows: Row[], columns: string[]): Metric[] {
   const known = METRICS.filter((x) => marks(rows, x).length);
@@ -93,28 +92,6 @@ export function metricsOf(rows: Row[], columns: string[]): Metric[] {
   const others = columns.filter((x) => !taken.has(x) && !PARAMETERS.test(x) && rows.some((row) => numberIn(row, x) !== null));
   return [...known, ...others.map((x): Metric => ({ value: x, label: x.replaceAll("_", " "), series: own(x), error: `${x}_standard_error`, format: formatOf(x) }))];
 }
-
-export function numberIn(row: Row, column: string): number | null {
-  const value = row[column];
-  return typeof value === "number" && Number.isFinite(value) ? value : null;
-}
-
-export const densityOf = (row: Row): number | null =>
-  numberIn(row, "realised_density_ratio") ?? numberIn(row, "density_ratio") ?? numberIn(row, "density");
-
-const joined = (parts: (Row[string] | undefined)[]) => parts.filter((x) => x !== null && x !== undefined && x !== "").join(" ");
-
-/** A task and its length, for rows of such files. */
-const taskOf = (row: Row) => (row.family ? `${row.family}, ${whole(numberIn(row, "length"))} tokens` : "");
-
-/** What a row is about, in words. */
-export function nameOf(row: Row): string {
-  const what = row.case ?? row.method ?? row.what ?? row.run ?? row.variant ?? row.role ?? row.kind ?? row.result;
-  return joined([taskOf(row), row.case ? "" : row.shape, what, row.part, row.selector, row.budget, row.direction]);
-}
-
-/** The same without the density: what has one line in a chart against it. */
-const nameOfLine = (row: Row) => nameOf(row).replace(/,? ?(density=[\d.]+|\bfull\b|\bcausal\b|\bdense\b)/g, "").replace(/^[, ]+/, "").trim() || nameOf(row);
 
 export interface Mark {
   name: string;
@@ -136,6 +113,7 @@ const SPLITS = ["implementation", "backend", "variant"];
 export function marks(rows: Row[], metric: Metric): Mark[] {
   const split = SPLITS.find((x) => new Set(rows.map((row) => row[x] ?? null)).size > 1 && rows.every((row) => row[x]));
   const hasPeers = metric.series.filter((x) => rows.some((row) => numberIn(row, x.column) !== null)).length > 1;
+  const names = namesOf(rows);
   return rows.flatMap((row) =>
     metric.series.flatMap(({ column, name }) => {
       const value = numberIn(row, column);
@@ -144,9 +122,9 @@ export function marks(rows: Row[], metric: Metric): Mark[] {
       const least = name === OWN && metric.least ? numberIn(row, metric.least) : null;
       const kind = row.kind && row.method ? String(row.kind) : null;
       const series = kind ?? (split && !hasPeers ? String(row[split]) : name);
-      const line = nameOfLine(row);
+      const { short: line, full } = names.get(row) ?? { short: "", full: "" };
       const mark = {
-        name: nameOf(row),
+        name: full,
         line: `${row.result}/${line}/${row.length ?? ""}/${row.T ?? ""}/${series}/${name}`,
         panel: taskOf(row) || kind || line,
         series,

@@ -357,6 +357,20 @@ describe("pages", { skip, timeout: 300_000 }, () => {
     await page.context().close();
   });
 
+  test("benchmarks: every measurement of a file has a name of its own", async () => {
+    const { results } = await api("/api/results");
+    const page = await opened("/benchmarks/");
+    for (const kind of ["counters-", "certificate-one-key-", "tpu-estimate-"]) {
+      const { name, rows, description } = results.find((x) => x.name.startsWith(kind));
+      await page.goto(`${base}/benchmarks/?file=${name}`);
+      await settled(page);
+      await page.getByText(description).first().waitFor();
+      const [, cases] = /of (\d+) cases/.exec(await page.locator(".chart svg").last().getAttribute("aria-label"));
+      assert.equal(Number(cases), rows, name);
+    }
+    await page.context().close();
+  });
+
   test("a table that is wider than a phone says so, and scrolls by the keyboard", async () => {
     const page = await opened("/benchmarks/", { viewport: { width: 390, height: 844 } });
     const region = page.getByRole("region", { name: "Result files" });

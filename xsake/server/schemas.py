@@ -225,6 +225,8 @@ class ResultSummary(BaseModel):
     rows: int
     bytes: int
     sources: list[str] = Field(description="suites, kinds or methods of its rows")
+    description: str = Field(description="what the file holds; empty if it is not the project's")
+    density_of: str = Field(description="of what its densities are the share; empty if not known")
 
 
 class ResultList(BaseModel):

@@ -16,6 +16,13 @@ const NARROW = 640; // px
 const INSET = 8; // px between the frame and the outermost marks, which are circles
 const SYMLOG_TICKS = [-0.01, -0.002, 0, 0.002, 0.01, 0.03, 0.1, 0.3, 1, 3, 10];
 
+/** 1, 2 and 5 times powers of ten inside a domain; none if they are too few to read an axis by. */
+function logTicks([low, high]: [number, number], most: number): number[] | undefined {
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1 }, (_, i) => 10 ** (Math.floor(Math.log10(low)) + i));
+  const inside = (digits: number[]) => powers.flatMap((x) => digits.map((d) => d * x)).filter((x) => x >= low && x <= high);
+  return [[1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7]].map(inside).filter((x) => x.length >= 2 && x.length <= most + 1).at(-1);
+}
+
 /** The axis of a metric: perplexities near zero and far from it are on one chart. */
 function axisOf(metric: Metric, domain: [number, number], isLog: boolean, ticks: number) {
   if (metric.scale === "symlog") {
@@ -23,7 +30,7 @@ function axisOf(metric: Metric, domain: [number, number], isLog: boolean, ticks:
     const digits = (x: number) => (inside.length < 2 ? 2 : x !== 0 && Math.abs(x) < 0.01 ? 1 : 0);
     return { type: "symlog" as const, constant: 0.002, domain, ticks: inside.length < 2 ? ticks : inside, tickFormat: (x: number) => percent(x, digits(x)) };
   }
-  return { domain, type: isLog ? ("log" as const) : ("linear" as const), ticks, tickFormat: (x: number) => metric.format(x) };
+  return { domain, type: isLog ? ("log" as const) : ("linear" as const), ticks: (isLog && logTicks(domain, ticks)) || ticks, tickFormat: (x: number) => metric.format(x) };
 }
 
 const rangeOf = (found: Mark[]): [number, number] => [Math.min(...found.map((x) => x.low)), Math.max(...found.map((x) => x.high))];
@@ -41,9 +48,11 @@ const title = (metric: Metric) => (x: Mark) =>
 interface Props {
   rows: Row[];
   metric: Metric;
+  /** Of what densities are the share, if all rows agree. */
+  densityOf: string;
 }
 
-export function Charts({ rows, metric }: Props) {
+export function Charts({ rows, metric, densityOf }: Props) {
   const found = useMemo(() => marks(rows, metric), [rows, metric]);
   const points = useMemo(() => found.filter((x) => x.density !== null).sort((a, b) => (a.density ?? 0) - (b.density ?? 0)), [found]);
   const series = useMemo(() => [...new Set(found.map((x) => x.series))], [found]);
@@ -61,6 +70,7 @@ export function Charts({ rows, metric }: Props) {
           ))}
         </ul>
       ) : null}
+      {points.length && densityOf ? <p className="small quiet">Density is the share of {densityOf}.</p> : null}
       <div className={points.length && !isSplit ? "columns two" : "stack"}>
         {isSplit ? <Panels {...{ found: points, metric, isLog, colour }} /> : points.length ? <AgainstDensity {...{ found: points, metric, isLog, colour }} height={420} /> : null}
         <ByCase {...{ found, metric, isLog, colour }} />
@@ -170,11 +180,38 @@ function AgainstDensity({ found, metric, isLog, colour, height, name, shared = f
   );
 }
 
-/** A name without its middle: names of one file begin alike, and end in what differs. */
-const cut = (name: string, letters: number) => {
-  const half = (letters - 1) / 2;
-  return name.length > letters ? `${name.slice(0, Math.floor(half))}…${name.slice(-Math.ceil(half))}` : name;
-};
+const LINE = 15; // px of a line of a label
+const MOST_LINES = 3; // of a label; the rest of a longer one is cut
+
+/** A name on as many lines as it needs, and that number. */
+function folded(name: string, letters: number): string[] {
+  const lines: string[] = [];
+  for (const word of name.split(" ")) {
+    const last = lines.at(-1);
+    if (last !== undefined && last.length + word.length < letters) lines[lines.length - 1] = `${last} ${word}`;
+    else lines.push(word.length > letters ? `${word.slice(0, letters - 1)}…` : word);
+  }
+  return lines.length > MOST_LINES ? [...lines.slice(0, MOST_LINES - 1), `… ${lines.at(-1)}`] : lines;
+}
+
+/** What all names begin with, up to the end of a word: it is said once, above them. */
+function beginningOf(names: string[]): string {
+  const [first = "", ...others] = names;
+  let n = others.length ? first.length : 0;
+  for (const x of others) while (!x.startsWith(first.slice(0, n))) n--;
+  return first.slice(0, first.lastIndexOf(" ", n - 1) + 1);
+}
+
+/** Whether some case has dots of one colour that differ in density. */
+function hasSeveralDensities(points: Mark[]): boolean {
+  const densities = new Map<string, number | null>();
+  return points.some((x) => {
+    const key = `${x.name}/${x.series}`;
+    const isOther = densities.has(key) && densities.get(key) !== x.density;
+    densities.set(key, x.density);
+    return isOther;
+  });
+}
 
 function ByCase({ found, metric, isLog, colour }: ChartProps) {
   const [query, set] = useQuery();
@@ -185,34 +222,40 @@ function ByCase({ found, metric, isLog, colour }: ChartProps) {
     return { points: found.filter((x) => kept.has(x.name)), names: [...kept], all: every.length };
   }, [found, isAll]);
   const peers = new Set(found.map((x) => x.series)).size > 1 ? ", peers side by side" : "";
+  const isFaded = useMemo(() => hasSeveralDensities(points), [points]);
+  const beginning = beginningOf(names);
   const key = JSON.stringify(colour);
+  const isNarrow = window.innerWidth < NARROW;
+  const letters = isNarrow ? 20 : 42;
+  const labels = useMemo(() => new Map(names.map((x) => [x, folded(x.slice(beginning.length), letters)])), [names, beginning, letters]);
+  const lines = Math.max(...[...labels.values()].map((x) => x.length), 1);
   const draw = useCallback<Draw>(
     (plot, width) => {
-      const letters = width < 500 ? 20 : 42;
+      const strength = (x: Mark) => (isFaded && x.density !== null ? 0.25 + 0.75 * Math.min(x.density, 1) : 1);
       return {
         marginLeft: Math.min(7 * letters, width * 0.5),
         marginTop: 24,
         marginBottom: 8,
         inset: INSET,
         x: { ...axisOf(metric, rangeOf(points), isLog, Math.max(width / 160, 2)), label: null, grid: true, axis: "top" },
-        y: { domain: names, label: null, tickFormat: (x: string) => cut(x, letters) },
+        y: { domain: names, label: null, tickFormat: (x: string) => labels.get(x)?.join("\n") ?? x },
         color: { type: "ordinal", ...(JSON.parse(key) as ChartProps["colour"]) },
         marks: [
           plot.ruleY(points, { y: "name", x1: "low", x2: "high", stroke: "series", strokeWidth: 2 }),
-          plot.dot(points, { x: "value", y: "name", fill: "series", r: 4 }),
+          plot.dot(points, { x: "value", y: "name", fill: "series", fillOpacity: strength, stroke: "series", r: 4 }),
           plot.tip(points, plot.pointer({ x: "value", y: "name", title: title(metric), fill: "var(--surface)", stroke: "var(--line)" })),
         ],
       };
     },
-    [points, names, metric, isLog, key],
+    [points, names, labels, letters, metric, isLog, isFaded, key],
   );
   return (
     <div>
       <Chart
         draw={draw}
-        height={Math.max(160, 19 * names.length + 60)}
+        height={Math.max(160, (LINE * lines + 4) * names.length + 60)}
         label={`${metric.label} of ${names.length} cases${peers}; the table below has the numbers`}
-        caption={`${metric.label} by case${peers}${goodOf(metric)}`}
+        caption={`${metric.label} by case${peers}${goodOf(metric)}${isFaded ? "; fainter dots: lower density" : ""}${beginning ? `. All cases: ${beginning.replace(/[\s,(]+$/, "")}` : ""}`}
       />
       <More shown={names.length} all={all} noun="case" onAll={() => set({ cases: "all" })} />
     </div>

@@ -18,7 +18,7 @@ export function Files({ list, file, onOpen }: Props) {
         <table className="data named">
           <thead>
             <tr>
-              {["file", "date", "machine", "rows", "about", "commit", "how it was made"].map((x) => (
+              {["file", "what it holds", "date", "machine", "rows", "commit", "how it was made"].map((x) => (
                 <th key={x} scope="col">{x}</th>
               ))}
             </tr>
@@ -29,10 +29,10 @@ export function Files({ list, file, onOpen }: Props) {
                 <td>
                   <button type="button" className="plain" onClick={() => onOpen(x.name)}>{x.name}</button>
                 </td>
+                <td className="wraps">{x.description || x.sources.slice(0, 4).join(", ")}</td>
                 <td>{x.date.slice(0, 10)}</td>
                 <td className="folds">{x.device}</td>
                 <td className="number">{whole(x.rows)}</td>
-                <td className="folds">{x.sources.slice(0, 4).join(", ")}</td>
                 <td>{x.commit.slice(0, 8)}</td>
                 <td className="wraps">
                   <a href={`/api/results/${encodeURIComponent(x.name)}`} download={`${x.name}.json`}>JSON</a>, {bytes(x.bytes)}

@@ -2,7 +2,7 @@
 
 import { useMemo } from "react";
 import { Scroll } from "@/components/scroll";
-import { shown, sorted as sortedColumns } from "@/lib/columns";
+import { headingOf, shown, sorted as sortedColumns } from "@/lib/columns";
 import type { Row } from "@/lib/metrics";
 import { useQuery } from "@/lib/url";
 
@@ -41,7 +41,7 @@ export function RawTable({ rows, columns }: { rows: Row[]; columns: string[] }) 
     <>
       {constant.length && !isAll ? (
         <p className="small wide">
-          The same in all rows: {constant.map(([c, value]) => `${c} ${cut(shown(c, value))}`).join(", ")}.
+          The same in all rows: {constant.map(([c, value]) => `${headingOf(c)} ${cut(shown(c, value))}`).join(", ")}.
         </p>
       ) : null}
       {varying.length < columns.length ? (
@@ -56,8 +56,8 @@ export function RawTable({ rows, columns }: { rows: Row[]; columns: string[] }) 
             <tr>
               {listed.map((c) => (
                 <th key={c} scope="col" className={numeric.has(c) ? "number" : ""} aria-sort={by === c ? (isDown ? "descending" : "ascending") : undefined}>
-                  <button type="button" onClick={() => press(c)}>
-                    {c}
+                  <button type="button" title={c} onClick={() => press(c)}>
+                    {headingOf(c)}
                     {by === c ? (isDown ? " ↓" : " ↑") : ""}
                   </button>
                 </th>

@@ -3,6 +3,7 @@
 import { useMemo } from "react";
 import { Charts } from "@/components/benchmarks/charts";
 import { Files } from "@/components/benchmarks/files";
+import { Words } from "@/components/benchmarks/words";
 import { RawTable } from "@/components/benchmarks/table";
 import { Problem, Waiting } from "@/components/client";
 import { CopyPython } from "@/components/copy";
@@ -66,6 +67,9 @@ export function Benchmarks() {
     return error ? <Problem error={error} /> : <Waiting isPage>Loading the results …</Waiting>;
   }
 
+  const meanings = new Set(results.filter((x) => !file || x.name === file).map((x) => x.density_of));
+  const densityOf = meanings.size === 1 ? ([...meanings][0] ?? "") : "";
+  const about = results.find((x) => x.name === file)?.description;
   const link = address("/api/rows", { ...values, limit: LIMIT });
   const python = `import json\nfrom urllib.request import urlopen\n\nrows = json.load(urlopen(${JSON.stringify(window.location.origin + link)}))["rows"]\nprint(len(rows), rows[0])\n`;
   const nothing =
@@ -105,6 +109,7 @@ export function Benchmarks() {
             Clear the filters
           </button>
         </div>
+        {about ? <p>{about}</p> : null}
         <Problem error={found.error} />
         <div className="row centre">
           <span className="small" role="status">{found.data ? count(found.data.total, "row") : "Loading …"}</span>
@@ -121,14 +126,14 @@ export function Benchmarks() {
           ) : null}
         </div>
         <div className={found.isLoading ? "stale" : ""}>
-          {metric ? <Charts rows={rows} metric={metric} /> : <p className="quiet">{rows.length ? "These rows have no number to draw; the table has what they hold." : nothing}</p>}
+          {metric ? <Charts rows={rows} metric={metric} densityOf={densityOf} /> : <p className="quiet">{rows.length ? "These rows have no number to draw; the table has what they hold." : nothing}</p>}
         </div>
+        <Words rows={rows} />
       </section>
       <section className="panel">
         <h2>Rows</h2>
         <p className="small quiet">
-          Density is the share of blocks that is computed: 1 is dense attention. Methods of HADS are named selector/policy: the selector picks
-          the blocks, the policy splits the budget over heads. Shapes are batch·heads·tokens·head size.
+          Density is the share of {densityOf || "blocks"} that is computed{densityOf ? "" : "; files differ in which blocks they count"}. Shapes are batch·heads·tokens·head size.
         </p>
         {found.data && rows.length ? <RawTable rows={rows} columns={found.data.columns} /> : <p className="quiet">{nothing}</p>}
       </section>

@@ -10,11 +10,11 @@ export function NextToken({ found }: { found: Schemas["MethodFigures"] }) {
     <>
       <table className="bars small">
         <caption className="hidden-text">Probabilities of the next word</caption>
-        <thead className="hidden-text">
+        <thead className="quiet">
           <tr>
             <th scope="col">word</th>
-            <th scope="col">bar</th>
-            <th scope="col">sparse</th>
+            <th scope="col"><span className="hidden-text">bar</span></th>
+            <th scope="col">method</th>
             <th scope="col">dense</th>
           </tr>
         </thead>

@@ -226,10 +226,6 @@ function HeadMap({ figures, found, selected }: MapProps) {
         onSelect={(layer, head) => set({ layer, head })}
         label="Layers and heads"
       />
-      <ul className="legend">
-        <li><i style={{ background: "var(--accent)" }} />{name}, stronger is more{colour === "kl" ? ` (up to ${fixed(most, 2)})` : ""}</li>
-        <li><i style={{ background: "var(--warn)", height: "0.3rem", verticalAlign: "0.2rem" }} />density of the head</li>
-      </ul>
       <p className="small quiet">Rows are layers, columns are heads. Focused heads have a low entropy and need few blocks.</p>
     </>
   );
@@ -263,11 +259,6 @@ function OneHead({ values, texts, block }: HeadProps) {
         wordsOf={wordsOf}
         label={`Attention of layer ${data.layer}, head ${data.head} by blocks`}
       />
-      <ul className="legend">
-        <li><i style={{ background: "var(--accent)" }} />visited</li>
-        <li><i style={{ background: "var(--warn)" }} />dropped; bars: mass that a row drops</li>
-        <li>stronger colour: more attention</li>
-      </ul>
     </div>
   );
 }

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from xsake.server import results, schemas
+from xsake.server.descriptions import description
 from xsake.server.results import Flat
 from xsake.server.served import Here, Json, Served
 
@@ -45,6 +46,7 @@ def list_results(served: Here) -> Response:
         origin = results.provenance(content)
         rows = list(results.records(content))
         versions = origin.get("versions")
+        about = description(name)
         listed.append(
             schemas.ResultSummary(
                 name=name,
@@ -58,6 +60,8 @@ def list_results(served: Here) -> Response:
                 rows=len(rows),
                 bytes=results.file_state(paths[name])[0],
                 sources=_sources(rows),
+                description=about.words,
+                density_of=about.density_of,
             )
         )
     listed.sort(key=lambda x: (x.date, x.name), reverse=True)
