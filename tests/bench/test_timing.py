@@ -62,6 +62,6 @@ def test_processes_that_share_a_lock_take_turns(tmp_path, monkeypatch):
     path = tmp_path / "lock"
     monkeypatch.setenv("XSAKE_TIMING_LOCK", str(path))
     with path.open("w") as other:
-        with timing.alone(), pytest.raises(BlockingIOError):
+        with timing.alone(), timing.alone(), pytest.raises(BlockingIOError):  # one inside another
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

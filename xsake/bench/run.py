@@ -56,6 +56,7 @@ def run_suite(
     model: Path | None = None,
     report: Callable[[Record], None] | None = None,
     only: str = "",
+    cases: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Runs a suite and writes its JSON: provenance, and one record per measurement.
 
@@ -66,15 +67,12 @@ def run_suite(
       model: the checkpoint that the suite "model" measures.
       report: called with every record.
       only: measures the cases with this text in their name; "cpu" and "model" are a single case.
+      cases: measures these instead.
     """
     parts = {part.case: part for part in _parts(name, quick, model)}
-    asked = [case for case in parts if only in case]
-    if not asked:
-        raise ValueError(f"suite {name!r} has no case with {only!r} in its name: {list(parts)}")
+    asked = _asked(name, parts, only) if cases is None else list(cases)
     out.parent.mkdir(parents=True, exist_ok=True)
-    facts, began = provenance() | {"quick": quick}, time.perf_counter()
-    if name in ("hopper", "hopper-bias", "hopper-nsa", "hopper-rules"):
-        facts["versions"] |= peers.versions()
+    facts, began = _facts(name, quick), time.perf_counter()
     result = _earlier(out, facts)
     records = [record for record in result["results"] if record["case"] in parts]
     held, seconds_before = {record["case"] for record in records}, result["seconds"]
@@ -92,10 +90,41 @@ def run_suite(
     return result
 
 
-def join(name: str, files: Sequence[Path], out: Path) -> dict[str, Any]:
+def _facts(name: str, quick: bool) -> dict[str, Any]:
+    facts = provenance() | {"quick": quick}
+    if name in ("hopper", "hopper-bias", "hopper-nsa", "hopper-rules"):
+        facts["versions"] |= peers.versions()
+    return facts
+
+
+def _asked(name: str, cases: Iterable[str], only: str) -> list[str]:
+    """The cases with this text in their name."""
+    cases = list(cases)
+    asked = [case for case in cases if only in case]
+    if not asked:
+        raise ValueError(f"suite {name!r} has no case with {only!r} in its name: {cases}")
+    return asked
+
+
+def earlier(name: str, out: Path, quick: bool) -> dict[str, Any]:
+    """What `run_suite` would resume from: the contents of `out`, or an empty result."""
+    return _earlier(out, _facts(name, quick))
+
+
+def groups(name: str, quick: bool, only: str = "") -> list[list[str]]:
+    """The cases with `only` in their name; those that need each other's records are together."""
+    parts = {part.case: part for part in _parts(name, quick, None)}
+    found: dict[str, list[str]] = {}
+    for case in _asked(name, parts, only):
+        found.setdefault(parts[case].group or f"case {case}", []).append(case)
+    return list(found.values())
+
+
+def join(name: str, files: Sequence[Path], out: Path, command: str | None = None) -> dict[str, Any]:
     """Merges result files of the same commit, machine, versions and `quick`, in suite order.
 
-    `command` lists all commands, `date` is the earliest, `seconds` the sum.
+    `date` is the earliest, `seconds` the sum. `command` is that of a program that started the
+    others; without it, the file lists the commands of all.
     """
     reports = [_read(file) for file in files]
     first = reports[0]
@@ -116,7 +145,7 @@ def join(name: str, files: Sequence[Path], out: Path) -> dict[str, Any]:
     records = [record for report in reports for record in report["results"]]
     whole = first | {
         "date": min(report["date"] for report in reports),
-        "command": "; ".join(dict.fromkeys(report["command"] for report in reports)),
+        "command": command or "; ".join(dict.fromkeys(x["command"] for x in reports)),
         "seconds": sum(report["seconds"] for report in reports),
         "results": sorted(records, key=lambda record: cases.index(record["case"])),
     }

@@ -53,34 +53,44 @@ class Timing:
         )
 
 
+LOCK = "XSAKE_TIMING_LOCK"  # in the environment: the file of a lock that processes share
+_turns: list[None] = []  # one for each `alone` that this process is inside of
+
+
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Waits for its turn if XSAKE_TIMING_LOCK names a file, and gives the turn back at the end.
 
-    So the processes of a suite that was split by `--only` can compile side by side, which takes
-    most of their time, and still have the accelerator to themselves when they time.
+    So processes that measure parts of a suite can compile side by side, which takes most of their
+    time, and still have the accelerator to themselves when they time. Every function that times
+    waits for its turn; `alone` around several of them keeps it.
     """
-    path = os.environ.get("XSAKE_TIMING_LOCK")
-    if not path:
+    path = os.environ.get(LOCK)
+    if not path or _turns:
         yield
         return
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        _turns.append(None)
+        try:
+            yield
+        finally:
+            _turns.clear()
 
 
 def time_calls(
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int = 7
 ) -> dict[str, Timing]:
     """Times several compiled functions, interleaved, so that drift affects them equally."""
-    for fn, args in calls.values():
-        jax.block_until_ready(fn(*args))
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, (fn, args) in calls.items():
-            began = time.perf_counter()
+    with alone():
+        for fn, args in calls.values():
             jax.block_until_ready(fn(*args))
-            seconds[name].append(time.perf_counter() - began)
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(repeats):
+            for name, (fn, args) in calls.items():
+                began = time.perf_counter()
+                jax.block_until_ready(fn(*args))
+                seconds[name].append(time.perf_counter() - began)
     return {name: Timing(tuple(times)) for name, times in seconds.items()}
 
 
@@ -96,17 +106,18 @@ def time_queued(
     Calls that are compared need rounds of equal length: an idle GPU runs at a higher clock for some
     hundredths of a second, until the power limit applies.
     """
-    wait(fn(*args))
-    began = time.perf_counter()
-    wait([fn(*args) for _ in range(3)])
-    calls = max(3, int(seconds * 3 / (time.perf_counter() - began)))
-    times = []
-    for _ in range(rounds):
+    with alone():
+        wait(fn(*args))
         began = time.perf_counter()
-        for _ in range(calls):
-            result = fn(*args)
-        wait(result)
-        times.append((time.perf_counter() - began) / calls)
+        wait([fn(*args) for _ in range(3)])
+        calls = max(3, int(seconds * 3 / (time.perf_counter() - began)))
+        times = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            for _ in range(calls):
+                result = fn(*args)
+            wait(result)
+            times.append((time.perf_counter() - began) / calls)
     return Timing(tuple(times))
 
 
@@ -147,17 +158,19 @@ def time_interleaved(calls: Calls, rounds: int = 3) -> dict[str, Timing]:
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        for i in range(len(names)):
-            name = names[(i + number) % len(names)]
-            fn, args = calls[name]
-            seconds[name].append(time_queued(fn, *args).median_seconds)
+    with alone():
+        for number in range(rounds):
+            for i in range(len(names)):
+                name = names[(i + number) % len(names)]
+                fn, args = calls[name]
+                seconds[name].append(time_queued(fn, *args).median_seconds)
     return {name: Timing(tuple(times)) for name, times in seconds.items()}
 
 
 def time_directions(calls: Calls) -> dict[str, float]:
     """Median seconds of each call, queued."""
-    return {name: time_queued(fn, *args).median_seconds for name, (fn, args) in calls.items()}
+    with alone():
+        return {name: time_queued(fn, *args).median_seconds for name, (fn, args) in calls.items()}
 
 
 def temporary_bytes(fn: Callable[..., Any], *args: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -58,6 +58,8 @@ def bench(
     only: str = "",
     join: tuple[Path, ...] | None = None,
     check: bool = False,
+    jobs: int = 1,
+    seconds: float | None = None,
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
@@ -76,18 +78,23 @@ def bench(
       only: measure the cases with this text in their name (autotune: "DIRECTION CLASS").
       join: measure nothing; merge these result files (autotune: tables) that `only` produced.
       check: instead of a suite, measure the ratios that have limits; nothing is written.
+      jobs: processes of a Hopper suite that compile side by side and take turns to time.
+      seconds: with --jobs, the time after which what was measured is written; run again to resume.
     """
+    several = jobs != 1 or seconds is not None
     if check:
-        if out or quick or model or autotune or only or join is not None:
+        if out or quick or model or autotune or only or join is not None or several:
             raise ValueError("--check measures its own ratios and takes no other option")
         _check_ratios()
         return
     if join is not None and not join:
         raise ValueError("--join names no file; leave it out to measure")
-    if join and (quick or model or only):
+    if join and (quick or model or only or several):
         raise ValueError(
             "--join measures nothing: give only --suite or --autotune, and --out, with it"
         )
+    if several:
+        _check_jobs(suite, jobs, seconds, autotune)
     if autotune:
         table = writable_file(out or tilings.path_of(_jax.device_kind()))
         if join:
@@ -101,6 +108,8 @@ def bench(
     out = writable_file(out or Path("benchmarks/results") / f"{suite}-{today}.json")
     if join:
         run.join(suite, join, out)
+    elif several:
+        _run_jobs(suite, out, jobs, quick=quick, only=only, seconds=seconds)
     else:
         if suite == "model":
             _extras.require("xsake bench --suite model", "model")
@@ -114,6 +123,32 @@ def bench(
                 only=only,
             )
     console.print(f"written: {out}", soft_wrap=True)
+
+
+def _check_jobs(suite: str, jobs: int, seconds: float | None, autotune: bool) -> None:
+    if jobs < 1 or (seconds is not None and not seconds > 0):
+        raise ValueError(f"--jobs and --seconds must be positive, got {jobs} and {seconds}")
+    if autotune or not suite.startswith("hopper"):
+        raise ValueError(
+            "--jobs and --seconds are for the hopper suites, whose processes compile side by side "
+            f"and take turns on the GPU; leave them out for {'--autotune' if autotune else suite}"
+        )
+
+
+def _run_jobs(suite: str, out: Path, jobs: int, **how: Any) -> None:
+    """Raises if cases are missing, after what was measured is written."""
+    from xsake.bench import side_by_side
+
+    with status(f"measuring suite {suite} by {jobs} processes"):
+        found = side_by_side.run_jobs(
+            suite, out, jobs, report=lambda x: console.print(x, soft_wrap=True), **how
+        )
+    if found.missing:
+        written = f"the others are in {out}" if found.result else "nothing was written"
+        reasons = "; ".join(f"{case}: {why}" for case, why in found.missing.items())
+        count = len(found.missing)
+        cases = "1 case is" if count == 1 else f"{count} cases are"
+        raise ValueError(f"{cases} missing, {written}: {reasons}")
 
 
 def _check_ratios() -> None:

@@ -88,13 +88,11 @@ DESCRIPTIONS: dict[str, Description] = {
         "What several devices send each other, and how evenly they work.", _CAUSAL
     ),
     "shipped-hads-16": Description(
-        "The shipped model, blocks of 16: HADS, fixed patterns and the oracle at "
-        "equal density.",
+        "The shipped model, blocks of 16: HADS, fixed patterns and the oracle at equal density.",
         _HEADS,
     ),
     "shipped-hads-64": Description(
-        "The shipped model, blocks of 64: HADS, fixed patterns and the oracle at "
-        "equal density.",
+        "The shipped model, blocks of 64: HADS, fixed patterns and the oracle at equal density.",
         _HEADS,
     ),
     "shipped-selectors": Description(
@@ -123,7 +121,7 @@ DESCRIPTIONS: dict[str, Description] = {
     ),
     "train-profile": Description("Where the time of a training step goes on an H200, by kernels."),
     "train-step": Description(
-        "Whole training steps of a GPT-2-small on an H200: dense by cuDNN, dense and HADS by XSAKE.",
+        "Training steps of a GPT-2-small on an H200: dense by cuDNN, dense and HADS by XSAKE.",
         _HEADS,
     ),
     "training-37m": Description(

@@ -226,7 +226,7 @@ function ByCase({ found, metric, isLog, colour }: ChartProps) {
   const beginning = beginningOf(names);
   const key = JSON.stringify(colour);
   const isNarrow = window.innerWidth < NARROW;
-  const letters = isNarrow ? 20 : 42;
+  const letters = isNarrow ? 22 : 42;
   const labels = useMemo(() => new Map(names.map((x) => [x, folded(x.slice(beginning.length), letters)])), [names, beginning, letters]);
   const lines = Math.max(...[...labels.values()].map((x) => x.length), 1);
   const draw = useCallback<Draw>(

@@ -14,7 +14,7 @@ interface Node {
 }
 
 const NODES: Node[] = [
-  { id: "profile", name: "Profile", path: "xsake/hads/measure.py", wide: [0, 0], narrow: [0, 0], page: { href: "/explorer/", name: "Explorer" },
+  { id: "profile", name: "Profile", path: "xsake/hads/profile.py", wide: [0, 0], narrow: [0, 0], page: { href: "/explorer/", name: "Explorer" },
     about: "One pass of dense attention over calibration text measures how every head of every layer spreads its attention over blocks of keys." },
   { id: "budget", name: "Budget", path: "xsake/hads/budget.py", wide: [1, 0], narrow: [1, 0], page: { href: "/explorer/", name: "Explorer" },
     about: "A policy splits one global budget over the heads: broad heads keep more blocks, focused heads fewer. The mean is the budget, exactly." },
@@ -38,6 +38,12 @@ const NODES: Node[] = [
     about: "Kernels for TPUs. They are used by name only, until they have run on a TPU." },
   { id: "reference", name: "reference", path: "xsake/backends/reference.py", wide: [3, 4], narrow: [1, 3],
     about: "The definition, with the whole T × S matrix in memory. Every other backend is tested against it." },
+  { id: "nsa", name: "Native Sparse Attention", path: "xsake/nsa/", wide: [1, 3], narrow: [0, 8], page: { href: "/benchmarks/?file=every&contains=nsa", name: "Benchmarks" },
+    about: "Every token selects its own blocks by pooled keys, beside a window and a view of the whole; MoBA and MSA are options of it. All of it has gradients." },
+  { id: "parallel", name: "Several devices", path: "xsake/parallel/", wide: [2, 3], narrow: [1, 8], page: { href: "/benchmarks/?file=every&contains=parallel", name: "Benchmarks" },
+    about: "Splits batches, heads and sequences over devices and processes; sends only blocks that some row visits, and balances the work." },
+  { id: "doors", name: "Other libraries", path: "xsake/integrations/", wide: [0, 2], narrow: [0, 9],
+    about: "The signatures of Flax, EasyDeL, ejkernel, Levanter and others, so that their models can use XSAKE as they are." },
   { id: "model", name: "Model", path: "xsake/model/", wide: [0, 5], narrow: [0, 5], page: { href: "/play/", name: "Play" },
     about: "A decoder that loads Hugging Face and GGUF checkpoints, generates, and takes a plan." },
   { id: "train", name: "Trainer", path: "xsake/train/", wide: [1, 5], narrow: [0, 6], page: { href: "/training/", name: "Training" },
@@ -49,7 +55,7 @@ const NODES: Node[] = [
 ];
 
 const EDGES: [string, string][] = [
-  ["profile", "budget"], ["budget", "plan"], ["plan", "mask"], ["rule", "mask"], ["mask", "door"], ["qkv", "door"],
+  ["profile", "budget"], ["budget", "plan"], ["plan", "mask"], ["rule", "mask"], ["mask", "door"], ["qkv", "door"], ["doors", "qkv"], ["parallel", "door"],
   ["door", "tpu"], ["door", "hopper"], ["door", "xla"], ["door", "dense"], ["door", "reference"],
 ];
 
@@ -85,7 +91,7 @@ interface PictureProps {
 
 function Picture({ layout, chosen, onChoose }: PictureProps) {
   const columns = layout === "wide" ? 4 : 2;
-  const rows = layout === "wide" ? 6 : 8;
+  const rows = layout === "wide" ? 6 : 10;
   const corner = (id: string): [number, number] => {
     const [x, y] = (NODES.find((n) => n.id === id) as Node)[layout];
     return [x * BOX.x + 1, y * BOX.y + 1];

@@ -48,6 +48,7 @@ class Part(NamedTuple):
 
     case: str
     measure: Callable[[list[Record]], Iterator[Record]]  # (records so far) -> this case's records
+    group: str = ""  # cases of a group need each other's records; "" is a group of its own
 
 
 class Suite(Protocol):

@@ -32,11 +32,12 @@ def parts(quick: bool, model: Path | None = None) -> Iterator[Part]:
         for B, T in SHAPES[:1] if quick else SHAPES:
             dense = dense_case(B, T, H)
             causal = dataclasses.replace(dense, name=f"{B}·16·{T}·{H} causal", rule=CAUSAL)
+            group = f"{B}·16·{T}·{H}"
             for case in (dense, causal):
-                yield Part(case.name, functools.partial(dense_records, case))
+                yield Part(case.name, functools.partial(dense_records, case), group)
             for density in (0.43,) if quick else (0.43, 0.20, 0.10):
                 case = hopper_case(B, T, H, density)
-                yield Part(case.name, functools.partial(sparse_records, case, dense))
+                yield Part(case.name, functools.partial(sparse_records, case, dense), group)
     if not quick:
         yield uneven_heads(1, 16384, 128)
         yield transposed_lists(1, 16384, 128)
@@ -75,7 +76,7 @@ def uneven_heads(B: int, T: int, H: int) -> Part:
             visits = record["density_ratio"] / uniform[direction]["density_ratio"]
             yield record | {"over_uniform_heads": time_ratio(uneven, even, direction) / visits}
 
-    return Part(uneven.name, records)
+    return Part(uneven.name, records, f"{B}·16·{T}·{H}")
 
 
 def transposed_lists(B: int, T: int, H: int) -> Part:
@@ -109,4 +110,4 @@ def transposed_lists(B: int, T: int, H: int) -> Part:
             "compilations_for_two_masks": gradients._cache_size(),  # type: ignore[attr-defined]
         }
 
-    return Part(name, records)
+    return Part(name, records, f"{B}·16·{T}·{H}")

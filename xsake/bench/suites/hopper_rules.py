@@ -30,7 +30,7 @@ from xsake.bench.cases import RunCase
 from xsake.bench.checks import checked
 from xsake.bench.peers import wait_for_torch
 from xsake.bench.suites import Part, Record
-from xsake.bench.timing import compile_directions, time_queued
+from xsake.bench.timing import alone, compile_directions, time_queued
 from xsake.block_mask import BlockMask
 
 SHAPES = (  # B, N, K, T, H
@@ -144,8 +144,9 @@ def times_of(calls: dict[str, Timed]) -> dict[str, float]:
     The first round of a turn does not count: the GPU's clock still follows the call before it.
     """
     names, found = list(calls), {name: list[float]() for name in calls}
-    for turn in range(3):
-        for name in names[turn:] + names[:turn]:
-            call, wait = calls[name]
-            found[name] += time_queued(call, seconds=0.06, rounds=3, wait=wait).seconds[1:]
+    with alone():
+        for turn in range(3):
+            for name in names[turn:] + names[:turn]:
+                call, wait = calls[name]
+                found[name] += time_queued(call, seconds=0.06, rounds=3, wait=wait).seconds[1:]
     return {name: statistics.median(seconds) for name, seconds in found.items()}
