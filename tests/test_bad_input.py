@@ -215,6 +215,11 @@ RULES = {
         ValueError,
         r"array.*got 1099511627776",
     ),
+    "one id for all keys": (
+        lambda: BlockMask.from_rule(masks.documents(ints(1, T), ints(1, 1)), (T, S), block=16),
+        ValueError,
+        r"the rule's kv_ids has shape \[1, 1\], which does not fit",
+    ),
     "`and` in a function": (
         lambda: BlockMask.from_rule(
             masks.rule(lambda b, n, q, k: (k <= q) and (q < 9)), (T, S), block=16

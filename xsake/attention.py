@@ -247,6 +247,11 @@ def observed_attention(
     >>> seen.block_entropy.shape, seen.mass.shape
     ((1, 4, 256), (1, 4, 2, 2))
     """
+    if "return_residual" in arguments:
+        raise TypeError(
+            "observed_attention takes no return_residual: it returns (out, statistics); call "
+            "dot_product_attention for the logsumexp"
+        )
     observer: Any = _Observer(implementation or "")
     observer.what = statistics.checked(what)
     found: Any = dot_product_attention(
@@ -277,10 +282,12 @@ class _Observer(str):
     def take(self, call: Call, sinks: Array | None) -> tuple[Array, Statistics]:
         """(out, statistics) by the chosen backend; plain JAX where it has no statistics."""
         asked, total = str(self) or None, statistics.total(sinks)
-        backend = BACKENDS.get(choose(asked, call).chosen or "")
+        explanation = choose(asked, call)
+        backend = BACKENDS.get(explanation.chosen or "")
         if backend is not None and hasattr(backend, "observed"):
             why = backend.why_not_observed(call)
             if why is None:
+                report(explanation)
                 out, more = run_forward(lambda call: backend.observed(call, total, self.what), call)
                 return out if sinks is None else with_sinks(out, more[0], sinks), more[1]
             if asked is not None:

@@ -128,3 +128,27 @@ def test_statistics_have_no_gradient_and_the_output_keeps_its_own():
     slope = jax.jit(jax.grad(loss))
     np.testing.assert_array_equal(slope(q, 0.0), slope(q, 1.0))
     assert np.asarray(slope(q, 0.0)).any()
+
+
+def test_statistics_of_a_mask_that_overflowed_are_nan():
+    """As the output is: what the lists lack cannot be told from what has no mass."""
+    q = jax.random.normal(jax.random.key(0), (1, 64, 2, 16))
+
+    @jax.jit
+    def run(blocks):
+        mask = xsake.BlockMask.from_dense(
+            blocks, masks.causal(), shape=(64, 64), block=16, capacity=5
+        )
+        return xsake.observed_attention(q, q, q, mask=mask)
+
+    for x in jax.tree.leaves(run(jnp.ones((1, 1, 4, 4), bool))):
+        assert np.isnan(x).all()
+
+
+def test_statistics_are_float32_and_take_no_return_residual():
+    q = jax.random.normal(jax.random.key(0), (1, 16, 2, 16))
+    with pytest.raises(TypeError, match="observed_attention takes no return_residual"):
+        xsake.observed_attention(q, q, q, return_residual=True)
+    with jax.enable_x64(True):
+        _, found = xsake.observed_attention(*[q.astype(jnp.float64)] * 3)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype("float32")}

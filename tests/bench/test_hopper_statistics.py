@@ -48,6 +48,11 @@ def test_a_record_has_ratios_and_errors(monkeypatch):
     )
     with pytest.raises(WrongResultError, match=r"1·2·64·16 causal: errors .*'mass': 1\.0"):
         list(suite.records(CASE, []))
+    monkeypatch.setattr(
+        suite, "_expected", lambda *x: expected(*x)._replace(mass=jnp.full((1, 1, 1, 1), jnp.nan))
+    )
+    with pytest.raises(WrongResultError, match=r"errors .*'mass': nan"):
+        list(suite.records(CASE, []))
 
 
 def test_every_shape_is_measured_causal_and_sparse():

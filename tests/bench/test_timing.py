@@ -65,3 +65,21 @@ def test_processes_that_share_a_lock_take_turns(tmp_path, monkeypatch):
         with timing.alone(), timing.alone(), pytest.raises(BlockingIOError):  # one inside another
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_work_that_is_not_timed_waits_for_who_times(tmp_path, monkeypatch):
+    """Others may prepare at the same time; who prepares cannot wait for its own end."""
+    path = tmp_path / "turn"
+    monkeypatch.setenv("XSAKE_TIMING_LOCK", str(path))
+    with path.open("w") as other:
+        with timing.beside(), timing.beside():
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(other, fcntl.LOCK_UN)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with pytest.raises(RuntimeError, match="cannot time"), timing.alone():
+                pass
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        with timing.alone(), timing.beside(), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -374,6 +375,17 @@ def main() -> None:
     errors = [oracle.relative_error(a, b) for a, b in zip(ours, theirs, strict=True)]
     assert max(errors) <= 1e-5, errors
     assert len(ours[0].sharding.device_set) == 4
+    explicit = dataclasses.replace(metadata, mesh=jax.make_mesh((2, 2), ("data", "model")))
+    out = BlockSparseAttn(explicit)(X["q"], X["k"], X["v"], **SHARDED).attention_outputs
+    assert oracle.relative_error(out, theirs[0]) <= 1e-5
+
+
+def test_an_additive_mask_is_refused_on_a_mesh_too():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    run = BlockSparseAttn(OperationMetadata(mesh=mesh, partition_spec=P("data")))
+    additive = np.where(SEEN, 0, -10000).astype(np.int32)
+    with pytest.raises(ValueError, match=r"of an additive mask \(0 = attend\) give mask_info"):
+        run(X["q"], X["k"], X["v"], mask_info=MaskInfo(additive))
 
 
 @pytest.mark.second_python

@@ -55,6 +55,14 @@ class AttentionMask:
     sliding_window: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class LaterMask(AttentionMask):
+    """With a field of newer versions, and one that nobody knows."""
+
+    bidirectional_window: int | None = None
+    stride: int | None = None
+
+
 CASES = levanter_cases.cases(named)
 NAMES = (levanter_cases.QUERY, levanter_cases.KEY, levanter_cases.KEY)
 
@@ -172,6 +180,8 @@ def test_backends_of_levanter_that_mean_something_here():
         (sharded(batch="y"), r"names the mesh axis 'y', but the mesh has \['x'\]"),
         (sharded(position="x"), "axis_mapping shards 'position', but only batch rows and kv heads"),
         (sharded(kv_head="x"), "2 along 'kv_head' cannot be sharded over 4 devices of mesh axis"),
+        (sharded(batch="x", kv_head="x"), r"'kv_head'\] over the mesh axis 'x', which can"),
+        (sharded(batch=1), r"axis_mapping\['batch'\] must be the name of a mesh axis .* got 1"),
         ({"flash_block_size": 0}, "flash_block_size must be an integer from 1"),
         ({"scaling_factor": float("inf")}, "scaling_factor must be a finite number"),
         (
@@ -185,7 +195,7 @@ def test_backends_of_levanter_that_mean_something_here():
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(arguments, message):
-    with pytest.raises((NotImplementedError, ValueError), match=message):
+    with pytest.raises((NotImplementedError, TypeError, ValueError), match=message):
         call(**arguments)
 
 
@@ -203,6 +213,9 @@ def main() -> None:
     for case in ("segments", "sinks", "bias", "explicit"):
         assert relative_error(run(case), EXPECTED[case]) <= CLOSE, case
     assert len(run("segments").sharding.device_set) == 4
+    devices = jax.make_mesh((2, 2), ("data", "model"))  # with Explicit axes
+    out = call("sinks", use_flash=None, mesh=devices, axis_mapping=mapping).array
+    assert relative_error(out, EXPECTED["sinks"]) <= CLOSE
 
 
 def test_axes_that_do_not_fit_are_refused():
@@ -244,6 +257,20 @@ def test_a_rule_may_be_the_mask_and_dropout_may_be_none():
         dropout=None,
     )  # fmt: skip
     assert relative_error(out.array, EXPECTED["causal"]) <= CLOSE
+
+
+def test_fields_of_later_versions_are_read_or_refused():
+    arrays = [named(x, *ns) for x, ns in zip(levanter_cases.arrays(), NAMES, strict=True)]
+
+    def out(mask):
+        found = dot_product_attention("position", "key_position", "head_size", *arrays, mask)
+        return found.array
+
+    both = out(LaterMask(bidirectional_window=2))
+    np.testing.assert_allclose(both, out(masks.sliding_window(2, 2)), atol=CLOSE)
+    assert np.abs(both - out(None)).max() > 1e-2
+    with pytest.raises(NotImplementedError, match="the mask has stride = 3, which is not known"):
+        out(LaterMask(stride=3))
 
 
 @pytest.mark.second_python

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -323,6 +325,56 @@ def test_what_a_function_is_said_to_compute_is_checked_on_every_document():
         match=r"layer 0 does not compute the causal .* on document 1 .* rounding explains",
     ):
         observed(Padded(rngs=nnx.Rngs(0))).profile(padded, block=BLOCK)
+
+
+def half_only(query, key, value, *, left, **rest):
+    """A window as a kernel has it that takes no float32."""
+    if query.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"must be bfloat16, got {query.dtype}")
+    return attention(masks.sliding_window(left, 0))(query, key, value, **rest)
+
+
+@pytest.mark.second_python
+@pytest.mark.parametrize("is_whole", [True, False], ids=["the partial", "the function inside"])
+def test_a_named_function_may_be_a_partial_and_take_one_dtype(is_whole):
+    function = functools.partial(half_only, left=20)
+    model = decoder(attention_fns=[function] * LAYERS)
+    for block in (model.lower, model.upper):
+        own = block.attention
+        for module in (own, own.query, own.key, own.value):
+            module.dtype = jnp.bfloat16
+    said = {function if is_whole else half_only: attention(masks.sliding_window(20, 0))}
+    observed(model, computes=said)._check_layers(DOCUMENTS[:1])
+    said = dict.fromkeys(said, attention(masks.sliding_window(3, 0)))
+    with pytest.raises(ValueError, match="layer 0 does not compute the causal attention"):
+        observed(model, computes=said)._check_layers(DOCUMENTS[:1])
+
+
+@pytest.mark.second_python
+def test_layers_are_compared_in_full_float32():
+    """A GPU rounds the operands of products to TF32 unless it is told otherwise."""
+    seen = []
+
+    def noted(*args, **kwargs):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return nnx.dot_product_attention(*args, **kwargs)
+
+    said = {noted: attention()}
+    observed(decoder(attention_fns=[noted] * LAYERS), computes=said)._check_layers(DOCUMENTS[:1])
+    assert "highest" in seen
+
+
+@pytest.mark.second_python
+def test_a_model_that_was_profiled_can_be_freed():
+    """JAX keeps static arguments of what it compiled; the weights must not be among them."""
+    found = observed(decoder())
+    found.profile(DOCUMENTS[:1], block=BLOCK, curves=("oracle",))
+    kept = weakref.ref(jax.tree.leaves(found.weights)[0])
+    assert found.bare.weights is None
+    assert found.bare is found.bare.bare
+    del found
+    gc.collect()
+    assert kept() is None
 
 
 # ---------------------------------------------------------------------------- the module for Linen

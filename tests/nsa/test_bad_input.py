@@ -409,6 +409,7 @@ def test_a_backend_says_why_it_cannot_run(monkeypatch):
         apply(INDICES, implementation="never")
     shape = jax.ShapeDtypeStruct((B, T, K, H), jnp.float32)
     answer = nsa.explain(shape, shape, shape, INDICES)
+    assert nsa.explain(shape, shape, shape, INDICES, segment_ids=[0] * T).reasons == answer.reasons
     assert answer.chosen == "xla"
     assert answer.reasons["never"] == "needs another machine"
     asked = nsa.explain(shape, shape, shape, INDICES, implementation="never")

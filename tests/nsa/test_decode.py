@@ -140,3 +140,13 @@ def test_an_index_key_without_an_indexer_is_refused():
     given = inputs("msa")
     with pytest.raises(ValueError, match=r"index_key is for score='msa', but the cache has"):
         nsa.prefill(empty("nsa"), **{x: given[x][:, :5] for x in ("key", "value", "index_key")})
+
+
+def test_a_cache_that_a_compiled_step_closes_over_is_read():
+    given = inputs("nsa")
+    cache = empty("nsa", capacity=1)
+    now = {name: x[:, :1] for name, x in given.items()}
+    out, full = jax.jit(lambda: nsa.decode_step(**now, cache=cache))()
+    assert out.shape == (B, 1, N, Hv)
+    with pytest.raises(ValueError, match="the cache has 1 of 1 tokens, so 1 more do not fit"):
+        jax.jit(lambda: nsa.decode_step(**now, cache=full))()

@@ -12,6 +12,7 @@ add up to less than 1, by the mass of the sinks; all sinks of a head are one out
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -79,7 +80,8 @@ def measured(call: Call, sinks: Float[Array, " N"] | None, what: Observed) -> St
     mask, dtype, exact = call.mask, accumulator(call.q.dtype), lax.Precision.HIGHEST
     (bq, bk), (nq, nk) = mask.block, mask.grid.counts
     if 0 in (B, T, S):
-        rows, blocks = jnp.zeros((B, N, T), dtype), jnp.zeros((B, N, min(T, nq), min(S, nk)), dtype)
+        zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+        rows, blocks = zeros((B, N, T)), zeros((B, N, min(T, nq), min(S, nk)))
         return Statistics(blocks, rows, rows if what == "tokens" else None)
     q, k, bias = lax.stop_gradient((call.q, call.k, call.bias))
     q = _padded(q, 1, nq * bq).reshape(B, nq * bq, K, N // K, H).astype(dtype)
@@ -120,7 +122,14 @@ def measured(call: Call, sinks: Float[Array, " N"] | None, what: Observed) -> St
 
     found = lax.map(of_row_block, jnp.arange(nq))  # [nq, B, N, nk], [nq, B, N, bq]
     mass, *entropies = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
-    return Statistics(mass, *jax.tree.map(lambda x: x.reshape(B, N, nq * bq)[..., :T], entropies))
+    entropies = jax.tree.map(lambda x: x.reshape(B, N, nq * bq)[..., :T], entropies)
+    return jax.tree.map(functools.partial(_told, mask.overflow), Statistics(mass, *entropies))
+
+
+def _told(overflow: Array | None, x: Array) -> Array:
+    """float32; NaN if the mask lacks blocks that did not fit its lists, as the output then is."""
+    x = x.astype(jnp.float32)
+    return x if overflow is None else jnp.where(overflow, jnp.nan, x)
 
 
 def _padded(x: Array, axis: int, length: int) -> Array:

@@ -1,7 +1,7 @@
 """Checks timed calls against the float32 reference. A wrong result raises; its time is discarded.
 
-    out, dq, dk, dv of a whole call ─ batch row 0, kv heads 0 and 5 % K, their query heads ─┐
-    q, k, v, d_out, mask ──────────── the same, in float32 ── backends/reference.py ────────┴─ error
+    out, dq, dk, dv of a whole call ─ first and last batch row, kv heads 0 and 5 % K ─┐
+    q, k, v, d_out, mask ──────────── the same, in float32 ── backends/reference.py ──┴─ error
 
 The reference takes a dense bool mask as an argument, so it is compiled once per shape.
 """
@@ -9,6 +9,7 @@ The reference takes a dense bool mask as an argument, so it is compiled once per
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -76,11 +77,11 @@ def checked(
         mask = BlockMask.from_rule(mask, case.sizes[1:3])
     scale = given.get("scale") or 1 / math.sqrt(case.H)
     worst = {"output": 0.0, "gradients": 0.0}
-    for j in sorted({0, 5 % K}):
-        part = _of_kv_head(whole, j, K)
+    for row, j in itertools.product(sorted({0, case.B - 1}), sorted({0, 5 % K})):
+        part = _of_kv_head(whole, row, j, K)
         if "sinks" in given:
             part["sinks"] = given["sinks"].reshape(K, case.N // K, -1)[j]
-        visible = _dense_mask(mask, j, K, case.N)
+        visible = _dense_mask(mask, row, j, K, case.N)
         errors = _errors(part, visible, jnp.float32(scale), given.get("logits_soft_cap"))
         worst = {kind: max(error, float(errors[kind])) for kind, error in worst.items()}
         if any(math.isnan(float(x)) for x in errors.values()):
@@ -98,17 +99,17 @@ def checked_calls(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, 
     return checked(case, given, calls["backward"][1][1], out, gradients)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _of_kv_head(whole: Any, j: Any, K: int) -> Any:
-    """Slices the first batch row and kv head j with its query heads; a bias has heads on axis 1."""
+@functools.partial(jax.jit, static_argnums=3)
+def _of_kv_head(whole: Any, row: Any, j: Any, K: int) -> Any:
+    """Slices a batch row and kv head j with its query heads; a bias has heads on axis 1."""
 
     def part(x: Array, axis: int) -> Array:
-        heads = x.shape[axis]
-        return (
-            x[:1]
-            if heads == 1
-            else lax.dynamic_slice_in_dim(x[:1], j * (heads // K), heads // K, axis)
-        )
+        heads, one = x.shape[axis], x
+        if x.shape[0] > 1:
+            one = lax.dynamic_slice_in_dim(x, row, 1)
+        if heads == 1:
+            return one
+        return lax.dynamic_slice_in_dim(one, j * (heads // K), heads // K, axis)
 
     axes = {name: 1 if name == "bias" else 2 for name in whole}
     return {
@@ -116,17 +117,18 @@ def _of_kv_head(whole: Any, j: Any, K: int) -> Any:
     }
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _dense_mask(mask: Any, j: int, K: int, N: int) -> Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _dense_mask(mask: Any, row: int, j: int, K: int, N: int) -> Array:
     """Dense mask of the query heads of kv head j, bool [1, N / K | 1, T|1, S|1]."""
     heads = range(j * N // K, (j + 1) * N // K)
     if mask is None:
         return jnp.ones((1, 1, 1, 1), bool)
     if not isinstance(mask, BlockMask):  # [B|1, N|1, T|1, S|1]
-        return mask[:1] if mask.shape[1] == 1 else mask[:1, heads.start : heads.stop]
+        own = mask[row : row + 1] if mask.shape[0] > 1 else mask
+        return own if mask.shape[1] == 1 else own[:, heads.start : heads.stop]
     lists = mask.kv_count.shape[1]
     numbers = sorted({n * lists // N for n in heads})
-    return jnp.concatenate([mask[0, n].to_dense() for n in numbers], axis=1)
+    return jnp.concatenate([mask[row, n].to_dense() for n in numbers], axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=3)

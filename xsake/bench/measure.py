@@ -19,7 +19,13 @@ from xsake.bench.cases import Case
 from xsake.bench.checks import checked_calls
 from xsake.bench.peers import Peer
 from xsake.bench.suites import Record
-from xsake.bench.timing import Calls, compile_directions, time_directions, time_interleaved
+from xsake.bench.timing import (
+    Calls,
+    beside,
+    compile_directions,
+    time_directions,
+    time_interleaved,
+)
 from xsake.block_mask import BlockMask
 
 CAUSAL = masks.causal()
@@ -38,8 +44,9 @@ def attend_hopper_and_gradients(q: Array, k: Array, v: Array, mask: BlockMask) -
 
 def measure(case: Case, peers: dict[str, Peer], backend: str = "hopper") -> Iterator[Record]:
     """One record for the forward and one for the backward, with the peers' times in them."""
-    given, calls = compiled(case, backend)
-    errors = checked_calls(case, given, calls)
+    with beside():
+        given, calls = compiled(case, backend)
+        errors = checked_calls(case, given, calls)
     seconds = time_directions(calls)
     peer_seconds = {name: _peer_seconds(peer, case) for name, peer in peers.items()}
     B, T, S, N, _, H, Hv = case.sizes
@@ -69,7 +76,8 @@ def measure(case: Case, peers: dict[str, Peer], backend: str = "hopper") -> Iter
 
 def time_ratio(case: Case, other: Case, direction: str) -> float:
     """Time of a case ÷ time of another; interleaved, because the GPU's clock drops as it heats."""
-    calls = {x.name: compiled(x, "hopper")[1][direction] for x in (case, other)}
+    with beside():
+        calls = {x.name: compiled(x, "hopper")[1][direction] for x in (case, other)}
     times = time_interleaved(calls, rounds=5)
     return times[case.name].over(times[other.name])
 

@@ -18,7 +18,13 @@ import numpy as np
 
 from xsake.bench.cases import Case
 from xsake.bench.checks import checked, checked_calls
-from xsake.bench.timing import Calls, compile_directions, time_directions, time_queued
+from xsake.bench.timing import (
+    Calls,
+    beside,
+    compile_directions,
+    time_directions,
+    time_queued,
+)
 
 Peer = Callable[[Case], dict[str, float]]
 PACKAGES = (
@@ -51,7 +57,8 @@ def cudnn(case: Case) -> dict[str, float]:
 
 def jax_seconds(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, float]:
     """Seconds of forward and backward, after their results are checked."""
-    checked_calls(case, given, calls)
+    with beside():
+        checked_calls(case, given, calls)
     return time_directions(calls)
 
 
@@ -95,10 +102,11 @@ def flash_attention_4(case: Case) -> dict[str, float]:
     return _torch_seconds(torch_calls(case, lambda q, k, v: flash_attn_func(q, k, v, **options)[0]))
 
 
+@beside()
 def torch_calls(
     case: Case, attend: Callable[..., Any], heads_first: bool = False
 ) -> dict[str, Callable[[], Any]]:
-    """Calls of attend(q, k, v) and of its gradients; their results are checked.
+    """Calls of attend(q, k, v), without a gradient, and of its gradients; results are checked.
 
     q, k, v are the case's own, [B, T, N, H] or, with heads_first, [B, N, T, H].
     """
@@ -119,11 +127,11 @@ def torch_calls(
     def pull_back() -> Any:
         return torch.autograd.grad(out, (q, k, v), out_gradient, retain_graph=True)
 
-    def forward() -> None:
+    def forward() -> Any:
         with torch.no_grad():
-            attend(q, k, v)
+            return attend(q, k, v)
 
-    results = [x.detach().contiguous() for x in (out, *pull_back())]
+    results = [x.detach().contiguous() for x in (forward(), *pull_back())]
     torch.cuda.synchronize()
     first, *gradients = (swap_heads(jnp.from_dlpack(x)) for x in results)
     checked(case, given, d_out, first, gradients)
@@ -187,6 +195,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(fn, dynamic=False)  # a kernel per shape, as users get by default
 
 
+@beside()
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call as a CUDA graph, which excludes Python's overhead."""
     import torch

@@ -54,7 +54,8 @@ class Timing:
 
 
 LOCK = "XSAKE_TIMING_LOCK"  # in the environment: the file of a lock that processes share
-_turns: list[None] = []  # one for each `alone` that this process is inside of
+_turns: list[None] = []  # not empty while this process is `alone`
+_preparing: list[None] = []  # not empty while it prepares `beside` others
 
 
 @contextlib.contextmanager
@@ -69,6 +70,8 @@ def alone() -> Iterator[None]:
     if not path or _turns:
         yield
         return
+    if _preparing:
+        raise RuntimeError("a process that prepares cannot time: it would wait for itself")
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         _turns.append(None)
@@ -76,6 +79,25 @@ def alone() -> Iterator[None]:
             yield
         finally:
             _turns.clear()
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """Around work on the accelerator that is not timed: it waits while another process times.
+
+    Processes prepare, compile and check beside each other, and none while one is `alone`.
+    """
+    path = os.environ.get(LOCK)
+    if not path or _turns or _preparing:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        _preparing.append(None)
+        try:
+            yield
+        finally:
+            _preparing.clear()
 
 
 def time_calls(

@@ -68,7 +68,7 @@ def _most_live(bound: Rule, grid: Grid) -> Array:
 
 def carried_sizes(rule: Rule) -> tuple[int, int]:
     """(batch rows, heads) of the arrays that a rule carries, 1 if they have no such axis."""
-    sizes = [dict(zip(axes, shape, strict=True)) for _, axes, shape in carried(rule)]
+    sizes = [dict(zip(axes, shape, strict=True)) for _, _, axes, shape in carried(rule)]
     batch, heads = (max((size.get(axis, 1) for size in sizes), default=1) for axis in "bn")
     return batch, heads
 

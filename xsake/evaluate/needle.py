@@ -64,7 +64,7 @@ def answer_prompts(
 
     `sources`, from `sources_of` of several methods, lets these share one compiled program.
     """
-    how: Any = {"subject": subject, "count": min(ANSWER_TOKENS, len(prompts[0].tokens) - 1)}
+    how: Any = {"subject": subject.bare, "count": min(ANSWER_TOKENS, len(prompts[0].tokens) - 1)}
     if (longest := max(prompt.answer for prompt in prompts)) > how["count"]:
         raise ValueError(f"answers have at most {how['count']} tokens here, one has {longest}")
     if method is not None:

@@ -65,7 +65,7 @@ def measure_methods(
     bare = [method.anonymous() for method in methods]
     together = jax.tree.map(lambda *xs: jnp.stack(xs), *(_plain(x) for x in bare))
     corrected = jnp.array([method.corrected for method in methods])
-    how: Any = {"subject": subject, "block": block, "sources": sources_of(methods)}
+    how: Any = {"subject": subject.bare, "block": block, "sources": sources_of(methods)}
     found: list[dict[str, list[float]]] = [{name: [] for name in COLUMNS} for _ in methods]
     by_head = []
     kept = np.zeros(len(methods))
@@ -74,7 +74,7 @@ def measure_methods(
         quality = jax.tree.map(np.asarray, quality)
         kept += np.asarray(counts)
         by_head.append(quality)
-        dense = _dense_hidden(subject.weights, tokens, subject=subject)
+        dense = _dense_hidden(subject.weights, tokens, subject=subject.bare)
         for m, method in enumerate(bare):
             predictions = _sparse_pass(subject.weights, tokens, dense, method, **how)
             figures = {
@@ -111,11 +111,11 @@ def measure_losses(
     the number of documents that are done.
     """
     bare = [method.anonymous() for method in methods]
-    how: Any = {"subject": subject, "block": block, "sources": sources_of(methods)}
+    how: Any = {"subject": subject.bare, "block": block, "sources": sources_of(methods)}
     found = np.zeros((len(methods), len(documents)))
     dense_losses = np.zeros(len(documents))
     for number, tokens in enumerate(documents):
-        dense = _dense_hidden(subject.weights, tokens, subject=subject)
+        dense = _dense_hidden(subject.weights, tokens, subject=subject.bare)
         for m, method in enumerate(bare):
             predictions = _sparse_pass(subject.weights, tokens, dense, method, **how)
             found[m, number] = predictions.loss

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +26,10 @@ class Subject(Protocol):
     layers: int
     heads: int
     hash: str
+
+    @property
+    def bare(self) -> Subject:
+        """Itself without weights, always the same: for static arguments, which JAX keeps."""
 
     def observe(
         self, weights: Any, tokens: Any, fold: Callable[[Any, Any, Any], Any], carry: Any
@@ -48,3 +54,17 @@ class Subject(Protocol):
 
     def logits(self, weights: Any, hidden: Array) -> Array:
         """float32 [R, vocab] of hidden [R, width]."""
+
+
+class Bare:
+    """Implements `Subject.bare`."""
+
+    weights: Any
+
+    @functools.cached_property
+    def bare(self) -> Any:
+        """Itself without weights, always the same: for static arguments, which JAX keeps."""
+        found = copy.copy(self)
+        found.weights = None
+        found.__dict__["bare"] = found
+        return found

@@ -156,6 +156,7 @@ class TokenArray(Rule):
 
     mask: Leaf = leaf()  # bool [B|1, N|1, T|1, S|1]
     axes = {"mask": ("b", "n", "q", "k")}
+    shared = "bnqk"
 
     def allows(self, tokens: Tokens) -> Array:
         at = (tokens.b_index, tokens.n_index, tokens.q_index, tokens.k_index)

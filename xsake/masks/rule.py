@@ -125,8 +125,9 @@ class Grid:
 class Rule:
     """A token-level function of (b, n, q, k) -> bool; see `xsake.masks` for the contract."""
 
-    # What each axis of a carried array counts: "b", "n", "q" or "k"; any of them may be 1 (shared).
+    # What each axis of a carried array counts: "b", "n", "q" or "k"; those in `shared` may be 1.
     axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+    shared: ClassVar[str] = "bn"
 
     def allows(self, tokens: Tokens) -> Array:
         """Whether each token pair is allowed, broadcast over `tokens`."""
@@ -406,21 +407,24 @@ def partition_spec(rule: Any, batch: Any, heads: Any) -> Any:
     return dataclasses.replace(rule, **new)
 
 
-def carried(rule: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
-    """(name, what each axis counts, shape) of every array whose layout the rule knows."""
+def carried(rule: Any) -> Iterator[tuple[Any, str, tuple[str, ...], tuple[int, ...]]]:
+    """(its rule, name, what each axis counts, shape) of every array whose layout is known."""
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
         if isinstance(value, Rule):
             yield from carried(value)
         elif field.name in rule.axes and value is not None:
-            yield field.name, rule.axes[field.name], value.shape
+            yield rule, field.name, rule.axes[field.name], value.shape
 
 
 def check_fits(rule: Rule, B: int, N: int, T: int, S: int) -> None:
     """Raises if an array's size is not the call's: reads past its end would go unnoticed."""
     full = {"b": B, "n": N, "q": T, "k": S}
-    for name, axes, shape in carried(rule):
-        if any(size not in (1, full[axis]) for axis, size in zip(axes, shape, strict=True)):
+    for own, name, axes, shape in carried(rule):
+        if any(
+            size != full[axis] and not (size == 1 and axis in own.shared)
+            for axis, size in zip(axes, shape, strict=True)
+        ):
             raise ValueError(
                 f"the rule's {name} has shape {list(shape)}, which does not fit "
                 f"B = {B}, N = {N}, T = {T}, S = {S}"

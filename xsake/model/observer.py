@@ -16,13 +16,14 @@ from jax import Array
 from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, calibrate, certified_attention, corrected_attention
 from xsake.hads.chunks import Softmax
+from xsake.hads.subject import Bare
 from xsake.model import Transformer
 from xsake.model.attend import by_mask, by_window, narrowed
 from xsake.model.positions import document_positions
 from xsake.parallel import sharding
 
 
-class Observer:
+class Observer(Bare):
     """The interface to a model that calibration and evaluation use.
 
     `weights` is a pytree that every method takes, so that it is an argument of compiled code. On a
@@ -50,7 +51,7 @@ class Observer:
     def profile(self, documents: Any, **how: Any) -> Profile:
         """`hads.calibrate` of this model; `how` are its remaining keyword arguments."""
         return calibrate(
-            self.observe,
+            self.bare.observe,
             self.weights,
             documents,
             layers=self.layers,

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -171,7 +172,7 @@ class Cache:
         """Raises if `more` tokens do not fit, where the lengths can be read."""
         if isinstance(self.length, jax.core.Tracer):
             return
-        longest, capacity = int(self.length.max(initial=0)), self.k.shape[1]
+        longest, capacity = int(np.asarray(self.length).max(initial=0)), self.k.shape[1]
         if longest + more > capacity:
             raise ValueError(
                 f"the cache has {longest} of {capacity} tokens, so {more} more do not fit; make it "

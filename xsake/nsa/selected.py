@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
@@ -161,8 +162,8 @@ def explain(
 ) -> Explanation:
     """Returns the backend that the selected branch would take, and every backend's reason.
 
-    Arguments are as in `apply_native_sparse_attention`, but arrays may be shapes. `xsake.explain`
-    does the same for the other branches.
+    Arguments are as in `apply_native_sparse_attention`, but arrays may be shapes; block_counts and
+    axis make no difference and are left out. `xsake.explain` does the same for the other branches.
 
     >>> q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), "float32") for n in (4, 2))
     >>> indices = jax.ShapeDtypeStruct((1, 256, 2, 16), "int32")
@@ -174,6 +175,9 @@ def explain(
         raise TypeError("block_indices must be an array, got NoneType")
     size_of("block_size", block_size, 1)
     packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, "token_indices": token_indices}
+    packed = {  # eval_shape would take a list apart
+        name: np.asarray(x) if isinstance(x, (list, tuple)) else x for name, x in packed.items()
+    }
 
     def ask(query: Any, key: Any, value: Any, indices: Any, packed: Any) -> int:
         q, k, v, own_scale = check_arrays(query, key, value, scale)

@@ -226,7 +226,7 @@ class Reader:
         tokens = np.zeros(padded(length, block), np.int32)
         tokens[:length] = ids[:length]
         weights = self.subject.weights
-        seen, dense = passes.read(weights, tokens, length, subject=self.subject, block=block)
+        seen, dense = passes.read(weights, tokens, length, subject=self.subject.bare, block=block)
         dense = np.asarray(dense)
         after = self._next(dense[length - 1 : length])
         found = Text(
@@ -260,7 +260,9 @@ class Reader:
     def _next(self, last: Float[np.ndarray, "1 width"]) -> Float[np.ndarray, " vocab"]:
         """Log-probabilities of the token after the one with these hidden states."""
         return np.asarray(
-            passes.log_probabilities(self.subject.weights, jnp.asarray(last), subject=self.subject)
+            passes.log_probabilities(
+                self.subject.weights, jnp.asarray(last), subject=self.subject.bare
+            )
         )[0]
 
     # -------------------------------------------------------------------------------------- methods
@@ -354,7 +356,7 @@ class Reader:
         counts[..., :n] = choice.counts
         source = passes.SOURCES.index(choice.source)
         given_all = (self.subject.weights, text.tokens, text.length, counts, given, source)
-        how = {"subject": self.subject, "block": text.block, "band": choice.band}
+        how = {"subject": self.subject.bare, "block": text.block, "band": choice.band}
         return np.asarray(run(*given_all, **how))
 
     def words(self, text: Text, method: str, density: float) -> tuple[Choice, passes.Words]:
@@ -362,7 +364,7 @@ class Reader:
         choice = self.choice(text, method, density)
         hidden = self.hidden(text, method, density, choice)
         found = passes.words(
-            self.subject.weights, text.dense, hidden, text.tokens, subject=self.subject
+            self.subject.weights, text.dense, hidden, text.tokens, subject=self.subject.bare
         )
         return choice, passes.Words(*(np.asarray(x) for x in found))
 

@@ -92,6 +92,9 @@ def why_not_observed(call: Call) -> str | None:
         return f"takes heads of up to {limits.OBSERVED_HEAD_SIZE}; these are {H} and {Hv}"
     if call.bias is not None and _is_per_query(call.bias):
         return "takes no bias of one value per query, which the kernels do not read"
+    tiling = call.options.hopper_forward
+    if tiling is not None and tiling.step is not None and tiling.step < call.mask.block[1]:
+        return f"takes steps of whole blocks; hopper_forward has steps of {tiling.step}"
     return None
 
 

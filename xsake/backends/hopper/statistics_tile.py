@@ -152,6 +152,8 @@ class StatisticsTile:
             listed = index, tile.start + first, tile.count - first
             scatter_rows(share, mass, *listed, self.interpret)
 
+        plgpu.commit_smem()  # a barrier: the next tile's logarithms replace these
+
 
 def mean_mass(mass: Array, T: int, block: int, kv_blocks: int) -> Array:
     """Sums over rows [B, N, Tb, consumers, blocks] -> mean over queries [B, N, Tb, Sb]."""

@@ -30,7 +30,7 @@ from xsake.bench.cases import RunCase
 from xsake.bench.checks import checked
 from xsake.bench.peers import wait_for_torch
 from xsake.bench.suites import Part, Record
-from xsake.bench.timing import alone, compile_directions, time_queued
+from xsake.bench.timing import alone, beside, compile_directions, time_queued
 from xsake.block_mask import BlockMask
 
 SHAPES = (  # B, N, K, T, H
@@ -66,16 +66,17 @@ def case_of(rule: str, B: int, N: int, K: int, T: int, H: int) -> RunCase:
 
 def records(case: RunCase, done: list[Record]) -> Iterator[Record]:
     """A record for each direction and implementation."""
-    calls, errors = own_calls(case)
     missing: dict[str, str] = {}
-    for name, peer in rule_peers.PEERS.items():
-        try:
-            found = peer(case)
-        except Exception as problem:  # any exception of another library, and WrongResultError
-            missing[name] = f"{type(problem).__name__}: {problem}"[:300]
-            continue
-        for direction, call in found.items():
-            calls[direction][name] = call, wait_for_torch
+    with beside():
+        calls, errors = own_calls(case)
+        for name, peer in rule_peers.PEERS.items():
+            try:
+                found = peer(case)
+            except Exception as problem:  # any exception of another library, and WrongResultError
+                missing[name] = f"{type(problem).__name__}: {problem}"[:300]
+                continue
+            for direction, call in found.items():
+                calls[direction][name] = call, wait_for_torch
     for direction in DIRECTIONS:
         times = times_of(calls[direction])
         for name in (MADE_BEFORE, WHOLE_CALL, *rule_peers.PEERS):

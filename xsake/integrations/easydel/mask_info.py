@@ -98,7 +98,8 @@ def _token_mask(name: str, x: Any, sizes: Sizes) -> Array:
             f"{name} must be [B, N|1, T, S] or [B, T, S] with [B, N, T, S] = {list(full)}, "
             f"got shape {list(mask.shape)}"
         )
-    return wide
+    # read here: on a mesh the mask is traced, and an additive one would not be noticed
+    return visible(name, wide) if jnp.issubdtype(wide.dtype, jnp.integer) else wide
 
 
 def last_seen(arrays: dict[str, Array], B: int, S: int) -> Array:

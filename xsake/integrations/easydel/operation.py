@@ -27,6 +27,7 @@ from xsake.integrations.easydel.metadata import OPERATION, OperationMetadata
 from xsake.integrations.ejkernel import blocksparse_attention
 from xsake.integrations.ejkernel.blocksparse import sinks_of_heads
 from xsake.integrations.flax.attend import check_precision
+from xsake.integrations.meshes import over_mesh
 from xsake.masks.rule import Leaf
 
 __all__ = ["AttentionOutput", "BlockSparseAttn", "OperationRegistry"]
@@ -199,13 +200,7 @@ class BlockSparseAttn:
 
         tokens = PartitionSpec(batch, None, heads, None)
         specs = {name: spec(name, x) for name, x in arrays.items()}
-        return jax.shard_map(
-            attend,
-            mesh=given.mesh,
-            in_specs=(tokens, tokens, tokens, specs),
-            out_specs=tokens,
-            check_vma=False,
-        )
+        return over_mesh(attend, given.mesh, (tokens, tokens, tokens, specs), tokens)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         """`forward_native`."""

@@ -19,8 +19,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from xsake import masks
 from xsake.block_mask import BlockMask
@@ -60,11 +61,10 @@ class Layer:
         k: Array,
     ) -> Layer:
         """Of a call function(q, k, v, *args, **kwargs); refuses what is not known."""
-        given: dict[str, Any] = {}
-        while isinstance(function, functools.partial) and not function.args:
-            given = function.keywords | given
-            function = function.func
+        function, given = _unwrapped(function, computes)
         own = _known(number, function, computes)
+        if any(function is named for named in computes):  # its own keywords are its own affair
+            given = {name: x for name, x in given.items() if name in ARGUMENTS.parameters}
         if isinstance(own.mask, InputMask):
             raise ValueError(
                 f"layer {number} has a plan already, attention(plan, layer=…); build the model "
@@ -150,26 +150,60 @@ class Layer:
             self.scaled(q), k, v, mask, logits_soft_cap=cap, implementation=how
         )
 
-    def distance(self, function: AttentionFn, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def distance(
+        self,
+        function: AttentionFn,
+        computes: Mapping[AttentionFn, Attend],
+        q: Array,
+        k: Array,
+        v: Array,
+    ) -> tuple[Array, Array]:
         """(how far the function is from what HADS plans, what rounding explains), of max |v|.
 
-        In float32: logits of up to L differ by a few ε · L, which are relative errors of the
-        weights. The function's result may be rounded to its own dtype.
+        Flax's functions and `attention(…)` are called in float32: logits of up to L differ by a few
+        ε · L, which are relative errors of the weights. Functions of one's own may take no float32:
+        they are called as the model does, and a few ε of their dtype are allowed.
         """
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        q, k, v = (x.astype(wide) for x in (q, k, v))
         args, kwargs = self.call
-        kwargs = kwargs | {"dtype": wide} if "dtype" in self.arguments else kwargs
         how = {x: y for x, y in self.own.settings.items() if x in ("scale", "logits_soft_cap")}
-        planned = Attend(combine([self.rule, masks.causal()]), None, None, how)(q, k, v)
-        if isinstance(function, Attend):  # a backend that it names need not take float32
-            function = Attend(function.mask, None, function.decode, how)
-        found = function(q, k, v, *args, **kwargs)
-        size = jnp.maximum(jnp.abs(v).max(), jnp.finfo(wide).tiny)
-        logits = jnp.linalg.norm(q, axis=-1).max() * jnp.linalg.norm(k, axis=-1).max()
-        logits = logits * how.get("scale", 1 / math.sqrt(self.H))
-        rounding = jnp.finfo(found.dtype).eps + 4 * jnp.finfo(wide).eps * (1 + logits)
+        given: Any = tuple(x.astype(wide) for x in (q, k, v))
+        planned = Attend(combine([self.rule, masks.causal()]), None, None, how)(*given)
+        bare, keywords = _unwrapped(function, computes)
+        allowed: Any = 0.0
+        if any(bare is named for named in computes):
+            given, allowed = (q, k, v), 4 * jnp.finfo(q.dtype).eps
+        else:
+            for name, exact in (("dtype", wide), ("precision", lax.Precision.HIGHEST)):
+                kwargs = kwargs | {name: exact} if name in self.arguments else kwargs
+            if isinstance(bare, Attend):  # a backend that it names need not take float32
+                function = functools.partial(Attend(bare.mask, None, bare.decode, how), **keywords)
+        with jax.default_matmul_precision("highest"):  # a GPU would round float32 to TF32
+            found = function(*given, *args, **kwargs)
+        size = jnp.maximum(jnp.abs(v.astype(wide)).max(), jnp.finfo(wide).tiny)
+        logits = _longest(q) * _longest(k) * how.get("scale", 1 / math.sqrt(self.H))
+        rounding = allowed + jnp.finfo(found.dtype).eps + 4 * jnp.finfo(wide).eps * (1 + logits)
         return jnp.abs(found.astype(wide) - planned).max() / size, rounding
+
+
+def _unwrapped(
+    function: AttentionFn, computes: Mapping[AttentionFn, Attend]
+) -> tuple[AttentionFn, dict[str, Any]]:
+    """A function inside functools.partial, up to one that is named; and the keywords around it."""
+    given: dict[str, Any] = {}
+    while (
+        isinstance(function, functools.partial)
+        and not function.args
+        and not any(function is named for named in computes)
+    ):
+        given = function.keywords | given
+        function = function.func
+    return function, given
+
+
+def _longest(x: Array) -> Array:
+    """The largest norm of a query or key."""
+    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1).max()
 
 
 def _known(number: int, function: AttentionFn, computes: Mapping[AttentionFn, Attend]) -> Attend:

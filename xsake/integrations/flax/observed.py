@@ -32,6 +32,7 @@ from xsake.hads import Profile, calibrate
 from xsake.hads.chunks import Softmax
 from xsake.hads.profile import check_curves, check_documents, hash_of
 from xsake.hads.statistics import CURVES
+from xsake.hads.subject import Bare
 from xsake.integrations.flax.attend import Attend, attention
 from xsake.integrations.flax.layer import AttentionFn, Layer
 
@@ -117,7 +118,7 @@ def _call(model: Any, tokens: Any) -> Any:
     return model(tokens)
 
 
-class Observed:
+class Observed(Bare):
     """A `hads.subject.Subject`. Its output is its final state: logits [T, vocab]."""
 
     def __init__(
@@ -204,7 +205,7 @@ class Observed:
         self._check_layers(documents)
         how.setdefault("model_hash", self.hash)
         return calibrate(
-            self.observe,
+            self.bare.observe,
             self.weights,
             documents,
             layers=self.layers,
@@ -255,7 +256,7 @@ class Observed:
                 inner: AttentionFn, layer: Layer, q: Array, k: Array, v: Array, kernel: Any
             ) -> Any:
                 layer.check_can_be_planned()
-                found.append(layer.distance(inner, q, k, v))
+                found.append(layer.distance(inner, self._computes, q, k, v))
                 return _as_called(inner, layer, q, k, v)
 
             self._by_layer(weights, tokens, compare)

@@ -49,10 +49,15 @@ def rule_of(mask: Any, axes: Axes) -> Rule:
             "mask must be an AttentionMask, a named array or a rule of xsake.masks, got "
             f"{type(mask).__name__}"
         )
-    offset, window, explicit = (  # an earlier Levanter has not all of them
-        getattr(mask, name, None) for name in ("causal_offset", "sliding_window", "explicit_mask")
+    _check_fields(mask)
+    offset, window, radius, explicit = (  # an earlier Levanter has not all of them
+        getattr(mask, name, None)
+        for name in ("causal_offset", "sliding_window", "bidirectional_window", "explicit_mask")
     )
     rule = _causal(offset, axes) if mask.is_causal else masks.everything()
+    if radius is not None:
+        radius = size_of("bidirectional_window", radius, 0)
+        rule = rule & masks.sliding_window(radius, radius)
     if window is not None:  # the query itself counts, and later keys are hidden
         rule = rule & masks.sliding_window(size_of("sliding_window", window, 1) - 1, 0)
     if explicit is not None:
@@ -64,6 +69,24 @@ def rule_of(mask: Any, axes: Axes) -> Rule:
         )
         rule = rule & masks.documents(q_ids, kv_ids)
     return rule
+
+
+FIELDS = frozenset(
+    "is_causal causal_offset sliding_window bidirectional_window explicit_mask segment_ids".split()
+)
+
+
+def _check_fields(mask: Any) -> None:
+    """Raises for what a later Levanter may limit attention by, which would be dropped here."""
+    if not dataclasses.is_dataclass(mask):
+        return
+    for field in dataclasses.fields(mask):
+        value = getattr(mask, field.name)
+        if field.name not in FIELDS and value is not None and value is not False:
+            raise NotImplementedError(
+                f"the mask has {field.name} = {value!r}, which is not known here; express it as a "
+                "rule of xsake.masks or as explicit_mask"
+            )
 
 
 def _causal(offset: Any, axes: Axes) -> Rule:

@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from xsake import attention
 from xsake.block_mask import BlockMask
 from xsake.integrations.levanter.axes import Axes
+from xsake.integrations.meshes import over_mesh
 
 __all__ = ["Sharding"]
 
@@ -39,11 +39,21 @@ class Sharding:
                 "mesh must be a jax.sharding.Mesh and axis_mapping a dict of axes, got "
                 f"{type(mesh).__name__} and {type(mapping).__name__}"
             )
-        over = {name: _mesh_axes(mapping[name]) for name in axes.sizes if mapping.get(name)}
+        over = {
+            name: _mesh_axes(name, mapping[name])
+            for name in axes.sizes
+            if mapping.get(name) not in (None, (), [])
+        }
         if unknown := [x for found in over.values() for x in found if x not in mesh.shape]:
             raise ValueError(
                 f"axis_mapping names the mesh axis {unknown[0]!r}, but the mesh has "
                 f"{list(mesh.shape)}"
+            )
+        used = [x for found in over.values() for x in found]
+        if twice := [x for x in used if used.count(x) > 1]:
+            raise ValueError(
+                f"axis_mapping shards {[name for name in over if twice[0] in over[name]]} over the "
+                f"mesh axis {twice[0]!r}, which can shard one of them only"
             )
         if whole := [name for name in over if name not in (*axes.batch, *axes.kv_heads)]:
             raise ValueError(
@@ -83,18 +93,18 @@ class Sharding:
         def local(q: Array, k: Array, v: Array, mask: Any, arrays: dict[str, Any]) -> Array:
             return attention.dot_product_attention(q, k, v, mask=mask, **arrays, **how)
 
-        return jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(*[tokens] * 3, mask.partition_spec(self.batch, self.heads), specs),
-            out_specs=tokens,
-            check_vma=False,
-        )(q, k, v, mask, arrays)
+        in_specs = (*[tokens] * 3, mask.partition_spec(self.batch, self.heads), specs)
+        return over_mesh(local, self.mesh, in_specs, tokens)(q, k, v, mask, arrays)
 
     def _of_pairs(self, x: Array) -> PartitionSpec:
         batch = self.batch if x.shape[0] > 1 else None
         return PartitionSpec(batch, self.heads if x.shape[1] > 1 else None, None, None)
 
 
-def _mesh_axes(axes: Any) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+def _mesh_axes(name: str, axes: Any) -> tuple[str, ...]:
+    found = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(found, (tuple, list)) or not all(isinstance(x, str) for x in found):
+        raise TypeError(
+            f"axis_mapping[{name!r}] must be the name of a mesh axis or several, got {axes!r}"
+        )
+    return tuple(found)
