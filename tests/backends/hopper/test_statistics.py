@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +140,13 @@ def test_what_has_no_statistics_says_why(head_size, bias, why):
     bias = None if bias is None else jnp.zeros(bias)
     q = jnp.zeros(shape_of(head_size=head_size).shape, jnp.bfloat16)
     assert hopper.why_not_observed(call_of(q, bias)) == why
+
+
+def test_steps_of_half_blocks_have_no_statistics():
+    call = call_of(jnp.zeros(shape_of(head_size=64).shape, jnp.bfloat16))
+    half = dataclasses.replace(call, options=Options(hopper_forward=ForwardTiling(step=64)))
+    why = "takes steps of whole blocks; hopper_forward has steps of 64"
+    assert hopper.why_not_observed(half) == why
 
 
 @pytest.mark.parametrize(
