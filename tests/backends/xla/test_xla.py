@@ -269,6 +269,25 @@ def test_chains_make_every_visit_once(heads, rule):
 
 
 @pytest.mark.usefixtures("chains_only")
+@pytest.mark.parametrize("heads", [1, 4])
+def test_chains_of_a_list_that_batch_rows_share(heads):
+    arrays = random_arrays(2, 40, 40, 4, 2, 8)
+    bits = np.random.default_rng(heads).random((1, heads, 3, 3)) < 0.6
+    mask = BlockMask.from_dense(jnp.asarray(bits), masks.causal(), shape=(40, 40), block=16)
+    got = run("xla", *arrays, mask=mask, options=CHAINS)
+    assert_near(got, run("reference", *arrays, mask=mask))
+
+
+@pytest.mark.by_version
+def test_a_batch_of_texts_that_are_long_enough_for_the_usual_steps():
+    """Without options: each JAX version then takes the way that is fastest for it."""
+    arrays = random_arrays(2, 1056, 1056, 2, 1, 8)
+    assert 2 * 2 * 1056**2 > FEW_PAIRS
+    got = run("xla", *arrays, is_causal=True)
+    assert_near(got, run("reference", *arrays, is_causal=True))
+
+
+@pytest.mark.usefixtures("chains_only")
 def test_one_long_row_is_never_in_two_chains():
     """The row block has more visits than total ÷ chains."""
     arrays = random_arrays(2, 90, 80, 4, 2, 8)

@@ -125,7 +125,7 @@ def _visits(mask: BlockMask, sizes: Sizes) -> tuple[Visits, Visits]:
     """The visits that need the rule, and those of full blocks, of every head."""
     blocks = mask.kv_count.shape[2]
     b, n = jnp.arange(sizes.B)[:, None], jnp.arange(sizes.N)[None]
-    which = list_index(mask, sizes, b, n)
+    which = jnp.broadcast_to(list_index(mask, sizes, b, n), (sizes.B, sizes.N))
 
     def of_heads(x: Array) -> Array:  # [B, N, …]
         return x.reshape(-1, x.shape[-1])[which]
