@@ -98,6 +98,21 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if runs(item)]
 
 
+MOST_MAPS = 40_000  # Linux allows a process 65,530 memory maps, and then it crashes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_compiled_programs():
+    """Drops what JAX compiled before a worker has too many: each program is several memory maps."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture
 def as_users_call_it():
     """Disables jaxtyping's checks, which only tests have: the errors come from xsake itself."""
