@@ -198,17 +198,67 @@ def test_documents_are_cut_from_texts_long_enough(tmp_path):
     ready = text.load_documents([path], encode, 50, 5, seed=3)
     cut = text.documents(texts, encode, 50, 5, seed=3)
     assert [len(x) for x in cut] == [50] * 5
-    assert {chr(x[0]) for x in cut} <= set("adgj")  # each begins with a word
+    used = ["".join(map(chr, x)) in texts[1] for x in cut]
+    assert sorted(used[:2]) == sorted(used[2:4]) == [False, True]  # both texts before one again
     again = text.documents(texts, encode, 50, 5, seed=3)
     assert all((a == b).all() for a, b in zip(cut, again, strict=True))
     assert all((a == b).all() for a, b in zip(cut, ready, strict=True))
     with pytest.raises(ValueError, match="only 0 of 2 documents of 5,000 tokens"):
         text.documents(texts, encode, 5000, 2)
+    with pytest.raises(ValueError, match=r"only 0 of 1 documents of 50 tokens .* from 0 texts"):
+        text.documents([], encode, 50, 1)
     for length, count, name in ((0, 5, "length"), (-5, 5, "length"), (50, 0, "count")):
         with pytest.raises(ValueError, match=f"the {name} of documents must be at least 1, got"):
             text.load_documents([path], encode, length, count)
     with pytest.raises(ValueError, match=r"unsupported extension"):
         text.load_documents([path.rename(tmp_path / "texts.csv")], encode, 50, 5)
+
+
+def numbered(x):
+    """Tokens of a text in which every character differs: its characters, between bos and eos."""
+    return [0, *map(ord, x), 1]
+
+
+def drawn(texts, length, count, seed=0):
+    cut = text.documents(texts, numbered, length, count, seed)
+    assert all((len(x), x[0]) == (length, 0) for x in cut)
+    return np.stack(cut)[:, 1:]
+
+
+@pytest.mark.parametrize("tokens", [105, 3000])  # 3,000: more than is tokenized
+def test_documents_of_one_text_share_no_token(tokens):
+    """Standard errors over documents would be too small otherwise, 0 for equal documents."""
+    texts = ["".join(map(chr, range(1000, 1000 + tokens)))]
+    found = [drawn(texts, 11, 10, seed) for seed in range(4)]
+    for cut in found:
+        assert len(np.unique(cut)) == cut.size  # without eos, which would be there twice
+        assert cut.min() >= 1000
+        assert (np.diff(cut, axis=1) == 1).all()
+        assert np.ptp(cut) >= (99 if tokens < 110 else 1000)  # spread over the text
+    assert len({cut.tobytes() for cut in found}) == 4
+    assert (drawn(texts, 11, 10, 2) == found[2]).all()
+
+
+def test_an_error_says_how_many_documents_fit():
+    """All that fit are found: also if a long text must give what the short ones lack."""
+    short, long = "x", "".join(map(chr, range(1000, 1500)))
+    assert len(drawn([short, long], 11, 50)) == 50
+    with pytest.raises(ValueError, match=r"only 50 of 51 documents .* give more text"):
+        drawn([short, long], 11, 51)
+    words = "and " * 40  # a token has more characters than a stretch is sized for
+    sparse = text.documents([words * 9], lambda x: [7] * (len(x) // 40), 4, 9)
+    assert [x.tolist() for x in sparse] == [[7] * 4] * 9
+
+
+def test_of_a_long_text_only_a_part_is_tokenized():
+    seen = []
+
+    def encode(x):
+        seen.append(len(x))
+        return [len(word) for word in x.split()]
+
+    assert len(text.documents(["a few words " * 100_000] * 3, encode, 100, 4)) == 4
+    assert sum(seen) < 10_000
 
 
 def test_disjoint_documents_share_no_token_and_begin_as_texts_do():
