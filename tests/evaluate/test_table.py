@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -133,18 +134,48 @@ def test_the_table_is_written_resumed_and_refuses_other_data(subject, profile, d
     assert len(said) == 2 * len(rows)
     assert "| mean_query/kl | run time | 0.6" in out.with_suffix(".md").read_text()
     with pytest.raises(ValueError, match="differs in data_hash; name another file"):
-        table.run_table(subject, profile, documents[:2], [0.6], out)
+        table.run_table(subject, profile, documents[1:3], [0.6], out)
 
 
 def test_a_table_of_some_methods_has_just_those(subject, profile, documents, tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "measure_methods", lambda _, methods, *rest: methods)
-    monkeypatch.setattr(table, "to_json", lambda found: "")
+    asked = []
+
+    def measured(_, methods, *rest):
+        asked.append([method.name for method in methods])
+        return [{"method": name} for name in asked[-1]]
+
+    monkeypatch.setattr(table, "measure_methods", measured)
     monkeypatch.setattr(table, "to_markdown", lambda found: "")
+
+    def run(*only, others=None):
+        found = table.run_table(
+            subject, profile, documents[2:], [0.6], tmp_path / "t", only=only, others=others
+        )
+        return [row["method"] for row in found["densities"]["0.6"]["rows"]]
+
     names = ["sink_window", "static/kl"]
-    found = table.run_table(subject, profile, documents[2:], [0.6], tmp_path / "t", only=names)
-    assert [method.name for method in found["densities"]["0.6"]["rows"]] == names
-    with pytest.raises(ValueError, match="method 'magic' is not one of"):
-        table.run_table(subject, profile, documents[2:], [0.6], tmp_path / "u", only=["magic"])
+    assert run(*names) == names
+    # what the file has is skipped, by method: not all else that is asked for at this density
+    assert run("static/kl", "oracle/kl") == [*names, "oracle/kl"]
+    assert asked == [names, ["oracle/kl"]]
+    assert set(run(others={"from elsewhere": profile})) == set(
+        methods.names_of(profile, {"from elsewhere": profile})
+    )
+    assert not {*names, "oracle/kl"} & set(asked[2])
+    assert (len(run()), len(asked)) == (len(asked[2]) + 3, 3)
+    with pytest.raises(ValueError, match="method 'magic' does not exist"):
+        run("magic")
+
+
+def test_the_documents_of_the_calibration_are_no_evaluation(subject, profile, documents, tmp_path):
+    refused = "are those of the calibration, .* give --text other text"
+    with pytest.raises(ValueError, match=refused):
+        table.run_table(subject, profile, documents[:2], [0.6], tmp_path / "t")
+    facts = dataclasses.replace(profile.facts, data_hash="of other text")
+    elsewhere = dataclasses.replace(profile, facts=facts)
+    others = {"from elsewhere": profile}
+    with pytest.raises(ValueError, match=refused):
+        table.run_table(subject, elsewhere, documents[:2], [0.6], tmp_path / "t", others=others)
 
 
 def drawn_table(path, methods=("good", "bad")):

@@ -80,10 +80,12 @@ def measure_tasks(
     """Measures a plan or a profile's methods, writes the file and prints a table per length."""
     from xsake import hads
     from xsake.evaluate import needle
+    from xsake.hads.profile import check_held_out
 
     assert encode is not None  # `Chosen.check` refuses token ids
     made.check_model(subject.hash)
     source = made.terms if isinstance(made, hads.Plan) else made.facts
+    check_held_out(fillers, source.data_hash)
     densities = (made.terms.density,) if isinstance(made, hads.Plan) else chosen.densities
     settings = needle.Settings(
         chosen.families, chosen.lengths, chosen.prompts, densities, chosen.seed
