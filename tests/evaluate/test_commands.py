@@ -158,6 +158,7 @@ def test_tasks_of_a_profile(xsake, made, monkeypatch):
     assert "written: tasks.json" in said
     assert "128 tokens: % of answers right" in " ".join(said.split())  # the title may be wrapped
     assert "left out: density 0.1 at 128 tokens" in said
+    assert "1.00 mean_query/output certified, error 0" in " ".join(said.split())
     found = json.loads((made / "tasks.json").read_text())
     certified = "mean_query/output certified, error 0"
     methods = ["dense", "sink_window", "mean_query/output", certified]
