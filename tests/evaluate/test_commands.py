@@ -46,6 +46,7 @@ def made(tmp_path_factory):
     ids = np.random.default_rng(0).integers(0, 300, (2, 64), dtype=np.int32)
     for name, values in (
         ("ids", ids),
+        ("more", ids[::-1]),
         ("above", ids + 1000 * (np.arange(64) == 7)),
         ("below", ids - 1000 * (np.arange(64) == 7)),
         ("huge", ids.astype(np.int64) + 2**40),
@@ -96,7 +97,9 @@ def test_calibrate_plan_evaluate(xsake, made, monkeypatch):
     said = xsake("plan a/new/profile --density 0.8 --policy kl -o plan")
     assert "realised density 0.8000" in said
     before = (made / "plan").read_bytes()
-    evaluate = "evaluate model --plan plan --text ids.npy --length 64 --documents 2"
+    evaluate = "evaluate model --plan plan --text more.npy --length 64 --documents 2"
+    said = xsake(f"{evaluate} --update".replace("more", "ids"), code=1)
+    assert "are those of the calibration, and quality must be measured on text that was" in said
     said = xsake(evaluate)
     assert "mean_query/kl" in said
     gap = r"[+-][\d.]+% ± [\d.]+% \(standard error over 2 documents\)"
@@ -147,13 +150,15 @@ TASKS = (
 
 def test_tasks_of_a_profile(xsake, made, monkeypatch):
     """The untrained model knows no answer: without the rule it is measured, with it left out."""
-    profile_of_the_model(made).save(made / "random")
+    random = profile_of_the_model(made)
+    random.save(made / "random")
     with monkeypatch.context() as patched:
         patched.setattr(needle, "LEAST_ACCURACY", 0.0)
         said = xsake(f"{TASKS} tasks.json --certify 0")
     assert "written: tasks.json" in said
     assert "128 tokens: % of answers right" in " ".join(said.split())  # the title may be wrapped
     assert "left out: density 0.1 at 128 tokens" in said
+    assert "1.00 mean_query/output certified, error 0" in " ".join(said.split())
     found = json.loads((made / "tasks.json").read_text())
     certified = "mean_query/output certified, error 0"
     methods = ["dense", "sink_window", "mean_query/output", certified]
@@ -166,6 +171,9 @@ def test_tasks_of_a_profile(xsake, made, monkeypatch):
     said = xsake(f"{TASKS} tasks.json --certify 0")  # resumes: nothing is measured again
     assert "left out: passkey at 128 tokens, where dense attention has 0% of the answers" in said
     assert json.loads((made / "tasks.json").read_text())["rows"] == found["rows"]
+    facts = dataclasses.replace(random.facts, data_hash=found["filler_hash"])
+    dataclasses.replace(random, facts=facts).save(made / "random")
+    assert "are those of the calibration" in xsake(f"{TASKS} tasks.json", code=1)
 
 
 def test_calibration_on_two_kinds_of_text(xsake, made, monkeypatch):

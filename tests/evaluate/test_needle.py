@@ -59,6 +59,11 @@ def test_a_mean_is_over_the_families_that_dense_can_do():
     assert mean["accuracy"] == 0.25
     assert mean["share_of_dense"] == pytest.approx(0.25 / 0.75)
     assert mean["accuracy_difference"] == pytest.approx(-0.5)
+    assert (mean["density"], mean["realised_density_ratio"]) == (0.2, 0.2)
+    for row, used in zip(rows, (1, 0.3, 1, 0.5, 1, 0.9), strict=True):
+        row["realised_density_ratio"] = used
+    (mean,) = needle.summarise(rows)
+    assert (mean["density"], mean["realised_density_ratio"]) == (0.2, pytest.approx(0.4))
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -133,18 +134,48 @@ def test_the_table_is_written_resumed_and_refuses_other_data(subject, profile, d
     assert len(said) == 2 * len(rows)
     assert "| mean_query/kl | run time | 0.6" in out.with_suffix(".md").read_text()
     with pytest.raises(ValueError, match="differs in data_hash; name another file"):
-        table.run_table(subject, profile, documents[:2], [0.6], out)
+        table.run_table(subject, profile, documents[1:3], [0.6], out)
 
 
 def test_a_table_of_some_methods_has_just_those(subject, profile, documents, tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "measure_methods", lambda _, methods, *rest: methods)
-    monkeypatch.setattr(table, "to_json", lambda found: "")
+    asked = []
+
+    def measured(_, methods, *rest):
+        asked.append([method.name for method in methods])
+        return [{"method": name} for name in asked[-1]]
+
+    monkeypatch.setattr(table, "measure_methods", measured)
     monkeypatch.setattr(table, "to_markdown", lambda found: "")
+
+    def run(*only, others=None):
+        found = table.run_table(
+            subject, profile, documents[2:], [0.6], tmp_path / "t", only=only, others=others
+        )
+        return [row["method"] for row in found["densities"]["0.6"]["rows"]]
+
     names = ["sink_window", "static/kl"]
-    found = table.run_table(subject, profile, documents[2:], [0.6], tmp_path / "t", only=names)
-    assert [method.name for method in found["densities"]["0.6"]["rows"]] == names
-    with pytest.raises(ValueError, match="method 'magic' is not one of"):
-        table.run_table(subject, profile, documents[2:], [0.6], tmp_path / "u", only=["magic"])
+    assert run(*names) == names
+    # what the file has is skipped, by method: not all else that is asked for at this density
+    assert run("static/kl", "oracle/kl") == [*names, "oracle/kl"]
+    assert asked == [names, ["oracle/kl"]]
+    assert set(run(others={"from elsewhere": profile})) == set(
+        methods.names_of(profile, {"from elsewhere": profile})
+    )
+    assert not {*names, "oracle/kl"} & set(asked[2])
+    assert (len(run()), len(asked)) == (len(asked[2]) + 3, 3)
+    with pytest.raises(ValueError, match="method 'magic' does not exist"):
+        run("magic")
+
+
+def test_the_documents_of_the_calibration_are_no_evaluation(subject, profile, documents, tmp_path):
+    refused = "are those of the calibration, .* give --text other text"
+    with pytest.raises(ValueError, match=refused):
+        table.run_table(subject, profile, documents[:2], [0.6], tmp_path / "t")
+    facts = dataclasses.replace(profile.facts, data_hash="of other text")
+    elsewhere = dataclasses.replace(profile, facts=facts)
+    others = {"from elsewhere": profile}
+    with pytest.raises(ValueError, match=refused):
+        table.run_table(subject, elsewhere, documents[:2], [0.6], tmp_path / "t", others=others)
 
 
 def drawn_table(path, methods=("good", "bad")):
@@ -198,17 +229,67 @@ def test_documents_are_cut_from_texts_long_enough(tmp_path):
     ready = text.load_documents([path], encode, 50, 5, seed=3)
     cut = text.documents(texts, encode, 50, 5, seed=3)
     assert [len(x) for x in cut] == [50] * 5
-    assert {chr(x[0]) for x in cut} <= set("adgj")  # each begins with a word
+    used = ["".join(map(chr, x)) in texts[1] for x in cut]
+    assert sorted(used[:2]) == sorted(used[2:4]) == [False, True]  # both texts before one again
     again = text.documents(texts, encode, 50, 5, seed=3)
     assert all((a == b).all() for a, b in zip(cut, again, strict=True))
     assert all((a == b).all() for a, b in zip(cut, ready, strict=True))
     with pytest.raises(ValueError, match="only 0 of 2 documents of 5,000 tokens"):
         text.documents(texts, encode, 5000, 2)
+    with pytest.raises(ValueError, match=r"only 0 of 1 documents of 50 tokens .* from 0 texts"):
+        text.documents([], encode, 50, 1)
     for length, count, name in ((0, 5, "length"), (-5, 5, "length"), (50, 0, "count")):
         with pytest.raises(ValueError, match=f"the {name} of documents must be at least 1, got"):
             text.load_documents([path], encode, length, count)
     with pytest.raises(ValueError, match=r"unsupported extension"):
         text.load_documents([path.rename(tmp_path / "texts.csv")], encode, 50, 5)
+
+
+def numbered(x):
+    """Tokens of a text in which every character differs: its characters, between bos and eos."""
+    return [0, *map(ord, x), 1]
+
+
+def drawn(texts, length, count, seed=0):
+    cut = text.documents(texts, numbered, length, count, seed)
+    assert all((len(x), x[0]) == (length, 0) for x in cut)
+    return np.stack(cut)[:, 1:]
+
+
+@pytest.mark.parametrize("tokens", [105, 3000])  # 3,000: more than is tokenized
+def test_documents_of_one_text_share_no_token(tokens):
+    """Standard errors over documents would be too small otherwise, 0 for equal documents."""
+    texts = ["".join(map(chr, range(1000, 1000 + tokens)))]
+    found = [drawn(texts, 11, 10, seed) for seed in range(4)]
+    for cut in found:
+        assert len(np.unique(cut)) == cut.size  # without eos, which would be there twice
+        assert cut.min() >= 1000
+        assert (np.diff(cut, axis=1) == 1).all()
+        assert np.ptp(cut) >= (99 if tokens < 110 else 1000)  # spread over the text
+    assert len({cut.tobytes() for cut in found}) == 4
+    assert (drawn(texts, 11, 10, 2) == found[2]).all()
+
+
+def test_an_error_says_how_many_documents_fit():
+    """All that fit are found: also if a long text must give what the short ones lack."""
+    short, long = "x", "".join(map(chr, range(1000, 1500)))
+    assert len(drawn([short, long], 11, 50)) == 50
+    with pytest.raises(ValueError, match=r"only 50 of 51 documents .* give more text"):
+        drawn([short, long], 11, 51)
+    words = "and " * 40  # a token has more characters than a stretch is sized for
+    sparse = text.documents([words * 9], lambda x: [7] * (len(x) // 40), 4, 9)
+    assert [x.tolist() for x in sparse] == [[7] * 4] * 9
+
+
+def test_of_a_long_text_only_a_part_is_tokenized():
+    seen = []
+
+    def encode(x):
+        seen.append(len(x))
+        return [len(word) for word in x.split()]
+
+    assert len(text.documents(["a few words " * 100_000] * 3, encode, 100, 4)) == 4
+    assert sum(seen) < 10_000
 
 
 def test_disjoint_documents_share_no_token_and_begin_as_texts_do():

@@ -68,8 +68,10 @@ def calibration_and_evaluation_are_those_of_one_device() -> bool:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         model = folder_of(random_model(LLAMA), place)
-        text = place / "text.npy"
-        np.save(text, random_tokens(LLAMA, (4, LENGTH)))
+        text, other = place / "text.npy", place / "other.npy"
+        tokens = random_tokens(LLAMA, (4, LENGTH))
+        np.save(text, tokens[:2])
+        np.save(other, tokens[2:])
         how: dict[str, Any] = {"length": LENGTH, "documents": 2}
         profiles, qualities = [], []
         for sizes in (ONE_DEVICE, SPLIT):
@@ -86,7 +88,7 @@ def calibration_and_evaluation_are_those_of_one_device() -> bool:
             profiles.append(Profile.load(out))
             plan = place / f"{sizes.tensor}.plan"
             commands.plan(place / "0.profile", 0.5, plan)
-            commands.evaluate(model, [text], plan, update=True, mesh=sizes, **how)
+            commands.evaluate(model, [other], plan, update=True, mesh=sizes, **how)
             qualities.append(json.loads(Plan.load(plan).terms.validation))
         one, split = (jax.tree.map(np.asarray, (x.statistics, x.errors)) for x in profiles)
         return near(split, one) and near(qualities[1], qualities[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import io
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from xsake.evaluate.quality import compare, compare_predictions
 from xsake.hads import baselines
 from xsake.model.observer import Observer
 from xsake.server import passes
-from xsake.server.reader import METHODS
+from xsake.server.reader import METHODS, LargeTextError
 
 BLOCK, DENSITY = 16, 0.6
 CLOSE = 2e-4  # float32 sums in another order; probabilities and nats
@@ -239,6 +241,39 @@ def test_a_text_that_is_not_kept_is_404(shipped_client):
     answer = shipped_client.get("/api/play/texts/none/method?density=0.5")
     assert answer.status_code == 404
     assert "send it again" in answer.json()["detail"]
+
+
+def test_texts_are_kept_up_to_a_number_of_bytes(reader, read, monkeypatch):
+    """The last one stays; what alone needs more than all may is refused with what fits."""
+    text = reader.text(read["id"])
+    size = len(text.tokens)
+    assert sum(x.nbytes for x in text.seen) == reader._bytes(size, BLOCK)
+    assert text.nbytes > reader._bytes(size, BLOCK) + text.dense.nbytes
+    others = {name: dataclasses.replace(text, id=name) for name in ("b", "c", "d")}
+    monkeypatch.setattr(reader, "_texts", collections.OrderedDict(others))
+    monkeypatch.setattr(reader, "_most_bytes", 2 * text.nbytes)
+    reader._evict()
+    assert list(reader._texts) == ["c", "d"]
+    monkeypatch.setattr(reader, "_most_bytes", 1)
+    reader._evict()
+    assert list(reader._texts) == ["d"]
+    monkeypatch.setattr(reader, "_most_bytes", reader._bytes(512, BLOCK) - 1)
+    with pytest.raises(LargeTextError, match=r"of 300 tokens .* MiB are .* at most 256 tokens"):
+        reader._check_bytes(300, BLOCK)
+    reader._check_bytes(256, BLOCK)
+
+
+def test_a_text_that_is_too_large_is_413(shipped_client, reader, monkeypatch):
+    monkeypatch.setattr(reader, "_most_bytes", 1000)
+    answer = shipped_client.post("/api/play/texts", json={"text": "not read before"})
+    assert answer.status_code == 413
+    assert "0 MiB are kept of all texts; raise Limits.text_bytes" in answer.json()["detail"]
+
+
+def test_one_head_is_computed_alone(reader, read):
+    text = reader.text(read["id"])
+    blocks = reader.choice(text, "hads", DENSITY).blocks
+    np.testing.assert_array_equal(text.kept(blocks[3, 5], (3, 5)), text.kept(blocks)[3, 5])
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import json
+import os
 import typing
+import weakref
 
 import numpy as np
 import pytest
@@ -17,8 +20,10 @@ from xsake.hads import baselines, budget
 from xsake.hads.statistics import SELECTORS
 from xsake.observe.events import Event
 from xsake.server import drawings, openapi, results
+from xsake.server.profiles import Profiles
 from xsake.server.routes.masks import MaskIn
 from xsake.server.routes.profiles import PlanIn
+from xsake.server.settings import Settings
 
 
 def detail(answer):
@@ -126,6 +131,28 @@ def test_an_estimate_is_the_mean_of_the_profiles_cost_at_the_plans_counts(shippe
     assert "no estimate beyond that" in longer["estimate_note"]
 
 
+def test_a_profile_that_changes_is_read_again(tmp_path):
+    """Only the new one is kept; a file that is gone or damaged is one sentence."""
+    path = tmp_path / "p.safetensors"
+    found = Profiles(Settings(profiles=(path,), published=False))
+    path.write_bytes(shipped.PROFILES[0].read_bytes())
+    first = found.load("p")
+    assert found.load("p") is first
+    path.write_bytes(shipped.PROFILES[1].read_bytes())
+    os.utime(path, (0, 0))
+    assert (first.facts.block, found.load("p").facts.block) == (16, 64)
+    kept = weakref.ref(first)
+    del first
+    gc.collect()
+    assert kept() is None
+    path.write_bytes(b"x")
+    with pytest.raises(ValueError, match="cannot be read as a profile"):
+        found.load("p")
+    path.unlink()
+    with pytest.raises(ValueError, match=r"p\.safetensors cannot be read: No such file"):
+        found.load("p")
+
+
 def test_a_plan_comes_with_what_was_measured_of_it(shipped_client):
     (path,) = shipped.RESULTS.glob("shipped-hads-16-*.json")
     rows = json.loads(path.read_text())["densities"]["0.43"]["rows"]
@@ -136,7 +163,7 @@ def test_a_plan_comes_with_what_was_measured_of_it(shipped_client):
     assert (measured["result"], measured["method"]) == (path.stem, "static/kl")
     assert measured["perplexity_gap"] == wanted["perplexity_gap"]
     assert measured["perplexity_gap_standard_error"] == wanted["perplexity_gap_standard_error"]
-    for change in ({"density": 0.5}, {"length": 256}):
+    for change in ({"density": 0.5}, {"length": 256}, {"top_p": 0.9}):
         other = shipped_client.get("/api/profiles/profile-16/plan", params=query | change).json()
         assert other["measured"] == []
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.observe.test_sinks import STARTED, trained
 from tests.server.conftest import BASE, client_of, make_run, steps
+from xsake import shipped
 from xsake.cli.serve import _keep_compiled, serve
 from xsake.server.settings import Limits, Settings
 
@@ -38,7 +39,9 @@ def test_further_names_are_served_if_they_are_given(root):
         assert client.get("/health", headers={"host": "dash.example"}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9999", "x"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://127.0.0.1:9999", "x", "http://["]
+)
 def test_requests_of_another_site_are_refused(client, origin):
     body = {"text": "a"}
     answer = client.post("/api/play/texts", json=body, headers={"origin": origin})
@@ -120,7 +123,15 @@ def test_symbolic_links_out_of_the_root_are_not_followed(root, tmp_path):
     results = tmp_path / "results"
     results.mkdir()
     (results / "r.json").symlink_to(outside / "config.json")
-    with client_of(runs=(root,), results=(results,), published=False) as client:
+    profiles = tmp_path / "profiles"
+    profiles.mkdir()
+    (profiles / "p.safetensors").symlink_to(shipped.PROFILES[0])
+    (profiles / "own.safetensors").write_bytes(shipped.PROFILES[0].read_bytes())
+    folders = {"runs": (root,), "results": (results,), "profiles": (profiles,)}
+    with client_of(**folders, published=False) as client:
+        listed = [profile["name"] for profile in client.get("/api/profiles").json()["profiles"]]
+        assert listed == ["own"]
+        assert client.get("/api/profiles/p").status_code == 404
         names = [run["name"] for run in client.get("/api/runs").json()["runs"]]
         assert set(names) <= {"a", "loop"}
         assert client.get("/api/results").json()["results"] == []

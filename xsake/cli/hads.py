@@ -58,7 +58,7 @@ def calibrate(
         file of token ids, int [documents, tokens].
       out: the profile, a safetensors file.
       length: tokens of each document; default 8,192, or the model's context if that is shorter.
-      documents: number of documents, cut from the text at random.
+      documents: number of documents, cut from the text at random and without overlap.
       block: tokens per block, 64 or 128 for the Hopper kernels.
       band: blocks before the diagonal that are always kept.
       selectors: selectors to measure cost curves for; must include the one of the plan.
@@ -226,25 +226,27 @@ def evaluate(
 
     Args:
       model: a folder of safetensors, a .gguf file, a run's folder, or "shipped".
-      text: evaluation text, which must differ from the calibration text.
+      text: evaluation text. It must differ from the calibration text: the very documents of the
+        calibration are refused, others of the same text are not known here.
       plan: what `xsake plan` wrote.
       update: add the measured quality to the plan's file.
       profile: instead of a plan: compare all methods, with this profile.
       table: the JSON file of that comparison; a .md file is written next to it.
-      densities: densities to compare at; those in the file already are skipped.
+      densities: densities to compare at; methods that the file has at one are skipped there.
       others: more profiles for the comparison, as LABEL=FILE.
       tasks: instead of perplexity: answers to long-context tasks hidden in the text, as this JSON
         file; rerun the same command to resume. With --plan or --profile.
       families: of tasks; one is left out where dense attention has less than half of the answers.
       lengths: tokens of the tasks' prompts.
-      prompts: of each family and length.
+      prompts: of each family and length; the text must hold as many documents of the longest
+        length.
       methods: names of the methods to compare, such as sink_window mean_query/output; "all" is all
         of them, which is the default but for tasks.
       certify: with --tasks: methods that select blocks from the input are also measured with
         certified attention, which computes row blocks densely whose output error, in a sample of
         one query in 64, is at least this share of the output.
       length: tokens of each document; default the calibrated length.
-      documents: number of documents, cut from the text at random.
+      documents: number of documents, cut from the text at random and without overlap.
       seed: the random seed for cutting documents.
       dtype: the model's compute dtype.
       implementation: the attention backend; default the fastest that can run.
@@ -252,6 +254,7 @@ def evaluate(
         of a document.
     """
     from xsake import hads
+    from xsake.hads.profile import check_held_out
 
     at_least(1, documents=documents, prompts=prompts)
     at_least(2, length=length)  # a prediction needs a token before it
@@ -271,6 +274,7 @@ def evaluate(
         subject = _Subject.load(model, dtype, implementation, text, mesh, length)
         loaded.check_model(subject.observer.hash)
         tokens = subject.documents(text, length, documents, seed)
+        check_held_out(tokens, loaded.terms.data_hash)
         measured = _evaluate_plan(subject.observer, loaded, tokens)
         if update:
             measured.save(plan)

@@ -80,10 +80,12 @@ def measure_tasks(
     """Measures a plan or a profile's methods, writes the file and prints a table per length."""
     from xsake import hads
     from xsake.evaluate import needle
+    from xsake.hads.profile import check_held_out
 
     assert encode is not None  # `Chosen.check` refuses token ids
     made.check_model(subject.hash)
     source = made.terms if isinstance(made, hads.Plan) else made.facts
+    check_held_out(fillers, source.data_hash)
     densities = (made.terms.density,) if isinstance(made, hads.Plan) else chosen.densities
     settings = needle.Settings(
         chosen.families, chosen.lengths, chosen.prompts, densities, chosen.seed
@@ -152,7 +154,10 @@ def _methods_at(
 
 
 def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
-    """Accuracy by family and method, difference to dense; empty if dense can do no family."""
+    """Accuracy by family and method, difference to dense; empty if dense can do no family.
+
+    The density is the realised one: certified methods visit more than is asked for.
+    """
     from xsake.evaluate.needle import LEAST_ACCURACY, summarise
 
     here = [row for row in rows if row["length"] == length]
@@ -180,12 +185,12 @@ def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
         row = cells.get((density, method, family))
         return "" if row is None else f"{100 * row['accuracy']:.0f}"
 
-    table.add_row("1", "dense", *(shown(1.0, "dense", family) for family in kept), "")
+    table.add_row("1.00", "dense", *(shown(1.0, "dense", family) for family in kept), "")
     for mean in summarise(here):
         error = mean["accuracy_difference_standard_error"]
         spread = "" if error is None else f" ± {100 * error:.1f}"
         table.add_row(
-            f"{mean['density']:g}",
+            f"{mean['realised_density_ratio']:.2f}",
             mean["method"],
             *(shown(mean["density"], mean["method"], family) for family in kept),
             f"{100 * mean['accuracy_difference']:+.1f}{spread}",

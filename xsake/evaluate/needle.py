@@ -304,7 +304,8 @@ def record(
 
 def _line(row: dict[str, Any]) -> str:
     where = f"{row['length']:,} tokens, {row['family']}"
-    density = "" if row["method"] == "dense" else f" at {row['density']}"
+    used = row.get("realised_density_ratio", row["density"])
+    density = "" if row["method"] == "dense" else f" at {used:.3g}"
     return f"{where}, {row['method']}{density}: {row['accuracy']:.0%}, loss {row['loss']:.3f}"
 
 
@@ -327,8 +328,10 @@ def _resumed(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each length, method and density: means over the families that dense can do.
 
-    share_of_dense is the mean accuracy ÷ that of dense on the same families. The standard errors of
-    the mean differences assume that the families' prompts are independent.
+    density is the one that was asked for, realised_density_ratio the mean of what was used, which
+    is more with certified attention. share_of_dense is the mean accuracy ÷ that of dense on the
+    same families. The standard errors of the mean differences assume that the families' prompts are
+    independent.
     """
     dense = {(x["length"], x["family"]): x for x in rows if x["method"] == "dense"}
     kept = {key: x for key, x in dense.items() if x["accuracy"] >= LEAST_ACCURACY}
@@ -344,6 +347,9 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         new = {
             "length": length,
             "density": density,
+            "realised_density_ratio": float(
+                np.mean([x.get("realised_density_ratio", density) for x in members])
+            ),
             "method": method,
             "families": [x["family"] for x in members],
             "accuracy": float(accuracy),

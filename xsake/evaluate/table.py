@@ -3,7 +3,8 @@
     for every density:  methods ─┬─ on the dense pass's q, k, v:  kl, recall, error
                                  └─ end to end, one sparse pass:  logit_kl, perplexity_gap
 
-The file is written after each density; rerun the same command to resume.
+The file is written after each density. What it has, by density and method, is not measured again;
+rerun the same command to resume.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from xsake.evaluate.methods import (
     at_density,
     indices_in,
     left_out,
+    names_of,
     scores_of,
     sources_of,
 )
@@ -42,7 +44,7 @@ from xsake.evaluate.quality import (
 )
 from xsake.hads import Profile, row_blocks
 from xsake.hads.chunks import PLAIN, Softmax
-from xsake.hads.profile import hash_of
+from xsake.hads.profile import check_held_out, hash_of
 from xsake.hads.subject import Subject
 
 COLUMNS = ("kl", "recall", "error", "logit_kl", "perplexity_gap")
@@ -226,32 +228,33 @@ def run_table(
     provenance: dict[str, Any] | None = None,
     report: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Measures every density that the JSON file `out` does not hold yet, and updates it.
+    """Measures what the JSON file `out` does not hold yet, by density and method, and updates it.
 
     The same table is written as Markdown to a file of that name with the suffix .md. `only` names
-    the methods to measure; default all.
+    the methods to measure; default all. The documents that a profile was calibrated on are refused.
     """
+    for each in (profile, *(others or {}).values()):
+        check_held_out(documents, each.facts.data_hash)
     table = _resumed(out, _facts(subject, profile, documents))
     for density in densities:
-        if str(density) in table["densities"]:
+        empty = {"seconds": 0.0, "rows": [], "left_out": []}
+        part = table["densities"].get(str(density), empty)
+        known = {row["method"] for row in part["rows"]}
+        names = [name for name in only or names_of(profile, others) if name not in known]
+        if not names:
             continue
         began = time.perf_counter()
-        methods = at_density(profile, density, len(documents[0]), others)
-        known = [method.name for method in methods]
-        if unknown := [name for name in only if name not in known]:
-            raise ValueError(f"method {unknown[0]!r} is not one of {known}")
-        methods = [method for method in methods if not only or method.name in only]
         found = measure_methods(
             subject,
-            methods,
+            at_density(profile, density, len(documents[0]), others, names),
             documents,
             profile.facts.block,
             None if report is None else functools.partial(_report, report, density),
         )
         table["densities"][str(density)] = {
-            "seconds": time.perf_counter() - began,
-            "rows": found,
-            "left_out": left_out(profile, others),
+            "seconds": part["seconds"] + time.perf_counter() - began,
+            "rows": part["rows"] + found,
+            "left_out": list(dict.fromkeys(part["left_out"] + left_out(profile, others))),
         }
         table["provenance"] = provenance or {}
         out.parent.mkdir(parents=True, exist_ok=True)

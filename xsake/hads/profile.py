@@ -429,6 +429,15 @@ def _empty(layers: int, heads: int, n: int, curves: tuple[str, ...]) -> Statisti
     return Statistics(square(), square(), zeros(heads), zeros(heads), retained, cost, zeros())
 
 
+def check_held_out(documents: Iterable[Int[AnyArray, " T"]], data_hash: str) -> None:
+    """Refuses the documents that a profile or plan was calibrated on, by its `data_hash`."""
+    if hash_of(documents) == data_hash:
+        raise ValueError(
+            f"these documents (hash {data_hash}) are those of the calibration, and quality must be "
+            "measured on text that was not calibrated on; give --text other text"
+        )
+
+
 def hash_of(arrays: Iterable[AnyArray]) -> str:
     """The first 16 hex digits of a SHA-256 over arrays, their shapes and types."""
     digest = hashlib.sha256()

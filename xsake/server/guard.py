@@ -60,7 +60,7 @@ class Guard:
                 421, f"Host {host[:80]!r} is not a name of this server; --allow-host adds one"
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _netloc(origin) != host.lower():
             return refused(403, f"requests from the site {origin[:80]!r} are not accepted")
         if self.settings.token is not None and scope["path"] != "/health":
             answer = self._without_token(scope, headers)
@@ -114,6 +114,18 @@ def _name(host: str) -> str:
     """
     name, colon, port = host.lower().rpartition(":")
     return name if colon and port.isascii() and port.isdigit() else host.lower()
+
+
+def _netloc(origin: str) -> str | None:
+    """The host and port of an Origin header; None if it cannot be parsed.
+
+    >>> _netloc("http://Localhost:8000"), _netloc("http://[")
+    ('localhost:8000', None)
+    """
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def refused(status: int, why: str, headers: dict[str, str] | None = None) -> Response:

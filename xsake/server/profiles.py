@@ -13,6 +13,8 @@ import numpy as np
 
 from xsake import shipped
 from xsake.hads import Plan, Profile, budget, row_blocks
+from xsake.server.results import file_state
+from xsake.server.runs import is_inside
 from xsake.server.settings import Settings
 
 # What scoring a pair of blocks costs, ÷ the cost of q · kᵀ: the docstrings of `block_scores`.
@@ -32,18 +34,19 @@ NEAR = 0.005  # densities of a plan and of a measurement that are taken as equal
 
 
 class Profiles:
-    """The profiles of a server; a file is read when it is first asked for."""
+    """The profiles of a server; a file is read when it is asked for, and again if it changed."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
-        self._loaded: dict[Path, Profile] = {}
+        self._loaded: dict[Path, tuple[tuple[int, int], Profile]] = {}
 
     def paths(self) -> dict[str, Path]:
         """Profiles by name; those that the user named first, then those of the package."""
         named: list[Path] = []
         for path in self.settings.profiles:
-            named += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+            inside = (x for x in sorted(path.glob("*.safetensors")) if is_inside(x, path))
+            named += inside if path.is_dir() else [path]
         if self.settings.published:
             named += shipped.PROFILES
         found: dict[str, Path] = {}
@@ -53,11 +56,19 @@ class Profiles:
 
     def load(self, name: str) -> Profile:
         """The profile of a name; KeyError if there is none, ValueError if it is damaged."""
-        path = self.paths()[name]
+        paths = self.paths()
+        path = paths[name]
         with self._lock:
-            if path not in self._loaded:
-                self._loaded[path] = Profile.load(path)
-            return self._loaded[path]
+            for gone in self._loaded.keys() - set(paths.values()):
+                del self._loaded[gone]
+            try:
+                found = file_state(path)
+            except OSError as error:
+                raise ValueError(f"{path.name} cannot be read: {error.strerror}") from error
+            if path not in self._loaded or self._loaded[path][0] != found:
+                self._loaded.pop(path, None)  # also if the new file is damaged
+                self._loaded[path] = (found, Profile.load(path))
+            return self._loaded[path][1]
 
     def all(self) -> dict[str, Profile]:
         """Every profile that can be read; a folder may hold plans too."""
@@ -110,16 +121,26 @@ def estimate(profile: Profile, plan: Plan) -> Estimate:
         "from the calibration text: KL and output error of the blocks that the selector ranks "
         "highest, errors of heads added as if independent; mass of the best blocks by mean mass"
     )
+    if plan.terms.top_p is not None:
+        note += "; of the plan without top_p, which visits fewer blocks and loses more"
     return Estimate(kl, float(np.sqrt(error.mean())), recall, note)
 
 
 def cost_ratio(plan: Plan) -> float:
-    """Products of attention and of block selection ÷ those of dense causal attention."""
+    """Products of attention and of block selection ÷ those of dense causal attention.
+
+    With top_p it is an upper limit: a row block may visit fewer blocks than its count.
+    """
     return plan.density + QK_SHARE * SCORING[plan.terms.selector](plan.terms.block)
 
 
 def measured(tables: dict[str, dict[str, Any]], plan: Plan, length: int) -> list[dict[str, Any]]:
-    """Rows of published tables with the plan's model, block, method, density and length."""
+    """Rows of published tables with the plan's model, block, method, density and length.
+
+    None with top_p, which visits fewer blocks than the counts: tables have no such methods.
+    """
+    if plan.terms.top_p is not None:
+        return []
     wanted = (plan.terms.model_hash, plan.terms.block, length)
     found = []
     for name, table in tables.items():

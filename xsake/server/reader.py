@@ -54,6 +54,10 @@ class UnknownTextError(LookupError):
     """The text was never read, or others took its space."""
 
 
+class LargeTextError(ValueError):
+    """What the text needs is more than may be kept of all texts."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """The blocks of a method: those on the dense pass, and how a sparse pass selects its own."""
@@ -98,6 +102,12 @@ class Text:
         """Blocks of the text."""
         return row_blocks.count_blocks(self.length, self.block)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays that are kept for the text."""
+        arrays = (self.tokens, *self.seen, self.dense, self.dense_next)
+        return sum(x.nbytes for x in (*arrays, *self.sparse.values(), *self.next.values()))
+
     def entropy(self) -> Float[np.ndarray, "layers N"]:
         """Of tokens, mean over queries but the first, as `hads.measure` has it."""
         return _mean(np.asarray(self.seen.entropy)[..., 1 : self.length])
@@ -106,17 +116,22 @@ class Text:
         """Of blocks, mean over queries but those of the first block."""
         return _mean(np.asarray(self.seen.block_entropy)[..., self.block : self.length])
 
-    def row_mass(self) -> Float[np.ndarray, "layers N n n"]:
-        """Mean mass that each row block gives to each block."""
-        return np.exp(np.asarray(self.seen.row_mass)[..., : self.n, : self.n])
+    def row_mass(self, layer: int, head: int) -> Float[np.ndarray, "n n"]:
+        """Mean mass that each row block gives to each block, of one head."""
+        return np.exp(np.asarray(self.seen.row_mass)[layer, head, : self.n, : self.n])
 
-    def kept(self, blocks: Bool[np.ndarray, "*lead n n"]) -> Float[np.ndarray, "*lead n block"]:
-        """The mass that every query keeps, sinks included; NaN in the last row block's padding."""
+    def kept(
+        self, blocks: Bool[np.ndarray, "*lead n n"], head: tuple[int, ...] = ()
+    ) -> Float[np.ndarray, "*lead n block"]:
+        """The mass that every query keeps, sinks included; NaN in the last row block's padding.
+
+        `blocks` are of all layers and heads, or of the one at the index `head`.
+        """
         n, block = self.n, self.block
-        mass = np.asarray(self.seen.mass)[:, :, : n * block, :n]
-        mass = mass.reshape(*mass.shape[:2], n, block, n)
+        mass = np.asarray(self.seen.mass)[head][..., : n * block, :n]
+        mass = mass.reshape(*mass.shape[:-2], n, block, n)
         kept = np.matmul(mass, blocks.astype(np.float32)[..., None])[..., 0]
-        kept += np.asarray(self.seen.sinks)[:, :, : n * block].reshape(kept.shape)
+        kept += np.asarray(self.seen.sinks)[head][..., : n * block].reshape(kept.shape)
         kept[..., np.arange(n * block).reshape(n, block) >= self.length] = np.nan
         return kept
 
@@ -154,6 +169,7 @@ class Reader:
         model: Path,
         profiles: Mapping[str, Profile],
         texts: int,
+        text_bytes: int = 1 << 30,
         mesh: MeshSizes = ONE_DEVICE,
     ) -> None:
         devices = mesh_for_text(huggingface.examine(model).config, mesh)
@@ -169,7 +185,7 @@ class Reader:
             if profile.facts.model_hash == self.subject.hash:
                 self.profiles.setdefault(profile.facts.block, (name, profile))
         self._texts: collections.OrderedDict[str, Text] = collections.OrderedDict()
-        self._most, self._lock = texts, threading.Lock()
+        self._most, self._most_bytes, self._lock = texts, text_bytes, threading.Lock()
 
     @property
     def is_shipped(self) -> bool:
@@ -223,6 +239,7 @@ class Reader:
                 return self._texts[id_]
         began = time.perf_counter()
         length = min(len(ids), most)
+        self._check_bytes(length, block)
         tokens = np.zeros(padded(length, block), np.int32)
         tokens[:length] = ids[:length]
         weights = self.subject.weights
@@ -244,9 +261,34 @@ class Reader:
         )
         with self._lock:
             self._texts[id_] = found
-            while len(self._texts) > self._most:
-                self._texts.popitem(last=False)
+            self._evict()
         return found
+
+    def _evict(self) -> None:
+        """Drops the texts used longest ago, but not the last; the caller has the lock."""
+        kept = sum(text.nbytes for text in self._texts.values())
+        while len(self._texts) > 1 and (len(self._texts) > self._most or kept > self._most_bytes):
+            kept -= self._texts.popitem(last=False)[1].nbytes
+
+    def _check_bytes(self, length: int, block: int) -> None:
+        """Raises for a text that alone is larger than all that may be kept."""
+        size = padded(length, block)
+        needed = self._bytes(size, block)
+        if needed <= self._most_bytes:
+            return
+        while size > SMALLEST * block and self._bytes(size, block) > self._most_bytes:
+            size //= 2
+        fits = self._bytes(size, block) <= self._most_bytes
+        raise LargeTextError(
+            f"a text of {length:,} tokens in blocks of {block} needs {needed / 2**20:,.0f} MiB, "
+            f"and at most {self._most_bytes / 2**20:,.0f} MiB are kept of all texts; "
+            + (f"send at most {size:,} tokens" if fits else "raise Limits.text_bytes")
+        )
+
+    def _bytes(self, size: int, block: int) -> int:
+        """Of `passes.Seen` for a text of `size` tokens, padded: nearly all that a text needs."""
+        n = size // block
+        return 4 * self.subject.layers * self.subject.heads * (size * (n + 3) + 2 * n * n)
 
     def _block_for(self, length: int, block: int | None) -> int:
         """The block asked for, or the smallest whose longest text is long enough."""
@@ -326,6 +368,7 @@ class Reader:
             text.next[key] = found
             while len(text.next) > KEPT_PREDICTIONS:
                 text.next.popitem(last=False)
+            self._evict()
         return found
 
     def hidden(
@@ -342,6 +385,7 @@ class Reader:
             text.sparse[key] = found
             while len(text.sparse) > KEPT_PASSES:
                 text.sparse.popitem(last=False)
+            self._evict()
         return found
 
     def _pass(

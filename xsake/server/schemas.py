@@ -143,19 +143,25 @@ class PlanFigures(BaseModel):
     length: int
     block: int
     requested_density_ratio: float
-    density_ratio: float
+    density_ratio: float = Field(description="of the counts; with top_p at most this")
     least_density_ratio: float
-    shares: Grid = Field(description="[layers][heads], the density of every head")
-    counts: list[list[list[int]]] = Field(description="[layers][heads][row blocks]")
-    visited_blocks: int
+    shares: Grid = Field(
+        description="[layers][heads], the density of every head; with top_p at most this"
+    )
+    counts: list[list[list[int]]] = Field(
+        description="[layers][heads][row blocks], blocks visited; with top_p at most these"
+    )
+    visited_blocks: int = Field(description="sum of the counts; with top_p at most this")
     causal_blocks: int
-    cost_ratio: float = Field(description="attention FLOPs with selection ÷ those of dense")
+    cost_ratio: float = Field(
+        description="attention FLOPs with selection ÷ those of dense; with top_p at most this"
+    )
     estimated_kl: Number = Field(description="mean over heads and row blocks, from the profile")
     estimated_output_error: Number = Field(description="root of the mean over layers, likewise")
     estimated_recall: Number = Field(description="mass kept by the plan's counts of best blocks")
     estimate_note: str
     notes: list[str]
-    measured: list[Measured]
+    measured: list[Measured] = Field(description="none with top_p: no table has such methods")
     python: str
 
 

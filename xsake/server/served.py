@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from xsake.server.profiles import Profiles
-from xsake.server.reader import Reader, UnknownTextError
+from xsake.server.reader import LargeTextError, Reader, UnknownTextError
 from xsake.server.results import Results
 from xsake.server.runs import Run, Runs
 from xsake.server.settings import Settings
@@ -45,8 +45,13 @@ class Served:
         with self._loading:
             if self._reader is None:
                 settings = self.settings
+                limits = settings.limits
                 self._reader = Reader(
-                    settings.model, self.profiles.all(), settings.limits.texts, settings.mesh
+                    settings.model,
+                    self.profiles.all(),
+                    limits.texts,
+                    limits.text_bytes,
+                    settings.mesh,
                 )
             return self._reader
 
@@ -62,7 +67,8 @@ class Served:
     async def compute(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Calls a function that computes, in a thread, when it is its turn.
 
-        The library's ValueError is the caller's error (422), an unknown text 404; a full queue 503.
+        The library's ValueError is the caller's error (422), an unknown text 404, one that is too
+        large 413; a full queue 503.
         """
         limits = self.settings.limits
         if self._waiting >= limits.model_waiting + limits.model_calls:
@@ -111,6 +117,8 @@ def asked() -> Iterator[None]:
         yield
     except UnknownTextError as error:
         raise HTTPException(404, str(error)) from error
+    except LargeTextError as error:
+        raise HTTPException(413, str(error)) from error
     except ValueError as error:
         raise HTTPException(422, str(error)) from error
 

@@ -21,9 +21,8 @@ class Limits:
     text_characters: int = 20_000  # of a text for the model
     model_calls: int = 1  # calls of the model that run at a time
     model_waiting: int = 16  # calls that wait for their turn; more are answered with 503
-    texts: int = (
-        8  # texts whose activations are kept: 17 MB each at 2,048 tokens, 8 heads, 8 layers
-    )
+    texts: int = 8  # texts whose activations are kept
+    text_bytes: int = 1 << 30  # of these: 17 MB a text at 2,048 tokens, 8 heads, 8 layers
     listeners: int = 256  # open streams of live events
     page: int = 5000  # events of a page
     points: int = 5000  # TrainSteps of a thinned list

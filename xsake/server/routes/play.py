@@ -184,11 +184,11 @@ def _head(served: Served, id_: str, layer: int, head: int, given: MethodIn) -> s
     if layer >= layers or head >= heads:
         raise HTTPException(404, f"the model has {layers} layers of {heads} heads")
     choice = reader.choice(text, given.method, given.density)
-    kept = text.kept(choice.blocks)[layer, head]
+    kept = text.kept(choice.blocks[layer, head], (layer, head))
     return schemas.HeadOfText(
         layer=layer,
         head=head,
-        mass=numbers(np.round(text.row_mass()[layer, head], 6)),
+        mass=numbers(np.round(text.row_mass(layer, head), 6)),
         chosen=choice.blocks[layer, head].astype(int).tolist(),
         dropped=numbers(1 - np.nanmean(kept, -1)),
         kl=numbers(np.nanmean(kl_of(kept), -1)),

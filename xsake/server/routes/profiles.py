@@ -36,7 +36,14 @@ class PlanIn(BaseModel):
         "every_query",
     ] = "mean_query"
     length: int | None = Field(None, ge=1, le=MAX_LENGTH, description="default the profile's")
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="row blocks may stop below their count, so that cost and density are at most "
+        "those of the answer",
+    )
 
 
 PlanQuery = Annotated[PlanIn, Query()]
