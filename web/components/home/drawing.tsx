@@ -38,8 +38,8 @@ const NODES: Node[] = [
     about: "Kernels for TPUs. They are used by name only, until they have run on a TPU." },
   { id: "reference", name: "reference", path: "xsake/backends/reference.py", wide: [3, 4], narrow: [1, 3],
     about: "The definition, with the whole T × S matrix in memory. Every other backend is tested against it." },
-  { id: "nsa", name: "Native Sparse Attention", path: "xsake/nsa/", wide: [1, 3], narrow: [0, 8], page: { href: "/benchmarks/?file=every&contains=nsa", name: "Benchmarks" },
-    about: "Every token selects its own blocks by pooled keys, beside a window and a view of the whole; MoBA and MSA are options of it. All of it has gradients." },
+  { id: "nsa", name: "NSA", path: "xsake/nsa/", wide: [1, 3], narrow: [0, 8], page: { href: "/benchmarks/?file=every&contains=nsa", name: "Benchmarks" },
+    about: "Native Sparse Attention: every token selects its own blocks by pooled keys, beside a window and a view of the whole; MoBA and MSA are options of it. All of it has gradients." },
   { id: "parallel", name: "Several devices", path: "xsake/parallel/", wide: [2, 3], narrow: [1, 8], page: { href: "/benchmarks/?file=every&contains=parallel", name: "Benchmarks" },
     about: "Splits batches, heads and sequences over devices and processes; sends only blocks that some row visits, and balances the work." },
   { id: "doors", name: "Other libraries", path: "xsake/integrations/", wide: [0, 2], narrow: [0, 9],
@@ -55,9 +55,12 @@ const NODES: Node[] = [
 ];
 
 const EDGES: [string, string][] = [
-  ["profile", "budget"], ["budget", "plan"], ["plan", "mask"], ["rule", "mask"], ["mask", "door"], ["qkv", "door"], ["doors", "qkv"], ["parallel", "door"],
+  ["profile", "budget"], ["budget", "plan"], ["plan", "mask"], ["rule", "mask"], ["mask", "door"], ["qkv", "door"],
   ["door", "tpu"], ["door", "hopper"], ["door", "xla"], ["door", "dense"], ["door", "reference"],
 ];
+
+// Only where the boxes are next to each other.
+const EDGES_OF_WIDE: [string, string][] = [["doors", "qkv"], ["parallel", "door"]];
 
 const BOX = { width: 190, height: 54, x: 236, y: 84 };
 
@@ -105,7 +108,7 @@ function Picture({ layout, chosen, onChoose }: PictureProps) {
   };
   return (
     <svg className={layout} viewBox={`0 0 ${width} ${height}`} role="group" aria-label="Architecture" width="100%">
-      {EDGES.map(([from, to]) => (
+      {[...EDGES, ...(layout === "wide" ? EDGES_OF_WIDE : [])].map(([from, to]) => (
         <Arrow key={`${from}-${to}`} from={corner(from)} to={corner(to)} />
       ))}
       {NODES.map((node) => {
