@@ -76,23 +76,23 @@ def train(config: Config, *extra_sinks: sinks.Sink) -> Outcome:
       extra_sinks: receive every event, in addition to the sinks that the config names; of several
         processes, those of process 0.
     """
-    run_sinks.check(config)
     processes.start(config.processes)
-    stream = inputs.training_stream(config)
-    held_out = inputs.held_out(config)
-    processes.check_same("the settings and data", f"{config.hash}, {stream.hash}")
     position = functools.partial(folder.position, config.run_folder)
-    with (
-        contextlib.closing(Watch(config.processes.lost_seconds, position)) as watch,
-        processes.held_by_writer(functools.partial(folder.locked, config)) as steps_before,
-        stopping.stop_signals() as signals,
-    ):
+    with contextlib.closing(Watch(config.processes.lost_seconds, position)) as watch:
         try:
-            session = _Session(config, stream, held_out, extra_sinks, int(steps_before), watch)
-        except Exception as error:
+            run_sinks.check(config)
+            stream, held_out = inputs.opened(config)
+            with (
+                processes.held_by_writer(functools.partial(folder.locked, config)) as steps_before,
+                stopping.stop_signals() as signals,
+            ):
+                session = _Session(config, stream, held_out, extra_sinks, int(steps_before), watch)
+                return session.run(signals)
+        except processes.RefusedError:  # all processes raise it
+            raise
+        except Exception as error:  # outside of `locked`, which then has cleared up
             watch.fail(error)
             raise
-        return session.run(signals)
 
 
 class _Pending(NamedTuple):
@@ -151,6 +151,7 @@ class _Session:
         parameters = None
         if self.config.init:
             parameters, self.init_hash = warm_start.load(self.config, self.stream.files[0])
+            processes.check_same({"the hash of init": self.init_hash})
         return stepping.initial_on(self.config, self.mesh, parameters)
 
     def _restore(self) -> Restored | None:
