@@ -412,7 +412,7 @@ def initial(undisturbed, whole):
     return changed(warm, run__name="warm")
 
 
-def test_a_warm_start_has_the_weights_of_the_checkpoint(initial, undisturbed):
+def test_a_warm_start_has_the_weights_of_the_checkpoint(initial, undisturbed, monkeypatch):
     loop.train(initial)
     loaded = huggingface.load(undisturbed / "model").model
     started = sinks.read(initial.run_folder / "events.jsonl")[0]
@@ -423,6 +423,8 @@ def test_a_warm_start_has_the_weights_of_the_checkpoint(initial, undisturbed):
     jax.tree.map(np.testing.assert_array_equal, found, loaded.parameters())
     with pytest.raises(ValueError, match=r"other settings \(init: .* → None\)"):
         loop.train(changed(initial, init=None))
+    monkeypatch.setattr(huggingface, "examine", None)  # it is not read again
+    assert loop.train(initial).reason == "seconds"
 
 
 def test_a_warm_start_from_gguf(text, tmp_path, whole):
