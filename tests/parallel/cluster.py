@@ -3,11 +3,13 @@
     python -m tests.parallel.cluster FOLDER NAME ID COUNT PORT DEVICES STEPS MESH
 
 is one of them, with DEVICES virtual CPU devices. `Cluster` starts them all. XSAKE_TEST_LOST and
-XSAKE_TEST_CHECKPOINT have other `processes.lost_seconds` and `checkpoint.every`.
+XSAKE_TEST_CHECKPOINT have other `processes.lost_seconds` and `checkpoint.every`; XSAKE_TEST_OTHER
+has the JSON of settings that all processes but the first have: {"data__rows": 4}.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -95,7 +97,7 @@ def main(arguments: list[str]) -> None:
 
     import jax
 
-    from tests.train.corpus import config
+    from tests.train.corpus import changed, config
     from xsake.data.tokens import TokenDataset
     from xsake.observe.sinks import Terminal
     from xsake.parallel.mesh import parse
@@ -109,7 +111,6 @@ def main(arguments: list[str]) -> None:
     whole = config(
         folder,
         text,
-        seed=number * int(os.environ.get("XSAKE_TEST_SEED", "0")),
         data__rows=8,
         schedule__steps=steps,
         hads__density=None,
@@ -119,6 +120,10 @@ def main(arguments: list[str]) -> None:
         mesh=parse(arguments[7]),
         processes=Processes(f"127.0.0.1:{port}", count, number, lost_seconds=lost_seconds),
     )
+    if number:
+        others = json.loads(os.environ.get("XSAKE_TEST_OTHER", "{}"))
+        others = {x: tuple(y) if isinstance(y, list) else y for x, y in others.items()}
+        whole = changed(whole, **others)
     outcome = loop.train(whole, Terminal(steps))
     print(f"{outcome.reason} at step {outcome.step}", flush=True)
 

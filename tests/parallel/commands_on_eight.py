@@ -24,8 +24,10 @@ import jax
 import numpy as np
 
 from tests import oracle
-from tests.model.families import LLAMA, random_model, random_tokens
+from tests.model.families import LLAMA, random_model, random_tokens, weights
 from tests.parallel.claims import named, run_claims
+from tests.train.corpus import config as train_config
+from tests.train.corpus import token_file
 from xsake.cli import hads as commands
 from xsake.hads import Plan, Profile, profile
 from xsake.model import Sparse, generate, huggingface
@@ -35,6 +37,8 @@ from xsake.model.on_mesh import mesh_for_text
 from xsake.parallel import sharding
 from xsake.parallel.mesh import ONE_DEVICE, MeshSizes, make_mesh
 from xsake.server import passes
+from xsake.train import heads, inputs
+from xsake.train.step import token_order
 
 LENGTH, BLOCK = 64, 8
 SPLIT = MeshSizes(fsdp=2, tensor=2, context=2)
@@ -156,6 +160,24 @@ def the_server_reads_as_on_one_device() -> bool:
         return near(results[1], results[0])
 
 
+def observed_heads_are_those_of_one_device() -> bool:
+    """While training; batches lie in zigzag order, but this window is text as it is read."""
+    with tempfile.TemporaryDirectory() as name:
+        text = token_file(Path(name))
+        model = dataclasses.replace(LLAMA, vocab_size=320)
+        config = train_config(Path(name), text, model=model, hads__density=None)
+        split = make_mesh(MeshSizes(data=1, fsdp=1, tensor=1, context=2))
+        if token_order(config, split) != "zigzag":
+            return False
+        found = [
+            heads.observe(config, weights(model), inputs.training_stream(config), 3, mesh)
+            for mesh in (None, split)
+        ]
+        one, two = ((x.entropy_ratios, x.top_mass_ratios) for x in found)
+        # logged with four digits
+        return bool(np.allclose(two, one, rtol=0, atol=1.01e-4) and np.ptp(one[0]) > 0.01)
+
+
 ONE_DEVICE_SIZES = MeshSizes(1, 1, 1, 1)
 CLAIMS = [
     calibration_and_evaluation_are_those_of_one_device,
@@ -164,6 +186,7 @@ CLAIMS = [
     whole_prompts_are_continued_as_on_one_device,
     sparse_attention_generates_what_one_device_does,
     the_server_reads_as_on_one_device,
+    observed_heads_are_those_of_one_device,
 ]
 
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from xsake import BlockMask, masks
 from xsake.parallel import context_attention, explain_context, token_order
@@ -67,6 +69,36 @@ def blocks(block: int, heads: int = 1, shape: tuple[int, int] = (1024, 1024)) ->
 def test_what_cannot_be_run_is_refused_in_one_sentence(arguments, words):
     with pytest.raises((ValueError, TypeError), match=words):
         explain_context(Q, K, K, **{"devices": 8, **arguments})
+
+
+def balanced(local, devices, mask=None):
+    """The shape of a balanced call's output, [B, T, N, H] of the whole sequence."""
+    q = jax.ShapeDtypeStruct((1, local * devices, 2, 8), jnp.float32)
+    mesh = AbstractMesh((devices,), ("context",), axis_types=(AxisType.Auto,))
+
+    def attend(q, k, v):
+        return context_attention(q, k, v, mask, is_causal=True, balance=True)
+
+    tokens = P(None, "context")
+    split = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    return jax.eval_shape(split, q, q, q).shape
+
+
+@pytest.mark.parametrize(("local", "devices"), [(96, 2), (320, 2), (144, 3), (32, 2)])
+def test_rows_are_balanced_in_blocks_that_fit(local, devices):
+    """96 tokens are three blocks of 32 for two devices, but six of 16."""
+    assert balanced(local, devices) == (1, local * devices, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("local", "devices", "block"), [(376, 3, None), (24, 2, None), (16, 2, None), (128, 2, 128)]
+)
+def test_rows_that_cannot_be_balanced_are_refused(local, devices, block):
+    """Also as many blocks as devices of which the last is cut off: 24 tokens are 16 and 8."""
+    mask = None if block is None else blocks(block, shape=(local * devices,) * 2)
+    words = rf"multiple of the {devices} devices, got {local} tokens in blocks of {block or 16}; "
+    with pytest.raises(ValueError, match=words):
+        balanced(local, devices, mask)
 
 
 def test_outside_of_shard_map_it_says_where_to_call_it():

@@ -75,11 +75,12 @@ def test_sparse_attention_of_split_sequences_is_that_of_one_device(flags, claims
     ("claim", "count"),
     [
         pytest.param("generation is", 1, marks=pytest.mark.second_python, id="generation"),
-        pytest.param("", 6, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="all"),
+        pytest.param("observed heads", 1, marks=pytest.mark.second_python, id="heads"),
+        pytest.param("", 7, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="all"),
     ],
 )
 def test_commands_on_a_mesh_have_the_results_of_one_device(claim, count):
-    """Calibration, evaluation, generation, and the passes of the server."""
+    """Calibration, evaluation, generation, the passes of the server, heads while training."""
     assert run_module("tests.parallel.commands_on_eight", claim) == count
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 
 from tests.parallel.cluster import LOST_SECONDS, Cluster
-from tests.train.corpus import token_file
+from tests.train.corpus import changed, config, token_file
 from xsake.data.stream import Stream
 from xsake.data.tokens import TokenDataset
 from xsake.observe import sinks
 from xsake.observe.events import Resumed, RunStarted, Stopped, Straggler, TrainStep
 from xsake.parallel import processes
+from xsake.parallel.mesh import MeshSizes
 from xsake.parallel.processes import Processes
+from xsake.train import inputs
 
 ENDED = 75
 
@@ -162,12 +165,64 @@ def test_sigterm_to_one_process_saves_a_checkpoint_of_all(start):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_processes_with_other_settings_are_refused(start, monkeypatch):
-    """Only process 0 writes, so that no process may have other settings or data than it."""
-    monkeypatch.setenv("XSAKE_TEST_SEED", "3")
+    """Of settings that are not hashed too: a process would wait for a checkpoint of all."""
+    monkeypatch.setenv("XSAKE_TEST_OTHER", json.dumps({"checkpoint__every": 3}))
     two = start("run", 2, 8, "fsdp=2")
-    assert two.codes(120) == [1, 1], two.text(1)
+    assert two.codes(120) == [1, 1], two.text(0) + two.text(1)
     for number in (0, 1):
-        assert "ValueError: process 1 has the settings and data" in two.text(number)
+        assert "process 1 has checkpoint.every = 3, process 0 has 4; start all" in two.text(number)
+    assert not (two.folder / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_mesh_that_does_not_fit_is_refused_by_all_processes(start):
+    two = start("run", 2, 8, "context=2,data=5")
+    assert two.codes(120) == [1, 1], two.text(0) + two.text(1)
+    assert "RefusedError" in two.text(1)
+    assert not (two.folder / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_dataset_that_one_process_lacks_ends_the_other(start, monkeypatch):
+    """It waits for that process, which says what is missing."""
+    monkeypatch.setenv("XSAKE_TEST_OTHER", json.dumps({"data__train": ["nowhere"]}))
+    two = start("run", 2, 8, "fsdp=2")
+    assert two.codes(60) == [ENDED, 1], two.text(0) + two.text(1)
+    assert "process 1 of 2 raised FileNotFoundError" in two.text(0)
+    assert "nowhere" in two.text(1)
+    assert not (two.folder / "run").exists()
+
+
+def test_a_setting_that_differs_is_named(monkeypatch):
+    texts = ['{"seed": "0", "observe.every": "1"}', '{"seed": "0", "observe.every": "2"}']
+    monkeypatch.setattr(processes, "everyone", lambda text: texts)
+    with pytest.raises(processes.RefusedError, match=r"process 1 has observe.every = 2, process 0"):
+        processes.check_same({"seed": 0})
+
+
+def test_processes_share_all_settings_but_paths(tmp_path):
+    """What is not hashed decides when processes meet: checkpoints, evaluations, samples, stops."""
+    one = config(tmp_path, token_file(tmp_path))
+    elsewhere = changed(
+        one,
+        data__train=("/x/text",),
+        evaluation__files=("/x/text",),
+        run__folder="/x",
+        processes=Processes("host:1", 2, 1),
+    )
+    assert inputs.shared_settings(elsewhere) == inputs.shared_settings(one)
+    for change in (
+        {"seed": 1},
+        {"checkpoint__every": 7},
+        {"evaluation__every": 7},
+        {"observe__heads_every": 7},
+        {"run__stop_at": 7},
+        {"mesh": MeshSizes(fsdp=2)},
+        {"init": "shipped"},
+    ):
+        assert inputs.shared_settings(changed(one, **change)) != inputs.shared_settings(one), change
 
 
 def test_rows_of_all_processes_are_the_batch_without_overlap(tmp_path):
@@ -197,7 +252,7 @@ def test_wrong_settings_raise(given, message):
 def test_one_process_agrees_with_itself():
     assert processes.agreed(lambda: "yes") == "yes"
     assert processes.everyone("x") == ["x"]
-    processes.check_same("data", "x")
+    processes.check_same({"data": "x"})
     processes.barrier("nothing to wait for")
     assert processes.is_writer()
     assert (processes.count(), jax.process_count()) == (1, 1)

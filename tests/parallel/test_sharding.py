@@ -141,3 +141,13 @@ def test_inspect_prints_bytes_per_device(capsys):
         ValueError, match=r"kv_heads = 8 is not divisible by mesh.tensor = 3; choos"
     ):
         inspect(Path("shipped"), mesh="tensor=3")
+
+
+def test_arrays_are_gathered_by_one_program_for_each_shape():
+    """Every sample of text gathers the whole model."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    tree = {name: jnp.full((3, 5), i) for i, name in enumerate("ab")}
+    for _ in range(3):
+        found = sharding.whole(tree, mesh)
+    jax.tree.map(np.testing.assert_array_equal, found, tree)
+    assert sharding._gather(mesh)._cache_size() == 1

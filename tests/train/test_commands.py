@@ -95,6 +95,16 @@ def test_user_errors_are_one_sentence(xsake, tmp_path):
         assert message in xsake("train --config c.json", code=1)
 
 
+def test_a_refused_run_leaves_the_cursor_visible(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.raises(ValueError, match=r"data.train names no"):
+        train_from([])()
+    printed = capsys.readouterr().out
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert -1 < printed.rfind(hidden) < printed.rfind(shown)
+
+
 def test_a_preset_sets_the_defaults_of_the_flags(xsake):
     said = xsake("train --preset shipped --data.train nowhere --run.name b", code=1)
     assert "nowhere is not a tokenized dataset" in said

@@ -67,12 +67,39 @@ def test_the_hash_of_a_run_stays_when_models_get_new_settings():
         ({"compute__dtype": "int8"}, "compute.dtype 'int8' is not one of"),
         ({"schedule__warmup_steps": 101}, "schedule.warmup_steps = 101 is more than"),
         ({"schedule__steps": 0}, "schedule.steps must be at least 1, got 0"),
+        ({"evaluation__windows": -1}, "evaluation.windows must not be negative, got -1"),
+        ({"run__seconds": -1.0}, "run.seconds must not be negative, got -1.0"),
+        ({"run__stop_at": -1}, "run.stop_at must not be negative"),
+        ({"checkpoint__best": -1}, "checkpoint.best must not be negative"),
+        ({"compute__loss_tokens": -1}, "compute.loss_tokens must not be negative"),
+        ({"hads__band": -1}, "hads.band must not be negative"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"schedule__final_ratio": -0.1}, "schedule.final_ratio must not be negative"),
+        ({"optimizer__beta1": 1.0}, "optimizer.beta1 must be at least 0 and below 1, got 1.0"),
+        ({"optimizer__beta2": -0.1}, "optimizer.beta2 must be at least 0 and below 1, got -0.1"),
+        (
+            {"hads": Hads(density=0.9, ramp_steps=9, from_density=0.01)},
+            r"density 0.01 is below .* \(hads.from_density, hads.block = 64\)",
+        ),
+        (
+            {"hads": Hads(density=0.9, ramp_steps=9, from_density=1.5)},
+            r"1.5.* \(hads.from_density, hads.block = 64\)",
+        ),
+        *(
+            ({"run__name": x}, "run.name names a folder inside")
+            for x in ("", ".", "..", "a/b", "/a")
+        ),
         ({"optimizer__learning_rate": float("nan")}, "learning_rate must not be negative, got nan"),
     ],
 )
 def test_invalid_settings_raise(change, message):
     with pytest.raises(ValueError, match=message):
         changed(PRESETS["tiny"], **change)
+
+
+def test_a_density_that_no_plan_has_is_not_checked():
+    """Without a ramp, from_density is not used."""
+    assert changed(PRESETS["tiny"], hads=Hads(density=0.9, from_density=0.01)).hads.ramp_steps == 0
 
 
 def test_the_density_falls_linearly_after_the_dense_steps():

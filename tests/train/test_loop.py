@@ -293,20 +293,47 @@ def test_a_run_without_its_checkpoints_begins_anew_only_when_told(stopped, harm,
     assert any(isinstance(x, Resumed) for x in sinks.read(folder / "events.jsonl"))
 
 
-def test_a_refused_setting_does_not_keep_the_name(whole):
-    with pytest.raises(ValueError, match="devices"):
-        loop.train(changed(whole, mesh=MeshSizes(data=77), run__seconds=1e-9))
+@pytest.fixture
+def ended(monkeypatch):
+    """The errors by which a process would end the others, each with the newest checkpoint then."""
+    found = []
+
+    def fail(self, error):
+        found.append((type(error).__name__, self._position().rpartition(": ")[2]))
+
+    monkeypatch.setattr(loop.Watch, "fail", fail)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [({"mesh": MeshSizes(data=77)}, ValueError), ({"init": "nowhere"}, FileNotFoundError)],
+    ids=["mesh", "init"],
+)
+def test_a_refused_setting_does_not_keep_the_name(whole, ended, change, kind):
+    """A mesh is refused before there is a folder, a checkpoint while the session is made."""
+    with pytest.raises(kind):
+        loop.train(changed(whole, **change, run__seconds=1e-9))
     assert not whole.run_folder.exists()
+    assert len(ended) == 1
     whole.run_folder.mkdir(parents=True)  # as a process leaves it that is killed at the start
     changed(whole, seed=9).write(whole.run_folder / "config.json")
     assert loop.train(changed(whole, run__seconds=1e-9)).reason == "seconds"
 
 
-def test_a_refused_restart_leaves_the_run_as_it_was(stopped):
+def test_a_dataset_that_is_missing_here_ends_the_other_processes(whole, ended):
+    """They wait for this one, to compare settings and data."""
+    with pytest.raises(FileNotFoundError):
+        loop.train(changed(whole, data__train=("nowhere",)))
+    assert [kind for kind, _ in ended] == ["FileNotFoundError"]
+
+
+def test_a_refused_restart_leaves_the_run_as_it_was(stopped, ended):
     events = (stopped.run_folder / "events.jsonl").read_text()
     before = sorted(x.name for x in stopped.run_folder.iterdir())
-    with pytest.raises(ValueError, match="devices"):
-        loop.train(changed(stopped, run__restart=True, mesh=MeshSizes(data=77), seed=3))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        loop.train(changed(stopped, run__restart=True, init="nowhere", seed=3))
+    assert ended == [("FileNotFoundError", "step 0")]  # after the checkpoint was brought back
     assert (stopped.run_folder / "events.jsonl").read_text() == events
     assert Config.read(stopped.run_folder / "config.json") == stopped
     found = sorted(x.name for x in stopped.run_folder.iterdir() if x.name != "replaced")
@@ -385,7 +412,7 @@ def initial(undisturbed, whole):
     return changed(warm, run__name="warm")
 
 
-def test_a_warm_start_has_the_weights_of_the_checkpoint(initial, undisturbed):
+def test_a_warm_start_has_the_weights_of_the_checkpoint(initial, undisturbed, monkeypatch):
     loop.train(initial)
     loaded = huggingface.load(undisturbed / "model").model
     started = sinks.read(initial.run_folder / "events.jsonl")[0]
@@ -396,6 +423,8 @@ def test_a_warm_start_has_the_weights_of_the_checkpoint(initial, undisturbed):
     jax.tree.map(np.testing.assert_array_equal, found, loaded.parameters())
     with pytest.raises(ValueError, match=r"other settings \(init: .* → None\)"):
         loop.train(changed(initial, init=None))
+    monkeypatch.setattr(huggingface, "examine", None)  # it is not read again
+    assert loop.train(initial).reason == "seconds"
 
 
 def test_a_warm_start_from_gguf(text, tmp_path, whole):

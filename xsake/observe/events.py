@@ -163,6 +163,9 @@ class Straggler(Event):
     process: int | None = None
 
 
+LOST = "process lost"  # the reason of a Stopped that another process caused
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stopped(Event):
     """The run stops: "finished", "signal", "seconds", "stop_at", "not finite", "process lost".

@@ -287,9 +287,11 @@ class Terminal:
             self._print("compiling")
 
     def close(self) -> None:
+        """Ends the bar and shows the cursor again; once more does nothing."""
         self._listening.close()
-        if self._progress is not None:
-            self._progress.stop()
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.stop()
 
 
 def one_line(event: TrainStep) -> str:

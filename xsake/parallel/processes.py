@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -80,11 +81,6 @@ def start(settings: Processes) -> None:
     )
 
 
-def finish() -> None:
-    """Leaves the other processes; the coordinator waits until all have."""
-    jax.distributed.shutdown()
-
-
 def count() -> int:
     """How many processes there are."""
     return jax.process_count()
@@ -100,11 +96,11 @@ WAIT_SECONDS = 600
 
 
 class RefusedError(ValueError):
-    """Process 0 raised; the other processes raise this."""
+    """All processes raise this at the same place; none is left waiting for another."""
 
 
 def agreed(decide: Callable[[], str]) -> str:
-    """What process 0 decides, in all processes; its ValueError or OSError is raised in all."""
+    """What process 0 decides, in all processes; its ValueError or OSError is refused in all."""
     if count() == 1:
         return decide()
     client = _jax.coordination_client()
@@ -118,7 +114,7 @@ def agreed(decide: Callable[[], str]) -> str:
         found = decide()
     except (ValueError, OSError) as error:
         client.key_value_set(key, f"error:{error}")
-        raise
+        raise RefusedError(str(error)) from error
     client.key_value_set(key, f"value:{found}")
     return found
 
@@ -134,15 +130,21 @@ def everyone(text: str) -> list[str]:
     return [value[1:] for _, value in sorted(client.key_value_dir_get(folder))]
 
 
-def check_same(name: str, value: str) -> None:
-    """Raises in all processes if one has another value than process 0."""
-    wanted, *others = everyone(value)
+def check_same(values: Mapping[str, Any]) -> None:
+    """Raises in all processes, and names it, if one has another value than process 0.
+
+    Args:
+      values: by the names that users know; compared as text.
+    """
+    texts = everyone(json.dumps({name: str(value) for name, value in values.items()}))
+    wanted, *others = (json.loads(text) for text in texts)
     for number, other in enumerate(others, 1):
-        if other != wanted:
-            raise ValueError(
-                f"process {number} has {name} {other}, process 0 has {wanted}; start all "
-                "processes with the same settings and data"
-            )
+        for name in wanted | other:
+            if other.get(name) != wanted.get(name):
+                raise RefusedError(
+                    f"process {number} has {name} = {other.get(name)}, process 0 has "
+                    f"{wanted.get(name)}; start all processes with the same settings and data"
+                )
 
 
 def barrier(name: str) -> None:

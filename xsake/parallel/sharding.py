@@ -12,6 +12,7 @@ under shard_map, because XLA cannot partition kernels.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -184,8 +185,14 @@ def whole(tree: Tree, mesh: Mesh | None) -> Tree:
     """The arrays of a tree, gathered on this process's first device; all processes call it."""
     if mesh is None:
         return tree
-    everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
-    return jax.tree.map(lambda x: everywhere(x).addressable_data(0), tree)
+    gather = _gather(mesh)
+    return jax.tree.map(lambda x: gather(x).addressable_data(0), tree)
+
+
+@functools.lru_cache(maxsize=4)
+def _gather(mesh: Mesh) -> Callable[[Any], Any]:
+    """The identity, whose result every device has; cached, because jit compares by identity."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
 
 
 # ------------------------------------------------------------------------------------------ batches

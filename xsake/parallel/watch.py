@@ -178,16 +178,25 @@ class Watch:
                 self._report_and_exit(reason, EXIT_CODE)
 
     def _report_and_exit(self, reason: str, code: int) -> None:
+        """Ends this process, whatever the log, the run's folder and stderr raise."""
         try:
-            if self.on_lost is not None and self._me == 0:
-                self.on_lost(reason)
+            try:
+                if self.on_lost is not None and self._me == 0:
+                    self.on_lost(reason)
+            finally:
+                sys.stderr.write(
+                    f"\nxsake: {reason}; process {self._me} ends. {self._where()}. Run the same "
+                    "command again, with any number of processes, to resume.\n"
+                )
+                sys.stderr.flush()
         finally:
-            sys.stderr.write(
-                f"\nxsake: {reason}; process {self._me} ends. {self._position()}. Run the same "
-                "command again, with any number of processes, to resume.\n"
-            )
-            sys.stderr.flush()
             os._exit(code)
+
+    def _where(self) -> str:
+        try:
+            return self._position()
+        except Exception as error:  # whatever it is, the reason is still to be reported
+            return f"The newest checkpoint is not known ({error})"
 
 
 def waited_for(silence: dict[int, float], late: dict[int, float]) -> int | None:

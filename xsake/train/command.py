@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,7 +42,8 @@ def train_from(arguments: list[str]) -> Callable[..., None]:
           preset: sets the defaults of the other flags.
           config: a config.json that sets these defaults instead.
         """
-        outcome = loop.train(settings, Terminal(settings.schedule.steps))
+        with contextlib.closing(Terminal(settings.schedule.steps)) as terminal:
+            outcome = loop.train(settings, terminal)
         if outcome.reason != "finished":
             how = "without --run.restart" if settings.run.restart else "again"
             print(f"run the same command {how} to resume")

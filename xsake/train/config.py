@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from xsake import _files
-from xsake.hads import budget, row_blocks
-from xsake.hads.statistics import SELECTORS
 from xsake.model import PRESETS as MODELS
 from xsake.model import Config as Model
 from xsake.model import Sparse
 from xsake.parallel.mesh import MeshSizes
 from xsake.parallel.processes import Processes
+from xsake.train import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +177,7 @@ class Config:
     processes: Processes = dataclasses.field(default_factory=Processes)
 
     def __post_init__(self) -> None:
-        _check(self)
+        checks.check(self)
 
     @property
     def run_folder(self) -> Path:
@@ -302,111 +301,6 @@ def _from_dict(cls: Any, values: Mapping[str, Any], path: str) -> Any:
             value = tuple(value)
         given[key] = value
     return cls(**given)
-
-
-def _check(config: Config) -> None:
-    _check_ranges(config)
-    _check_choices(config)
-    data, hads, optimizer = config.data, config.hads, config.optimizer
-    if data.rows % optimizer.accumulate:
-        raise ValueError(
-            f"data.rows = {data.rows} is not a multiple of optimizer.accumulate = "
-            f"{optimizer.accumulate}, the number of micro-batches; change one of them"
-        )
-    if config.schedule.warmup_steps > config.schedule.steps:
-        raise ValueError(
-            f"schedule.warmup_steps = {config.schedule.warmup_steps} is more than "
-            f"schedule.steps = {config.schedule.steps}; lower it"
-        )
-    if data.length > config.model.context:
-        raise ValueError(
-            f"data.length = {data.length} is more than model.context = {config.model.context}; "
-            "raise the context"
-        )
-    if data.bos and config.model.bos is None:
-        raise ValueError(
-            "data.bos begins every sequence with model.bos, which is None; set model.bos to the id "
-            "of a token, or data.bos to False"
-        )
-    _check_sparse(config)
-    if hads.density is not None:
-        blocks = row_blocks.count_blocks(data.length, hads.block)
-        heads = config.model.layers * config.model.heads
-        try:
-            row_blocks.blocks_of_density(hads.density, blocks, heads, hads.band)
-        except ValueError as error:
-            raise ValueError(f"{error} (hads.density, hads.block = {hads.block})") from None
-
-
-def _check_sparse(config: Config) -> None:
-    attention = config.model.attention
-    if config.model.is_sparse and config.hads.density is not None:
-        raise ValueError(
-            f"hads.density = {config.hads.density} plans dense attention, but model.attention is "
-            f"{attention!r}, which selects its own blocks; leave one of them out"
-        )
-    if config.model.is_sparse and config.observe.heads_every:
-        raise ValueError(
-            f"observe.heads_every = {config.observe.heads_every} observes dense attention, but "
-            f"model.attention is {attention!r}, which selects its own blocks; leave it out"
-        )
-    if attention != "msa" and config.index_loss != Config.index_loss:
-        raise ValueError(
-            f"index_loss = {config.index_loss} is the weight of the indexer's loss, which "
-            f"model.attention = {attention!r} does not have; leave it out"
-        )
-
-
-def _check_ranges(config: Config) -> None:
-    optimizer, hads = config.optimizer, config.hads
-    at_least_one = {
-        "data.length": config.data.length,
-        "data.rows": config.data.rows,
-        "optimizer.accumulate": optimizer.accumulate,
-        "schedule.steps": config.schedule.steps,
-        "hads.every": hads.every,
-        "hads.documents": hads.documents,
-        "hads.block": hads.block,
-        "evaluation.every": config.evaluation.every,
-        "evaluation.rows": config.evaluation.rows,
-        "checkpoint.every": config.checkpoint.every,
-        "checkpoint.keep": config.checkpoint.keep,
-        "observe.every": config.observe.every,
-        "observe.sample_tokens": config.observe.sample_tokens,
-        "run.bad_steps": config.run.bad_steps,
-    }
-    for name, count in at_least_one.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
-    not_negative = {
-        "observe.sample_every": config.observe.sample_every,
-        "observe.heads_every": config.observe.heads_every,
-        "hads.warmup_steps": hads.warmup_steps,
-        "hads.ramp_steps": hads.ramp_steps,
-        "schedule.warmup_steps": config.schedule.warmup_steps,
-        "optimizer.weight_decay": optimizer.weight_decay,
-        "optimizer.clip_norm": optimizer.clip_norm,
-        "optimizer.learning_rate": optimizer.learning_rate,
-        "index_loss": config.index_loss,
-    }
-    for name, size in not_negative.items():
-        if not size >= 0:
-            raise ValueError(f"{name} must not be negative, got {size}")
-    if not 0 <= optimizer.ema_decay < 1:
-        raise ValueError(
-            f"optimizer.ema_decay must be at least 0 and below 1, got {optimizer.ema_decay}"
-        )
-
-
-def _check_choices(config: Config) -> None:
-    for name, choice, choices in (
-        ("compute.dtype", config.compute.dtype, ("float32", "bfloat16", "float16")),
-        ("checkpoint.export_dtype", config.checkpoint.export_dtype, ("float32", "bfloat16")),
-        ("hads.policy", config.hads.policy, budget.POLICIES),
-        ("hads.selector", config.hads.selector, SELECTORS),
-    ):
-        if choice not in choices:
-            raise ValueError(f"{name} {choice!r} is not one of {list(choices)}")
 
 
 def _model(**sizes: Any) -> Model:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xsake.observe import registry, sinks
-from xsake.observe.events import CheckpointSaved, Resumed, Stopped, TrainStep
+from xsake.observe.events import LOST, CheckpointSaved, Resumed, Stopped, TrainStep
 from xsake.train.config import Config
 
 KEPT = ("lock", "replaced")  # what run.restart leaves where it is
@@ -98,14 +98,16 @@ def _damaged(folder: Path) -> list[str]:
 def checked_history(folder: Path) -> str:
     """Refuses to begin at step 0 in a folder whose run had a complete checkpoint.
 
-    Only a run that was killed before its first checkpoint was complete begins again: a second
-    CheckpointSaved is logged after the first checkpoint is complete, and a stop after the last.
-    Returns "", for `processes.agreed`.
+    Only a run that was killed, or lost a process, before its first checkpoint was complete begins
+    again: a second CheckpointSaved is logged after the first checkpoint is complete, and a stop
+    after the last, unless a process was lost. Returns "", for `processes.agreed`.
     """
     path = folder / "events.jsonl"
     events = sinks.read(path) if path.exists() else []
     saved = sum(isinstance(x, CheckpointSaved) for x in events)
-    went_on = any(isinstance(x, Resumed | Stopped) for x in events)
+    went_on = any(
+        isinstance(x, Resumed) or (isinstance(x, Stopped) and x.reason != LOST) for x in events
+    )
     if aside := _damaged(folder):
         why = f"its checkpoints are damaged ({', '.join(aside)} in damaged/)"
     elif saved > 1 or went_on:

@@ -64,7 +64,7 @@ def observe(
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def _figures(parameters: Any, tokens: Array, *, config: Config, mesh: Mesh | None) -> Figures:
-    model = transformer(config, parameters, mesh)
+    model = transformer(config, parameters, mesh, "contiguous")  # the window is text as it is read
 
     def fold(layer: Any, seen: Any, figures: Figures) -> Figures:
         heads = observed.observe(

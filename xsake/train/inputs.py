@@ -6,16 +6,50 @@ Every process opens all datasets, which are memory-mapped, and reads the batch r
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from xsake.data.stream import Batch, Stream
 from xsake.data.tokens import TokenDataset
 from xsake.parallel import mesh as meshes
+from xsake.parallel import processes
 from xsake.train.config import Config
 from xsake.train.step import batch_on
+
+# settings that may differ between processes: where files are, and who a process is
+OWN = ("data.train", "evaluation.files", "run.folder", "processes")
+
+
+def opened(config: Config) -> tuple[Stream, dict[str, Stream]]:
+    """(the training text, the evaluation datasets by name), before a run's folder is touched.
+
+    Raises in all processes if one has other settings or data, or if the mesh does not fit.
+    """
+    stream, others = training_stream(config), held_out(config)
+    hashes = {"the hash of data.train": stream.hash}
+    hashes["the hashes of evaluation.files"] = ", ".join(x.hash for x in others.values())
+    processes.check_same(shared_settings(config) | hashes)
+    processes.agreed(lambda: str(mesh_sizes(config, jax.device_count(), processes.count())))
+    return stream, others
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """The settings that all processes must have, by their names: "data.rows"."""
+
+    def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in values.items():
+            if prefix + key in OWN:
+                continue
+            if isinstance(value, Mapping):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    return dict(flat(config.to_dict())) | {"init": config.init is not None}
 
 
 def training_stream(config: Config) -> Stream:
@@ -46,7 +80,7 @@ def held_out(config: Config) -> dict[str, Stream]:
     return found
 
 
-def mesh_sizes(config: Config, devices: int, processes: int = 1) -> meshes.MeshSizes:
+def mesh_sizes(config: Config, devices: int, process_count: int = 1) -> meshes.MeshSizes:
     """The sizes of the config's mesh; raises if they do not divide the batch or the model."""
     model = config.model
     sizes = meshes.resolved(
@@ -54,7 +88,7 @@ def mesh_sizes(config: Config, devices: int, processes: int = 1) -> meshes.MeshS
         devices,
         config.data.rows,
         config.optimizer.accumulate,
-        all_devices=processes > 1,
+        all_devices=process_count > 1,
     )
     meshes.check_divides(
         sizes,

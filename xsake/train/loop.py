@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,23 +76,23 @@ def train(config: Config, *extra_sinks: sinks.Sink) -> Outcome:
       extra_sinks: receive every event, in addition to the sinks that the config names; of several
         processes, those of process 0.
     """
-    run_sinks.check(config)
     processes.start(config.processes)
-    stream = inputs.training_stream(config)
-    held_out = inputs.held_out(config)
-    processes.check_same("the settings and data", f"{config.hash}, {stream.hash}")
     position = functools.partial(folder.position, config.run_folder)
-    with (
-        contextlib.closing(Watch(config.processes.lost_seconds, position)) as watch,
-        processes.held_by_writer(functools.partial(folder.locked, config)) as steps_before,
-        stopping.stop_signals() as signals,
-    ):
+    with contextlib.closing(Watch(config.processes.lost_seconds, position)) as watch:
         try:
-            session = _Session(config, stream, held_out, extra_sinks, int(steps_before), watch)
-        except Exception as error:
+            run_sinks.check(config)
+            stream, held_out = inputs.opened(config)
+            with (
+                processes.held_by_writer(functools.partial(folder.locked, config)) as steps_before,
+                stopping.stop_signals() as signals,
+            ):
+                session = _Session(config, stream, held_out, extra_sinks, int(steps_before), watch)
+                return session.run(signals)
+        except processes.RefusedError:  # all processes raise it
+            raise
+        except Exception as error:  # outside of `locked`, which then has cleared up
             watch.fail(error)
             raise
-        return session.run(signals)
 
 
 class _Pending(NamedTuple):
@@ -131,13 +130,8 @@ class _Session:
         self.state = restored.state
         self._use_plan(restored.plan)
         self.step = self.first_step = int(self.state.step)
-        path = config.run_folder / "events.jsonl"
-        self.event_file: sinks.EventFile | None = None
-        self.sinks: list[sinks.Sink] = []
-        self.sinks_lock = threading.RLock()  # `watch` writes from its own thread
-        if self.is_writer:
-            self.event_file = sinks.EventFile(path, -1 if is_new else self.step)
-            self.sinks = [self.event_file, *run_sinks.configured(config, self.step), *extra_sinks]
+        since = -1 if is_new else self.step
+        self.log = run_sinks.Log(config, since, extra_sinks, self.is_writer)
         self.watch = watch
         watch.on_lost = self._log_loss
         self.pending: list[_Pending] = []
@@ -157,6 +151,7 @@ class _Session:
         parameters = None
         if self.config.init:
             parameters, self.init_hash = warm_start.load(self.config, self.stream.files[0])
+            processes.check_same({"the hash of init": self.init_hash})
         return stepping.initial_on(self.config, self.mesh, parameters)
 
     def _restore(self) -> Restored | None:
@@ -201,24 +196,17 @@ class _Session:
             self.checkpoints.wait()
             if reason == "finished" and config.checkpoint.export:
                 self._export()
-            self.emit(events.Stopped(step=self.step, reason=reason))
+            self.log.write(events.Stopped(step=self.step, reason=reason))
             return Outcome(self.step, reason, config.run_folder)
         except Exception as error:
             self.watch.fail(error)
             raise
         finally:
             self.checkpoints.close()
-            for sink in self.sinks:
-                sink.close()
-
-    def emit(self, event: events.Event) -> None:
-        """Writes an event to every sink; only process 0 has any."""
-        with self.sinks_lock:
-            for sink in self.sinks:
-                sink.write(event)
+            self.log.close()
 
     def _log_loss(self, note: str) -> None:
-        self.emit(events.Stopped(step=self.step, reason="process lost", note=note))
+        self.log.write_loss(self.step, note)
 
     # ------------------------------------------------------------------------------ after a step
 
@@ -241,7 +229,7 @@ class _Session:
         if heads.is_due(config, step):
             with self._untimed():
                 weights = self.state.parameters
-                self.emit(heads.observe(config, weights, self.stream, step, self.mesh))
+                self.log.write(heads.observe(config, weights, self.stream, step, self.mesh))
         if step % config.checkpoint.every == 0 or is_last:
             self._save(loss)
 
@@ -261,7 +249,7 @@ class _Session:
         self.is_timed = True
         for pending in fetched:
             if self.is_writer and self._is_logged(pending.step):
-                self.emit(self._step_event(pending, seconds))
+                self.log.write(self._step_event(pending, seconds))
         worst = max(int(x.metrics.bad_steps) for x in fetched)
         if worst >= self.config.run.bad_steps:
             self._fail(worst)
@@ -304,7 +292,7 @@ class _Session:
             if self.is_writer:
                 (self.config.run_folder / "plans").mkdir(exist_ok=True)
                 plan.save(self.config.run_folder / path)
-            self.emit(
+            self.log.write(
                 events.PlanSwapped(
                     step=self.step,
                     path=str(path),
@@ -324,7 +312,7 @@ class _Session:
             for name, stream in self.held_out.items():
                 loss, targets = evaluate(self.config, weights, self.device_plan, stream, self.mesh)
                 losses.append(loss)
-                self.emit(
+                self.log.write(
                     events.Evaluated(
                         step=self.step,
                         file=name,
@@ -342,7 +330,7 @@ class _Session:
             weights = sharding.whole(self.state.average or self.state.parameters, self.mesh)
             if self.is_writer:
                 prompt, text = sampler.text(weights)
-                self.emit(events.Sampled(step=self.step, prompt=prompt, text=text))
+                self.log.write(events.Sampled(step=self.step, prompt=prompt, text=text))
 
     def _save(self, loss: float | None = None) -> None:
         """Saves a checkpoint of this step unless there is one, after all events are on disk."""
@@ -351,9 +339,8 @@ class _Session:
             self.checkpoints.wait()
             if self.step in self.checkpoints.steps():
                 return
-            self.emit(events.CheckpointSaved(step=self.step, path=f"checkpoints/{self.step}"))
-            if self.event_file is not None:
-                self.event_file.sync()
+            self.log.write(events.CheckpointSaved(step=self.step, path=f"checkpoints/{self.step}"))
+            self.log.sync()
             self.checkpoints.save(self.state, self.plan, loss)
 
     @contextlib.contextmanager
@@ -367,7 +354,7 @@ class _Session:
 
     def _start(self) -> None:
         config = self.config
-        self.emit(
+        self.log.write(
             events.RunStarted(
                 step=0,
                 run=config.run.name,
@@ -393,7 +380,7 @@ class _Session:
         is_longer = restored.steps not in (None, config.schedule.steps)
         if is_longer and restored.steps is not None:
             notes.append(optimizer.longer_note(config, restored.steps, self.step))
-        self.emit(
+        self.log.write(
             events.Resumed(
                 step=self.step,
                 commit=provenance.commit(),
@@ -448,7 +435,7 @@ class _Session:
         median = self.stragglers.median_if_slow(seconds)
         if median is not None:
             process = self.watch.slowest(step, seconds) if self.is_writer else None
-            self.emit(
+            self.log.write(
                 events.Straggler(
                     step=step, step_seconds=seconds, median_seconds=median, process=process
                 )
@@ -466,7 +453,7 @@ class _Session:
         return None
 
     def _fail(self, count: int) -> None:
-        self.emit(events.Stopped(step=self.step, reason="not finite"))
+        self.log.write(events.Stopped(step=self.step, reason="not finite"))
         saved = self.checkpoints.steps()
         raise NotFiniteError(
             f"loss or gradient was not finite for {count} steps in a row at step {self.step}; "

@@ -62,9 +62,12 @@ def new_plan(
 @functools.lru_cache(maxsize=1)
 def _observer(config: Config, mesh: Mesh | None = None) -> Callable[..., Any]:
     """The `observe` function for `calibrate`; cached, because jit compares it by identity."""
-    return lambda weights, tokens, fold, carry: transformer(config, weights, mesh).observe(
-        tokens, fold, carry
-    )
+
+    def observe(weights: Any, tokens: Any, fold: Any, carry: Any) -> Any:
+        # documents are text as it is read, and the pass is dense
+        return transformer(config, weights, mesh, "contiguous").observe(tokens, fold, carry)
+
+    return observe
 
 
 def argument(plan: Plan | None, mesh: Mesh | None = None) -> Plan | None:

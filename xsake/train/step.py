@@ -97,10 +97,14 @@ def initial_on(config: Config, mesh: Mesh | None, parameters: Any = None) -> Sta
     return jax.jit(lambda x: initial(config, x), out_shardings=where)(parameters)
 
 
-def transformer(config: Config, parameters: Any, mesh: Mesh | None = None) -> Transformer:
-    """A model of these parameters with the config's compute options."""
+def transformer(
+    config: Config, parameters: Any, mesh: Mesh | None = None, order: Order | None = None
+) -> Transformer:
+    """A model of these parameters with the config's compute options.
+
+    The tokens that it takes are in `order`, by default that of `batch_on`.
+    """
     how = config.compute
-    order = token_order(config, mesh)
     return Transformer.of(
         config.model,
         parameters,
@@ -109,7 +113,7 @@ def transformer(config: Config, parameters: Any, mesh: Mesh | None = None) -> Tr
         remat=how.remat,
         implementation=how.implementation,
         mesh=mesh,
-        order=order,
+        order=token_order(config, mesh) if order is None else order,
     )
 
 

@@ -16,6 +16,7 @@ select. It decides whether a kernel reads the union of the blocks of neighbourin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -82,8 +83,9 @@ def train_all(settings: dict[str, Config], seconds: float) -> bool:
             return False
         print(f"training {name}, at most {left:.0f} s", flush=True)
         timed = dataclasses.replace(config, run=dataclasses.replace(config.run, seconds=left))
-        if loop.train(timed, sinks.Terminal(config.schedule.steps)).reason != "finished":
-            return False
+        with contextlib.closing(sinks.Terminal(config.schedule.steps)) as terminal:
+            if loop.train(timed, terminal).reason != "finished":
+                return False
     return True
 
 

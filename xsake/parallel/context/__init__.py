@@ -145,6 +145,8 @@ def context_attention(
         ids=(given["q_segment_ids"], given["kv_segment_ids"]),
         positions=(given["q_positions"], given["kv_positions"]),
     )  # fmt: skip
+    if balance:
+        rows.check_divides(sizes.T, devices, local.block[0])
     sinks, scale = check_sinks(sizes, given["sinks"]), given["scale"]
     q, k, v = _jax.vary((q, k, v), _jax.varying_axes(*jax.tree.leaves((q, k, v, local))))
     problem = traffic.Problem(
@@ -383,8 +385,9 @@ def _local_mask(
         limits = masks.array(jnp.asarray(mask)) & limits
     check_fits(limits, sizes.B, sizes.N, queries.length, keys.length)
     rows_block = block_for(queries.run)
-    while balance and rows_block > LEAST_BLOCK and (queries.local // rows_block) % queries.devices:
-        rows_block //= 2  # until every device has a row block for every other one
+    if balance:  # every device has whole row blocks, equally many for each device
+        while rows_block > LEAST_BLOCK and queries.local % (rows_block * queries.devices):
+            rows_block //= 2
     block = (rows_block, block_for(keys.run))
     return LocalMask(
         rule=None, limits=limits, classes=None, overflow=None, rows_are_local=False, block=block,

@@ -45,14 +45,18 @@ def _by_blocks(x: Array, axis: int, order: Array) -> Array:
     return jnp.take(x, order, axis=axis).reshape(shape)
 
 
-def schedule(work: Array, axis: str, devices: int, block: int) -> Schedule:
-    """By the work of this device's row blocks, [row blocks]."""
-    (count,) = work.shape
-    if count % devices:
+def check_divides(tokens: int, devices: int, block: int) -> None:
+    """Raises unless a device's tokens are as many whole row blocks for each device."""
+    if tokens % (devices * block):
         raise ValueError(
             f"balance=True needs as many row blocks on a device as a multiple of the {devices} "
-            f"devices, got {count} of {block} tokens; use smaller blocks or layout='zigzag'"
+            f"devices, got {tokens} tokens in blocks of {block}; use smaller blocks, a length that "
+            f"is a multiple of {devices * devices * block}, or layout='zigzag'"
         )
+
+
+def schedule(work: Array, axis: str, devices: int, block: int) -> Schedule:
+    """By the work of this device's row blocks, [row blocks]; see `check_divides`."""
     every = lax.all_gather(work, axis)  # [c, row blocks]: 4 bytes for each row block
     order = orders(every, devices)[lax.axis_index(axis)]
     return Schedule(order, axis, block)
