@@ -13,8 +13,9 @@ from tests.hads.test_budget import draw_mass
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
 from xsake.hads import Plan, Profile, budget, make, row_blocks
-from xsake.hads.plan import Terms, stretched
+from xsake.hads.plan import Terms
 from xsake.hads.profile import Facts
+from xsake.hads.row_blocks import stretched
 from xsake.hads.statistics import DENSITIES, SELECTORS, Statistics
 from xsake.model import KVCache
 from xsake.model.generate import prefill

@@ -81,6 +81,11 @@ class Plan(InputMask):
 
     # --------------------------------------------------------------------------------------- masks
 
+    @property
+    def row_block(self) -> int:
+        """Queries of a row block."""
+        return self.terms.block
+
     def mask(
         self,
         layer: Any,
@@ -230,8 +235,22 @@ class Plan(InputMask):
         # a text so short that its forced blocks exceed the density keeps just those
         density = max(terms.density, row_blocks.least_density(n, terms.band))
         found = budget.filled(counts[..., :n], density, n, terms.band)
-        scores = None if self.scores is None else stretched(np.asarray(self.scores), n)
+        scores = None if self.scores is None else row_blocks.stretched(np.asarray(self.scores), n)
         return dataclasses.replace(self, counts=found.counts, scores=scores)
+
+    def padded(self, length: int, capacity: int) -> Plan:
+        """`at(length)` with row blocks for `capacity` tokens; those of padding keep the fewest."""
+        found, n = self.at(length), row_blocks.count_blocks(capacity, self.terms.block)
+        more = n - found.counts.shape[-1]
+        if more <= 0:
+            return found
+        floors = row_blocks.floors(n, self.terms.band)[-more:]
+        floors = np.broadcast_to(floors, (*found.counts.shape[:2], more))
+        scores = found.scores
+        if scores is not None:
+            scores = np.pad(np.asarray(scores), ((0, 0), (0, 0), (0, more), (0, more)))
+        counts = np.concatenate([np.asarray(found.counts), floors], -1)
+        return dataclasses.replace(found, counts=counts, scores=scores)
 
     def decode_budget(self, density: float) -> np.ndarray:
         """The fraction of the cache that each head may read, [layers, N], with mean `density`.
@@ -469,25 +488,6 @@ def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
 def _rows(x: Array, first: Any, count: int, axis: int) -> Array:
     """`count` row blocks of x from `first` on; indices past the end (padding) are clamped."""
     return jnp.take(x, first + jnp.arange(count), axis, mode="clip")
-
-
-def stretched(scores: np.ndarray, n: int) -> np.ndarray:
-    """Resizes scores [..., m, m] to n row blocks: truncates, or extrapolates.
-
-    A row block beyond m takes the scores of row block m - 1: nearby columns at the same distance
-    from the diagonal, the others from the column at the same relative position, rounded down.
-    """
-    m = scores.shape[-1]
-    if n <= m:
-        return scores[..., :n, :n]
-    row, column = np.ogrid[:n, :n]
-    source = np.minimum(row, m - 1)
-    near = source // 2
-    away = row - column
-    far = column * np.maximum(source - near, 1) // np.maximum(row - near, 1)
-    taken = np.where(away <= near, source - away, far)
-    taken = np.clip(np.where(row < m, column, taken), 0, m - 1)
-    return np.where(column <= row, scores[..., source, taken], 0)
 
 
 def _shade(share: float) -> str:
