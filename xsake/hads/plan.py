@@ -34,12 +34,12 @@ from xsake.block_mask.input_mask import InputMask, document_rule
 from xsake.hads import budget, files, row_blocks
 from xsake.hads.documents import shared_blocks
 from xsake.hads.profile import Profile
+from xsake.hads.shades import legend, shade
 from xsake.hads.statistics import SELECTORS
 from xsake.masks.rule import Leaf
 from xsake.parallel.balance import query_order
 
 SCHEMA = 1
-SHADES = "·░▒▓█"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Plan(InputMask):
           layer: the layer's number; may be traced.
           q: [B, T, N, H]; every selector but `static` needs q and k.
           k: [B, T, K, H].
-          length: T, if q is not given; default the calibration length.
+          length: T, if q is not given; default `self.length`.
           segment_ids: int [B, T]; each document's tokens are consecutive. Blocks of other
             documents are not candidates for selection, and tokens of different documents do not
             attend to each other.
@@ -129,7 +129,7 @@ class Plan(InputMask):
         keys = q if first is None else k
         if keys is not None:
             return int(keys.shape[1])
-        return self.terms.length if length is None else length
+        return self.length if length is None else length
 
     def blocks(
         self,
@@ -269,6 +269,13 @@ class Plan(InputMask):
     # ----------------------------------------------------------------------------------- reporting
 
     @property
+    def length(self) -> int:
+        """Of the texts that the counts are for: of calibration, unless `at` changed it."""
+        n, block = self.counts.shape[-1], self.terms.block
+        is_calibrated = row_blocks.count_blocks(self.terms.length, block) == n
+        return self.terms.length if is_calibrated else n * block
+
+    @property
     def shares(self) -> np.ndarray:
         """Every head's density, [layers, N]."""
         n = self.counts.shape[-1]
@@ -296,11 +303,11 @@ class Plan(InputMask):
             repr(self),
             f"realised density {self.density:.4f}; heads {shares.min():.2f} to {shares.max():.2f}",
             f"budgets by {self.terms.policy}, blocks chosen by {self.terms.selector}",
-            f"calibrated at {self.terms.length:,} tokens",
-            f"layer  mean  least  most  heads ({'  '.join(_legend())})",
+            f"for texts of {self.length:,} tokens, calibrated at {self.terms.length:,}",
+            f"layer  mean  least  most  heads ({'  '.join(legend())})",
         ]
         for layer, row in enumerate(shares):
-            marks = "".join(_shade(x) for x in row)
+            marks = "".join(shade(x) for x in row)
             lines.append(
                 f"{layer:5d}  {row.mean():.2f}   {row.min():.2f}  {row.max():.2f}  {marks}"
             )
@@ -488,12 +495,3 @@ def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
 def _rows(x: Array, first: Any, count: int, axis: int) -> Array:
     """`count` row blocks of x from `first` on; indices past the end (padding) are clamped."""
     return jnp.take(x, first + jnp.arange(count), axis, mode="clip")
-
-
-def _shade(share: float) -> str:
-    return SHADES[min(len(SHADES) - 1, int(share * len(SHADES)))] * 2
-
-
-def _legend() -> list[str]:
-    step = 1 / len(SHADES)
-    return [f"{_shade(i * step + step / 2)}<{(i + 1) * step:.1f}" for i in range(len(SHADES))]
