@@ -161,7 +161,7 @@ def _print_profile(profile: Profile) -> None:
             statistics.retained[layer, :, 3].mean(),
             statistics.retained[layer, :, 8].mean(),
         )
-        table.add_row(str(layer), *(f"{x:.3f}" for x in values))
+        table.add_row(str(layer), *("–" if np.isnan(x) else f"{x:.3f}" for x in values))
     console.print(table)
     console.print(
         "Means over the heads of a layer. Entropy is in nats: the lower, the fewer tokens or "
