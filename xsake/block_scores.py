@@ -64,6 +64,24 @@ def estimate(
     return ESTIMATES[selector](*jax.lax.stop_gradient((q, k)), block, first)
 
 
+def filled(q: Float[Array, "T N H"], count: Index, block: int) -> Float[Array, "T N H"]:
+    """q, of which `count` tokens are the text, with its queries in place of the padding.
+
+    The last row block of the text is repeated as often as it fits into `block` tokens; the rest is
+    its mean. So the mean of every row block is that of the text's own queries, and selectors that
+    look at single queries find the text's own. Row blocks after it hold the mean, too.
+    """
+    at = jnp.arange(q.shape[0])
+    count = jnp.maximum(count, 1)
+    last = (count - 1) // block * block
+    size, offset = count - last, at - last
+    own = ((at >= last) & (at < count))[:, None, None]
+    mean = jnp.where(own, q, 0).astype(jnp.float32).sum(0) / size
+    source = jnp.where(at < count, at, last + offset % size)
+    is_copy = (at < count) | (offset < block // size * size)
+    return jnp.where(is_copy[:, None, None], q[source], mean[None].astype(q.dtype))
+
+
 def pooled(
     q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index = 0
 ) -> Float[Array, "N R n"]:

@@ -47,8 +47,8 @@ class Chosen(NamedTuple):
 class CacheReader:
     """How new tokens read the cache: all of it, or a budget of blocks for every head.
 
-    A pytree whose only array is the budget. `of` checks the budget; `over(span)` limits
-    reads to the first `span` slots, a static size.
+    A pytree whose only array is the budget. `of` checks the budget; `over(span)` limits reads to
+    the first `span` slots and to `queries` new tokens at a time, static sizes.
     """
 
     # [layers, L]: int32 blocks, or float32 fractions of the blocks so far; None: the whole cache
@@ -58,6 +58,8 @@ class CacheReader:
     span: int = dataclasses.field(default=0, metadata={"static": True})  # slots that are read
     # E: selected blocks of one sequence, summed over heads; the maximum over layers
     entries: int = dataclasses.field(default=0, metadata={"static": True})
+    # T: new tokens of a read at most, whose own blocks the entries have capacity for
+    queries: int = dataclasses.field(default=1, metadata={"static": True})
 
     @classmethod
     def of(
@@ -87,19 +89,23 @@ class CacheReader:
             budget = _checked_budget(budget, layers, heads, kv_heads)
         return cls(budget, block, refresh)
 
-    def over(self, span: int) -> CacheReader:
-        """This reader for the first `span` slots of the cache; called outside jit."""
+    def over(self, span: int, queries: int = 1) -> CacheReader:
+        """This reader for the first `span` slots of the cache; called outside jit.
+
+        Each head's list has space for the blocks of `queries` consecutive new tokens, which are
+        always read, even if they are more than its budget.
+        """
         if self.budget is None:
-            return dataclasses.replace(self, span=span)
+            return dataclasses.replace(self, span=span, queries=queries)
         blocks = span // self.block
         # A selection is reused for `refresh` tokens, so it also contains the blocks that those
         # tokens will be written to.
-        forced = FORCED_BLOCKS + -(-(self.refresh - 1) // self.block)
+        forced = FORCED_BLOCKS + -(-(queries - 1 + self.refresh - 1) // self.block)
         wanted = self.budget
         if np.issubdtype(wanted.dtype, np.floating):
             wanted = np.ceil(wanted * blocks)
         entries = int(np.clip(wanted, forced, max(forced, blocks)).sum(1).max())
-        return dataclasses.replace(self, span=span, entries=entries)
+        return dataclasses.replace(self, span=span, entries=entries, queries=queries)
 
     def nothing_chosen(self, batch: int) -> Chosen | None:
         """Empty selections of all layers, before the first step; None without a budget."""
@@ -126,10 +132,11 @@ class CacheReader:
         """Attention of the new queries to one layer's cache, and the selection that it used.
 
         Args:
-          q: the new queries, whose keys and values are in the cache already.
+          q: the new queries, whose keys and values are in the cache already; with a budget, T is
+            at most `queries`.
           k: the cache of all layers.
           v: like k.
-          positions: of the queries; all below span.
+          positions: of the queries, consecutive; all below span.
           chosen: the selections of all layers; None without a budget.
           layer: which layer; may be traced.
           window: a query sees itself and window - 1 keys before it.
@@ -140,6 +147,11 @@ class CacheReader:
         how: Any = {"layer": layer, "window": window, "soft_cap": soft_cap}
         if chosen is None:
             return dense(q, k, v, positions, span=self.span, sinks=sinks, **how), None
+        if q.shape[1] > self.queries:
+            raise ValueError(
+                f"q has {q.shape[1]} queries, but the lists of selected blocks have space for "
+                f"{self.queries}; write reader.over(span, queries={q.shape[1]})"
+            )
         if reselect:
             here = self._choose(q, k, positions, **how)
             chosen = jax.tree.map(lambda every, new: every.at[layer].set(new), chosen, here)

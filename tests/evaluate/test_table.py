@@ -10,7 +10,7 @@ from tools import tables as report
 from xsake.bench import timing
 from xsake.data import documents as text
 from xsake.evaluate import methods, table
-from xsake.hads import calibrate, make
+from xsake.hads import calibrate, make, row_blocks
 from xsake.model import Config, Transformer
 from xsake.model.observer import Observer
 
@@ -216,6 +216,33 @@ def test_a_plan_that_keeps_everything_changes_nothing(subject, profile, document
         row["dense_loss_by_document"],
         [1],
     )
+
+
+def test_a_plan_is_measured_with_its_band(subject, profile, documents):
+    """A budget of just the forced blocks: the band's are kept, whatever their scores are."""
+    n = row_blocks.count_blocks(LENGTH, BLOCK)
+    size = (2, 4, n)
+    plan = make(profile, 0.9, "kl", "mean_query")
+    counts = np.broadcast_to(row_blocks.floors(n, 2), size).astype(np.int32)
+    banded = dataclasses.replace(plan, counts=counts, terms=dataclasses.replace(plan.terms, band=2))
+    with_band = methods.of_plan(banded, LENGTH)
+    without = methods.of_plan(dataclasses.replace(plan, counts=counts), LENGTH)
+    blocks = jnp.asarray(np.broadcast_to(row_blocks.forced(n, 2), (*size, n)))
+    wanted = methods.Method(jnp.asarray(counts), blocks, jnp.int32(0))
+    found, other, given = table.measure_methods(
+        subject, [with_band, without, wanted], documents[3:], BLOCK
+    )
+    for name in table.COLUMNS:
+        assert found[name] == pytest.approx(given[name], rel=1e-5, abs=1e-6), name
+        assert other[name] != pytest.approx(given[name], rel=1e-3), name
+
+
+def test_methods_of_a_profile_have_its_band(profile):
+    facts = dataclasses.replace(profile.facts, band=1)
+    found = methods.at_density(dataclasses.replace(profile, facts=facts), 0.8, LENGTH)
+    bands = {method.name: method.band for method in found if method.source}
+    assert bands["mean_query/kl"] == bands["oracle/kl"] == bands["mean_query/kl + centroids"] == 1
+    assert bands["vertical_slash"] == 0
 
 
 def test_documents_are_cut_from_texts_long_enough(tmp_path):

@@ -140,6 +140,18 @@ def test_intervals_cover_the_mean_of_skewed_values(groups, shape, widened):
     assert 0.95 <= covers.mean() <= 0.999
 
 
+@pytest.mark.parametrize("length", [65, 130, 320])
+def test_standard_errors_hold_for_a_short_last_group(length):
+    """Values of one distribution: the reported square is the variance of the mean, unless G = 1."""
+    sizes = np.minimum(length - np.arange(0, length, 64), 64)
+    x = np.random.default_rng(length).standard_exponential((20_000, len(sizes)))
+    found = certificate.estimate(jnp.asarray(x, jnp.float32), length, 64, length)
+    ratio = np.square(found.standard_error).mean() / np.var(found.mean)
+    assert abs(ratio - 1) < 0.08  # 1.6% is one standard deviation at 65, the largest
+    alone = certificate.estimate(jnp.asarray(x[:, :1], jnp.float32), 33, 64, 64)
+    assert (alone.standard_error == 0).all()
+
+
 def test_one_group_alone_says_nothing_of_the_spread():
     found = certificate.estimate(jnp.array([[0.2, 0.3, 0.1]]), 40, 16, 32, most=1.0)
     np.testing.assert_allclose(found.mean[0], [0.25, 0.1])

@@ -13,8 +13,9 @@ from tests.hads.test_budget import draw_mass
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
 from xsake.hads import Plan, Profile, budget, make, row_blocks
-from xsake.hads.plan import Terms, stretched
+from xsake.hads.plan import Terms
 from xsake.hads.profile import Facts
+from xsake.hads.row_blocks import stretched
 from xsake.hads.statistics import DENSITIES, SELECTORS, Statistics
 from xsake.model import KVCache
 from xsake.model.generate import prefill
@@ -67,6 +68,22 @@ def test_masks_from_plans_obey_causality_at_any_length(selector, length):
     at = plan.at(length)
     least = row_blocks.floors(n).sum() / (n * (n + 1) / 2)
     assert abs(at.counts.sum() - max(0.7, least) * 8 * n * (n + 1) / 2) <= 0.5
+
+
+@pytest.mark.parametrize("length", [64, 128, 192])
+def test_a_plan_made_for_a_length_is_drawn_at_that_length(length):
+    """Not at the length of calibration, 128, to which its row blocks would be stretched."""
+    plan = make(profile_of(), 0.8, "kl", "static", length=length)
+    assert plan.length == length
+    assert plan.mask(0).shape == (length, length)
+    np.testing.assert_array_equal(plan.mask(0).kv_count[0], plan.counts[0])
+    assert f"for texts of {length:,} tokens, calibrated at 128" in str(plan)
+
+
+def test_the_length_of_a_calibrated_plan_may_end_inside_a_block():
+    plan = make(profile_of(), 0.6, "kl", "static")
+    terms = dataclasses.replace(plan.terms, length=125)
+    assert dataclasses.replace(plan, terms=terms).length == 125
 
 
 def test_scores_for_a_shorter_text_are_the_top_left_corner():

@@ -9,6 +9,7 @@ import pytest
 
 from tests.hads.draws import SOFTMAXES, attention, blocks_of, dense, spread, tokens_of
 from xsake import block_scores, selection
+from xsake.cli.hads import _print_profile
 from xsake.hads import (
     Profile,
     budget,
@@ -22,6 +23,7 @@ from xsake.hads import (
 from xsake.hads.partial import Partial
 from xsake.hads.profile import check_curves, check_documents, hash_of
 from xsake.hads.statistics import Statistics, block_mass, factors, retained_mass
+from xsake.server.served import numbers
 
 BLOCK = 16
 CURVES = ("static", "mean_query", "oracle")  # one choice everywhere, so that little is compiled
@@ -221,6 +223,22 @@ def documents(count, T=70):
 def calibrated(documents):
     how = dict(layers=2, heads=4, block=BLOCK, seed=5, curves=CURVES)
     return calibrate(observe, jnp.ones(()), documents, **how)
+
+
+def test_one_document_has_no_standard_error(tmp_path, capsys):
+    """NaN, which files keep and tables print as a dash: 0 would claim certainty."""
+    profile = calibrated(documents(1))
+    profile.save(tmp_path / "profile")
+    for found in (profile, Profile.load(tmp_path / "profile")):
+        for name, x in found.errors.items():
+            assert np.isnan(x).all(), name
+            assert (x.dtype, x.shape) == (np.float32, getattr(profile.statistics, name).shape)
+    assert numbers(profile.errors["entropy"]) == [[None] * 4] * 2  # null in JSON
+    _print_profile(profile)
+    said = capsys.readouterr().out
+    assert "–" in said
+    assert "nan" not in said
+    assert "±" in said
 
 
 def test_a_profile_is_the_mean_over_documents_with_its_standard_error():

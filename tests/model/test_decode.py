@@ -212,6 +212,26 @@ def test_with_reach_the_selection_includes_the_blocks_of_the_next_tokens(positio
         assert len(mine) == len(set(mine.tolist())) == max(2, len(needed))
 
 
+@pytest.mark.parametrize("refresh", [1, 30])
+def test_many_queries_that_span_blocks_read_what_is_forced_in_every_head(refresh):
+    """70 queries span 5 or 6 blocks, more than the budget of 2: no head is left without a list."""
+    T = 70
+    q, k, v, _ = arrays(T)
+    positions = np.minimum([0, 11, S - T], S - T)[:, None] + np.arange(T, dtype=np.int32)
+    given = tuple(map(jnp.asarray, (q, k, v, positions.astype(np.int32))))
+    how = {"layers": LAYERS, "heads": N, "kv_heads": K, "block": BLOCK, "refresh": refresh}
+    few = decode.CacheReader.of(2, **how).over(S)
+    with pytest.raises(ValueError, match=r"has 70 queries, .* space for 1; .*queries=70"):
+        few.read(*given, few.nothing_chosen(B), layer=LAYER)
+    reader = decode.CacheReader.of(2, **how).over(S, queries=T)
+    run = jit(lambda *given: reader.read(*given, reader.nothing_chosen(B), layer=LAYER))
+    out, chosen = run(*given)
+    blocks = by_head(*(np.asarray(x[LAYER]) for x in chosen), N)
+    for b, n in itertools.product(range(B), range(N)):
+        assert {0, *(positions[b] // BLOCK)} <= blocks[b][n]
+    assert np.abs(out - brute_force(q, k, v, positions, None, blocks)).max() < OUTPUT
+
+
 # -------------------------------------------------------------------------------------------- cache
 
 

@@ -75,7 +75,7 @@ def step(model, cache, tokens, count, budget=None, *, span):
     T = tokens.shape[1]
     positions = cache.length[:, None] + jnp.arange(T)
     entries = 0 if budget is None else budget.shape[1] * (span // cache.block)
-    reader = CacheReader(budget, cache.block, 1, span, entries)
+    reader = CacheReader(budget, cache.block, 1, span, entries, queries=T)
     attend = by_cache(model.config, reader, positions, count)
     state = (cache, reader.nothing_chosen(len(tokens)))
     hidden, (cache, _) = model.run(tokens, positions, attend, state)

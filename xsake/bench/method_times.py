@@ -36,7 +36,8 @@ def time_attention(
     calls: dict[str, Any] = {"dense": (functools.partial(_dense, config=config), given)}
     for method in methods:
         source = SOURCES[int(method.source)]
-        run = functools.partial(_sparse, config=config, source=source, block=block)
+        how: Any = {"source": source, "block": block, "band": method.band}
+        run = functools.partial(_sparse, config=config, **how)
         calls[method.name] = run, (method.counts, method.given, *given)
     return time_calls(calls, repeats)
 
@@ -92,7 +93,7 @@ def _dense(q: Array, k: Array, v: Array, sinks: Array | None, *, config: Config)
     return lax.map(one, (jnp.arange(config.layers), q, k, v, sinks))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "source", "block"))
+@functools.partial(jax.jit, static_argnames=("config", "source", "block", "band"))
 def _sparse(
     counts: Array,
     given: Array,
@@ -104,6 +105,7 @@ def _sparse(
     config: Config,
     source: str,
     block: int,
+    band: int,
 ) -> Array:
     T = q.shape[1]
 
@@ -111,7 +113,7 @@ def _sparse(
         layer, counts, blocks, q, k, v, sinks = x
         if source != "given":
             seen = Activations(q, k, v, None, softmax_of(config, layer, sinks))
-            blocks = selection.keep_top(scores_of(source, seen, block), counts)
+            blocks = selection.keep_top(scores_of(source, seen, block), counts, band)
         attend = by_mask(config, selection.to_mask(blocks, T, block), 1, T)
         return attend(layer, q[None], k[None], v[None], None, sinks)[0]
 

@@ -3,8 +3,8 @@
     Plan ──────────────────────────── is an InputMask ─┐
     (layer, q, k) -> BlockMask ───────── as_input_mask ┴─ .mask(layer, q, k) ─ BlockMask
 
-The model, chunked prefill and training use only the methods `mask` and `at` and the attribute
-`chunked`.
+The model, prefill and training use only the methods `mask`, `at` and `padded` and the attributes
+`chunked` and `row_block`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake import masks
-from xsake.block_mask import BlockMask
+from xsake.block_mask import BLOCK, BlockMask
 from xsake.masks.integers import int_array
 from xsake.masks.rule import Leaf, Rule
 
@@ -40,6 +40,11 @@ class InputMask(abc.ABC):
 
     chunked: bool = True
 
+    @property
+    def row_block(self) -> int:
+        """Queries of a row block; prefill replaces padding among them by real ones. Default 128."""
+        return BLOCK
+
     @abc.abstractmethod
     def mask(
         self, layer: Any, q: Array, k: Array, *, segment_ids: Any = None, first: Any = None
@@ -48,7 +53,8 @@ class InputMask(abc.ABC):
 
         Args:
           layer: the layer's number; may be traced.
-          q: [B, T, N, H] as they enter attention.
+          q: [B, T, N, H] as they enter attention; in prefill, real queries of the same row block
+            replace those of padding.
           k: [B, S, K, H]; S is T without `first`.
           segment_ids: int [B, S]. If given, the mask itself must keep documents apart.
           first: position of the first query of a chunk; may be traced. k then holds all
@@ -61,6 +67,13 @@ class InputMask(abc.ABC):
     def at(self, length: int) -> InputMask:
         """This mask for texts of `length` tokens; called outside jit. The default returns self."""
         return self
+
+    def padded(self, length: int, capacity: int) -> InputMask:
+        """This mask for texts of `length` tokens that are padded to `capacity`; outside jit.
+
+        It has the same shapes for every length. The default is `at(capacity)`.
+        """
+        return self.at(capacity)
 
     def check(self, layers: int, heads: int) -> None:  # noqa: B027  (a hook)
         """Raises if the mask is not for a model of so many layers and query heads; by default none.

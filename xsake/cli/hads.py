@@ -161,7 +161,7 @@ def _print_profile(profile: Profile) -> None:
             statistics.retained[layer, :, 3].mean(),
             statistics.retained[layer, :, 8].mean(),
         )
-        table.add_row(str(layer), *(f"{x:.3f}" for x in values))
+        table.add_row(str(layer), *("–" if np.isnan(x) else f"{x:.3f}" for x in values))
     console.print(table)
     console.print(
         "Means over the heads of a layer. Entropy is in nats: the lower, the fewer tokens or "
@@ -245,7 +245,7 @@ def evaluate(
       certify: with --tasks: methods that select blocks from the input are also measured with
         certified attention, which computes row blocks densely whose output error, in a sample of
         one query in 64, is at least this share of the output.
-      length: tokens of each document; default the calibrated length.
+      length: tokens of each document; default that of the texts that the plan or profile is for.
       documents: number of documents, cut from the text at random and without overlap.
       seed: the random seed for cutting documents.
       dtype: the model's compute dtype.
@@ -270,7 +270,7 @@ def evaluate(
         measure_tasks(subject.observer, subject.encode, fillers, made, chosen, tasks)
     elif plan is not None:
         loaded = hads.Plan.load(writable_file(plan) if update else plan)
-        length = length or loaded.terms.length
+        length = length or loaded.length
         subject = _Subject.load(model, dtype, implementation, text, mesh, length)
         loaded.check_model(subject.observer.hash)
         tokens = subject.documents(text, length, documents, seed)

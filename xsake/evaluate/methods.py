@@ -62,6 +62,7 @@ class Method:
     kind: str = dataclasses.field(metadata={"static": True}, default="")
     corrected: bool = dataclasses.field(metadata={"static": True}, default=False)
     certify: Certify | None = dataclasses.field(metadata={"static": True}, default=None)
+    band: int = dataclasses.field(metadata={"static": True}, default=0)  # forced before diagonal
 
     def certified(self, certify: Certify) -> Method:
         """This method with certified attention; only tasks are measured with it."""
@@ -89,7 +90,8 @@ class Method:
         """The blocks that one sequence visits; `sources` must contain this method's source."""
 
         def selected(source: str, seen: Activations) -> Array:
-            return selection.keep_top(scores_of(source, seen, block), self.counts[layer])
+            scores = scores_of(source, seen, block)
+            return selection.keep_top(scores, self.counts[layer], self.band)
 
         branches = [lambda seen: self.given[layer]]
         branches += [functools.partial(selected, name) for name in sources[1:]]
@@ -229,6 +231,7 @@ def _planned(
     profile: Profile, density: float, length: int, label: str, names: Sequence[str] | None
 ) -> Iterator[Method]:
     """HADS variants that a profile has cost curves for; with a label only those in TRANSFERRED."""
+    band = profile.facts.band
     for selector, policy in TRANSFERRED if label else FORMS:
         name = _name(selector, policy, label)
         centroids = f"{name} + centroids"
@@ -238,25 +241,20 @@ def _planned(
             continue
         if selector == "oracle":
             counts = oracle_counts(profile, density, policy, length)
-            yield _scored(name, "oracle", counts, ORACLES[policy])
+            yield _scored(name, "oracle", counts, ORACLES[policy], band)
             continue
         plan = make(profile, density, policy, selector, length=length)
         if selector == "static":
-            yield _given(
-                name, "static", selection.keep_top(plan.scores, plan.counts, profile.facts.band)
-            )
+            yield _given(name, "static", selection.keep_top(plan.scores, plan.counts, band))
             continue
         if _wanted(name, names):
-            yield _scored(name, "run time", plan.counts, selector)
+            yield _scored(name, "run time", plan.counts, selector, band)
         if _is_corrected(selector, policy, label) and _wanted(centroids, names):
-            yield _scored(centroids, "run time", plan.counts, selector, True)
+            yield _scored(centroids, "run time", plan.counts, selector, band, True)
 
 
 def of_plan(plan: Plan, length: int) -> Method:
-    """Converts a plan to a method, for texts of `length` tokens.
-
-    Blocks selected at run time are selected without the plan's band.
-    """
+    """Converts a plan to a method, for texts of `length` tokens."""
     terms, plan = plan.terms, plan.at(length)
     if terms.top_p is not None:
         raise ValueError(
@@ -265,7 +263,7 @@ def of_plan(plan: Plan, length: int) -> Method:
     name = f"{terms.selector}/{terms.policy}"
     if terms.selector == "static":
         return _given(name, "static", selection.keep_top(plan.scores, plan.counts, terms.band))
-    return _scored(name, "run time", plan.counts, terms.selector)
+    return _scored(name, "run time", plan.counts, terms.selector, terms.band)
 
 
 def oracle_counts(
@@ -289,8 +287,10 @@ def _scored(
     kind: str,
     counts: Int[ArrayLike, "layers N n"],
     source: str,
+    band: int = 0,
     corrected: bool = False,
 ) -> Method:
     counts = jnp.asarray(counts, jnp.int32)
     nothing = jnp.zeros((*counts.shape, counts.shape[-1]), bool)
-    return Method(counts, nothing, jnp.int32(SOURCES.index(source)), name, kind, corrected)
+    index = jnp.int32(SOURCES.index(source))
+    return Method(counts, nothing, index, name, kind, corrected, band=band)

@@ -67,12 +67,15 @@ def measure_methods(
     bare = [method.anonymous() for method in methods]
     together = jax.tree.map(lambda *xs: jnp.stack(xs), *(_plain(x) for x in bare))
     corrected = jnp.array([method.corrected for method in methods])
+    bands = tuple(method.band for method in methods)
     how: Any = {"subject": subject.bare, "block": block, "sources": sources_of(methods)}
     found: list[dict[str, list[float]]] = [{name: [] for name in COLUMNS} for _ in methods]
     by_head = []
     kept = np.zeros(len(methods))
     for number, tokens in enumerate(documents):
-        quality, counts = _dense_pass(subject.weights, tokens, together, corrected, **how)
+        quality, counts = _dense_pass(
+            subject.weights, tokens, together, corrected, bands=bands, **how
+        )
         quality = jax.tree.map(np.asarray, quality)
         kept += np.asarray(counts)
         by_head.append(quality)
@@ -147,7 +150,7 @@ def _record(
     return record
 
 
-@functools.partial(jax.jit, static_argnames=("subject", "block", "sources"))
+@functools.partial(jax.jit, static_argnames=("subject", "block", "sources", "bands"))
 def _dense_pass(
     weights: PyTree,
     tokens: Int[Array, " T"],
@@ -157,6 +160,7 @@ def _dense_pass(
     subject: Subject,
     block: int,
     sources: tuple[str, ...],
+    bands: tuple[int, ...],  # of the methods
 ) -> tuple[Quality, Array]:
     """Quality of all methods, [layers, M, …], and the number of blocks that each keeps."""
     M, layers, N, _ = methods.counts.shape
@@ -169,7 +173,12 @@ def _dense_pass(
         if sources[1:]:
             scores = jnp.stack([scores_of(name, given, block) for name in sources[1:]])
             index = jnp.maximum(indices_in(sources)[methods.source] - 1, 0)
-            kept = selection.keep_top(scores[index], methods.counts[each, layer])
+            kept = blocks
+            for band in set(bands):  # static; methods of one band at once
+                those = np.flatnonzero(np.equal(bands, band))
+                given_counts = methods.counts[those, layer]
+                best = selection.keep_top(scores[index[those]], given_counts, band)
+                kept = kept.at[those].set(best)
             blocks = jnp.where((methods.source == 0)[:, None, None, None], blocks, kept)
         quality = compare(*given[:4], blocks, block=block, corrected=corrected, softmax=softmax)
         by_layer, counts = carry

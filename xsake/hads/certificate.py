@@ -55,7 +55,9 @@ class Estimate(NamedTuple):
     """The mean over all queries, estimated from a sample; [B, N, windows] or [B, N], float32."""
 
     mean: Float[Array, "B N *W"]  # unbiased
-    standard_error: Float[Array, "B N *W"]  # its square is too large rather than too small
+    # Its square is unbiased if all groups have one mean and one spread, too large if means differ.
+    # A short last group, whose values count for less, may have another spread: then either.
+    standard_error: Float[Array, "B N *W"]
     low: Float[Array, "B N *W"]  # the interval that covers the mean in 95% of samples
     high: Float[Array, "B N *W"]
 
@@ -330,11 +332,12 @@ def estimate(
     """Means over windows of the queries, [*axes, windows], from one value of each group.
 
         mean = Σ w x,  w = tokens of the group ÷ tokens of the window
-        standard error² = Σ w² · G / (G - 1) · Σ w (x - mean)²
+        standard error² = Σ w² / (1 - Σ w²) · Σ w (x - mean)²
         interval = mean - t · standard error … mean + widened · t · standard error
 
-    The groups differ in their means, too, which makes the standard error larger than that of the
-    sample. With one group in a window nothing is known of the spread: the interval is 0 … `most`.
+    With G groups of one size, Σ w² / (1 - Σ w²) = 1 / (G - 1). The groups differ in their means,
+    too, which makes the standard error larger than that of the sample. With one group in a window
+    nothing is known of the spread: the interval is 0 … `most`.
     """
     per = -(-window // every)
     sizes = np.minimum(length - np.arange(0, length, every), every)
@@ -347,7 +350,8 @@ def estimate(
     x = x.reshape(*x.shape[:-1], count, per)
     mean = (weight * x).sum(-1)
     spread = (weight * (x - mean[..., None]) ** 2).sum(-1)
-    scale = (weight**2).sum(-1) * groups / np.maximum(groups - 1, 1)
+    squares = (weight**2).sum(-1)
+    scale = squares / np.maximum(1 - squares, 1e-6)  # of one group, whose spread is 0: finite
     standard_error = jnp.sqrt(scale * spread)
     student = stdtrit(np.maximum(groups - 1, 1), (1 + CONFIDENCE) / 2)
     half = jnp.where(groups > 1, student.astype(np.float32) * standard_error, jnp.inf)

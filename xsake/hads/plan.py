@@ -34,12 +34,12 @@ from xsake.block_mask.input_mask import InputMask, document_rule
 from xsake.hads import budget, files, row_blocks
 from xsake.hads.documents import shared_blocks
 from xsake.hads.profile import Profile
+from xsake.hads.shades import legend, shade
 from xsake.hads.statistics import SELECTORS
 from xsake.masks.rule import Leaf
 from xsake.parallel.balance import query_order
 
 SCHEMA = 1
-SHADES = "·░▒▓█"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,11 @@ class Plan(InputMask):
 
     # --------------------------------------------------------------------------------------- masks
 
+    @property
+    def row_block(self) -> int:
+        """Queries of a row block."""
+        return self.terms.block
+
     def mask(
         self,
         layer: Any,
@@ -99,7 +104,7 @@ class Plan(InputMask):
           layer: the layer's number; may be traced.
           q: [B, T, N, H]; every selector but `static` needs q and k.
           k: [B, T, K, H].
-          length: T, if q is not given; default the calibration length.
+          length: T, if q is not given; default `self.length`.
           segment_ids: int [B, T]; each document's tokens are consecutive. Blocks of other
             documents are not candidates for selection, and tokens of different documents do not
             attend to each other.
@@ -124,7 +129,7 @@ class Plan(InputMask):
         keys = q if first is None else k
         if keys is not None:
             return int(keys.shape[1])
-        return self.terms.length if length is None else length
+        return self.length if length is None else length
 
     def blocks(
         self,
@@ -230,8 +235,22 @@ class Plan(InputMask):
         # a text so short that its forced blocks exceed the density keeps just those
         density = max(terms.density, row_blocks.least_density(n, terms.band))
         found = budget.filled(counts[..., :n], density, n, terms.band)
-        scores = None if self.scores is None else stretched(np.asarray(self.scores), n)
+        scores = None if self.scores is None else row_blocks.stretched(np.asarray(self.scores), n)
         return dataclasses.replace(self, counts=found.counts, scores=scores)
+
+    def padded(self, length: int, capacity: int) -> Plan:
+        """`at(length)` with row blocks for `capacity` tokens; those of padding keep the fewest."""
+        found, n = self.at(length), row_blocks.count_blocks(capacity, self.terms.block)
+        more = n - found.counts.shape[-1]
+        if more <= 0:
+            return found
+        floors = row_blocks.floors(n, self.terms.band)[-more:]
+        floors = np.broadcast_to(floors, (*found.counts.shape[:2], more))
+        scores = found.scores
+        if scores is not None:
+            scores = np.pad(np.asarray(scores), ((0, 0), (0, 0), (0, more), (0, more)))
+        counts = np.concatenate([np.asarray(found.counts), floors], -1)
+        return dataclasses.replace(found, counts=counts, scores=scores)
 
     def decode_budget(self, density: float) -> np.ndarray:
         """The fraction of the cache that each head may read, [layers, N], with mean `density`.
@@ -248,6 +267,13 @@ class Plan(InputMask):
         return np.minimum(large * wanted, 1).astype(np.float32)
 
     # ----------------------------------------------------------------------------------- reporting
+
+    @property
+    def length(self) -> int:
+        """Of the texts that the counts are for: of calibration, unless `at` changed it."""
+        n, block = self.counts.shape[-1], self.terms.block
+        is_calibrated = row_blocks.count_blocks(self.terms.length, block) == n
+        return self.terms.length if is_calibrated else n * block
 
     @property
     def shares(self) -> np.ndarray:
@@ -277,11 +303,11 @@ class Plan(InputMask):
             repr(self),
             f"realised density {self.density:.4f}; heads {shares.min():.2f} to {shares.max():.2f}",
             f"budgets by {self.terms.policy}, blocks chosen by {self.terms.selector}",
-            f"calibrated at {self.terms.length:,} tokens",
-            f"layer  mean  least  most  heads ({'  '.join(_legend())})",
+            f"for texts of {self.length:,} tokens, calibrated at {self.terms.length:,}",
+            f"layer  mean  least  most  heads ({'  '.join(legend())})",
         ]
         for layer, row in enumerate(shares):
-            marks = "".join(_shade(x) for x in row)
+            marks = "".join(shade(x) for x in row)
             lines.append(
                 f"{layer:5d}  {row.mean():.2f}   {row.min():.2f}  {row.max():.2f}  {marks}"
             )
@@ -469,31 +495,3 @@ def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
 def _rows(x: Array, first: Any, count: int, axis: int) -> Array:
     """`count` row blocks of x from `first` on; indices past the end (padding) are clamped."""
     return jnp.take(x, first + jnp.arange(count), axis, mode="clip")
-
-
-def stretched(scores: np.ndarray, n: int) -> np.ndarray:
-    """Resizes scores [..., m, m] to n row blocks: truncates, or extrapolates.
-
-    A row block beyond m takes the scores of row block m - 1: nearby columns at the same distance
-    from the diagonal, the others from the column at the same relative position, rounded down.
-    """
-    m = scores.shape[-1]
-    if n <= m:
-        return scores[..., :n, :n]
-    row, column = np.ogrid[:n, :n]
-    source = np.minimum(row, m - 1)
-    near = source // 2
-    away = row - column
-    far = column * np.maximum(source - near, 1) // np.maximum(row - near, 1)
-    taken = np.where(away <= near, source - away, far)
-    taken = np.clip(np.where(row < m, column, taken), 0, m - 1)
-    return np.where(column <= row, scores[..., source, taken], 0)
-
-
-def _shade(share: float) -> str:
-    return SHADES[min(len(SHADES) - 1, int(share * len(SHADES)))] * 2
-
-
-def _legend() -> list[str]:
-    step = 1 / len(SHADES)
-    return [f"{_shade(i * step + step / 2)}<{(i + 1) * step:.1f}" for i in range(len(SHADES))]

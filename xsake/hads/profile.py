@@ -67,7 +67,8 @@ class Profile:
     """Means over documents, with standard errors. Every array has a leading axis of layers."""
 
     statistics: Statistics  # mean over documents
-    errors: Mapping[str, AnyArray]  # standard errors of mass, entropy, block_entropy, retained
+    # standard errors of mass, entropy, block_entropy, retained; NaN of one document
+    errors: Mapping[str, AnyArray]
     mass_halves: Float[AnyArray, "2 layers N n n"]  # of the even and of the odd documents
     facts: Facts = dataclasses.field(metadata={"static": True})
 
@@ -403,8 +404,11 @@ def _accumulate(state: Running, new: Statistics) -> Running:
 
 def _finished(state: Running, facts: Facts) -> Profile:
     count = facts.documents
+    unknown = np.float32(np.nan)  # one document says nothing of the spread
     errors = {
-        name: np.sqrt(np.asarray(x) / max(1, count - 1) / count)
+        name: np.sqrt(np.asarray(x) / (count - 1) / count)
+        if count > 1
+        else np.full(x.shape, unknown)
         for name, x in state.squares.items()
     }
     each = np.array([(count + 1) // 2, max(1, count // 2)]).reshape(2, 1, 1, 1, 1)

@@ -100,3 +100,22 @@ def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
             "(`xsake calibrate --block`, `xsake train --hads.block`)"
         )
     return requested
+
+
+def stretched(scores: np.ndarray, n: int) -> np.ndarray:
+    """Resizes scores [..., m, m] to n row blocks: truncates, or extrapolates.
+
+    A row block beyond m takes the scores of row block m - 1: nearby columns at the same distance
+    from the diagonal, the others from the column at the same relative position, rounded down.
+    """
+    m = scores.shape[-1]
+    if n <= m:
+        return scores[..., :n, :n]
+    row, column = np.ogrid[:n, :n]
+    source = np.minimum(row, m - 1)
+    near = source // 2
+    away = row - column
+    far = column * np.maximum(source - near, 1) // np.maximum(row - near, 1)
+    taken = np.where(away <= near, source - away, far)
+    taken = np.clip(np.where(row < m, column, taken), 0, m - 1)
+    return np.where(column <= row, scores[..., source, taken], 0)

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from xsake import masks
+from xsake import block_scores, masks
 from xsake.attention import dot_product_attention
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, MaskFunction, as_input_mask
@@ -57,6 +57,7 @@ def by_mask(
     implementation: str | None = None,
     mesh: Mesh | None = None,
     order: Order = "contiguous",
+    count: Int[Array, " B"] | None = None,
 ) -> Attend:
     """Self-attention of whole texts, restricted by causality, the layer's window and `mask`.
 
@@ -70,6 +71,8 @@ def by_mask(
       implementation: of `dot_product_attention`.
       mesh: batch rows, heads and sequences are split over it.
       order: of tokens that mesh.context splits, as in `Transformer`.
+      count: how many of a text's tokens are its own; the others are padding, whose queries do not
+        take part in an InputMask's selection. Not for texts that mesh.context splits.
     """
     if mesh is not None and mesh.shape["context"] > 1:
         return by_context(config, mask, segment_ids, implementation, mesh, order)
@@ -86,8 +89,9 @@ def by_mask(
         if ready is not None:
             found = rest
         else:  # from the heads and batch rows of one device
-            layer, by_input, ids = rest
-            found = narrowed(by_input.mask(layer, q, k, segment_ids=ids), config, windowed)
+            layer, by_input, ids, real = rest
+            queries = _without_padding(q, real, by_input)
+            found = narrowed(by_input.mask(layer, queries, k, segment_ids=ids), config, windowed)
         return dot_product_attention(
             q,
             k,
@@ -102,7 +106,7 @@ def by_mask(
         layer: Any, q: Array, k: Array, v: Array, state: Any, sinks: Array | None = None
     ) -> tuple[Array, Any]:
         def of_window(windowed: bool, q: Array, k: Array, v: Array) -> Array:
-            rest = (layer, mask, segment_ids) if ready is None else ready(layer, windowed)
+            rest = (layer, mask, segment_ids, count) if ready is None else ready(layer, windowed)
             run = functools.partial(attention, windowed)
             if mesh is None:
                 return run(q, k, v, rest, sinks)
@@ -111,6 +115,14 @@ def by_mask(
         return by_window(config, layer, of_window, q, k, v), state
 
     return attend
+
+
+def _without_padding(q: Array, count: Array | None, mask: InputMask) -> Array:
+    """The queries that a mask selects by: of q's T tokens, count[b] are a sequence's own."""
+    if count is None:
+        return q
+    fill = functools.partial(block_scores.filled, block=mask.row_block)
+    return jax.vmap(fill)(q, count)
 
 
 def by_context(
@@ -241,7 +253,7 @@ def by_chunk(
     def block_mask(layer: Any, windowed: bool, q: Array, k: Array) -> BlockMask:
         rule = visible(config, windowed)
         if isinstance(mask, InputMask):
-            seen = sharding.everywhere((q, k), mesh)
+            seen = sharding.everywhere((_without_padding(q, count, mask), k), mesh)
             found = mask.mask(layer, *seen, first=positions[0, 0])
             return found & masks.at_positions(rule, positions[:1])
         rule = masks.at_positions(rule if mask is None else rule & mask, positions[:1])

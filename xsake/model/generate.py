@@ -81,8 +81,9 @@ class GenerateOptions:
         that accepts `first`; `InputMask.of(function, chunked=True)` wraps a function as one.
         A Plan must be of this model: of its layers and heads and, if the model is stacked and in
         float32 as for calibration, of its weights.
-        InputMasks are adapted by `mask.at` to the padded length of the prompts: whole blocks, or in
-        chunked prefill a power of two, at most the capacity of the cache.
+        InputMasks are adapted by `mask.padded` to the longest prompt and the length that it is
+        padded to: whole blocks, or in chunked prefill a power of two, at most the capacity of the
+        cache. Padding has no part in what they select.
       budget: how much of the cache each head reads per token; default all. Integers are blocks,
         fractions a share of the blocks so far, rounded up. Shape [], [heads] or [layers, heads].
         heads may be N or K; with K, the query heads of a kv head share one selection. The first
@@ -265,13 +266,13 @@ def prefill(
         if isinstance(mask, InputMask):
             step = BLOCK
         tokens = padded(prompts, -(-longest // step) * step)
-        mask = mask.at(tokens.shape[1]) if isinstance(mask, InputMask) else mask
+        mask = mask.padded(longest, tokens.shape[1]) if isinstance(mask, InputMask) else mask
         return _prefill_whole(model, cache, tokens, jnp.asarray(lengths), mask)
     hidden = jnp.zeros((len(prompts), model.config.width), model.dtype)
     count = -(-longest // chunk)
     tokens = padded(prompts, count * chunk)
     span = _span(longest, cache)
-    mask = mask.at(span) if isinstance(mask, InputMask) else mask
+    mask = mask.padded(longest, span) if isinstance(mask, InputMask) else mask
     for first in range(0, count * chunk, chunk):
         cache, hidden = _prefill_chunk(
             model,
@@ -307,7 +308,7 @@ def _prefill_whole(
         hidden, filled = model.run(tokens, positions, by_count, cache, scan=False)
         return _placed(filled, model), hidden[jnp.arange(B), count - 1]
     how: Any = {"implementation": model.implementation, "mesh": model.mesh}
-    inside = by_mask(model.config, mask, B, T, **how)
+    inside = by_mask(model.config, mask, B, T, count=count, **how)
 
     def attend(
         layer: Any, q: Array, k: Array, v: Array, cache: Any, *sinks: Array

@@ -81,7 +81,8 @@ def split_attention(
       q: [B, T, N, H].
       k: [B, T, K, H].
       v: [B, T, K, H].
-      rest: what else it takes: a BlockMask, or (layer, any mask, segment_ids).
+      rest: what else it takes: a BlockMask, or (layer, any mask, segment_ids), maybe with a count
+        [B] after them.
       specs: the PartitionSpecs of `rest`; default by its type.
       out_specs: those of the result; default q's.
       sinks: [N]; if there are any, they are a fifth argument.
@@ -103,8 +104,9 @@ def split_attention(
 
 
 def _input_specs(rest: Any) -> Any:
-    _, mask, segment_ids = rest
-    return P(), sharding.specs_of(mask), ids_spec(segment_ids)
+    _, mask, segment_ids, *counts = rest
+    of_counts = (None if x is None else sharding.spec(("batch",), x.shape) for x in counts)
+    return P(), sharding.specs_of(mask), ids_spec(segment_ids), *of_counts
 
 
 def ids_spec(segment_ids: Any) -> P | None:

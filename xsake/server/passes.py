@@ -5,8 +5,8 @@
                                                 └─ sparse_last  the same of the last token
 
 A text is padded to one of a few lengths, so that many texts share a compiled program. Padding
-comes after the text: causality hides it from every token of the text, and the mean query of a last
-row block that is short is kept by filling the row block up with that mean.
+comes after the text: causality hides it from every token of the text, and `block_scores.filled`
+keeps it out of the mean query of a short last row block.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _seen(q: Array, k: Array, block: int, length: Any, softmax: Softmax) -> Seen
         mass[:, :P],
         of_tokens[:, :P],
         of_blocks[:, :P],
-        block_scores.estimate("mean_query", filled(q, block, length), k, block),
+        block_scores.estimate("mean_query", block_scores.filled(q, length, block), k, block),
         jnp.log(rows[:, : P // block] + 1e-30),
         sinks[:, :P],
     )
@@ -159,15 +159,6 @@ def _token_entropy(chunk: Chunk, keys: Array, softmax: Softmax) -> Float[Array, 
     return chunk.logsumexp - mean_logit
 
 
-def filled(q: Float[Array, "P N H"], block: int, length: Any) -> Float[Array, "P N H"]:
-    """q with the mean of the text's last row block in the padding: means of row blocks stay."""
-    position = jnp.arange(q.shape[0])
-    last = (length - 1) // block * block
-    own = ((position >= last) & (position < length)).astype(jnp.float32)
-    mean = (q * own[:, None, None]).sum(0) / own.sum()
-    return jnp.where((position < length)[:, None, None], q, mean[None]).astype(q.dtype)
-
-
 @functools.partial(jax.jit, static_argnames=("subject", "block", "band"))
 def sparse(
     weights: PyTree,
@@ -216,7 +207,8 @@ def _chosen(
     """(layer, q, k, softmax) -> the blocks that a layer visits, by one of SOURCES."""
 
     def by_query(q: Array, k: Array, layer: Any, softmax: Softmax) -> Array:
-        scores = block_scores.estimate("mean_query", filled(q, block, length), k, block)
+        queries = block_scores.filled(q, length, block)
+        scores = block_scores.estimate("mean_query", queries, k, block)
         return selection.ranks(scores, band) < counts[layer][..., None]
 
     def by_mass(q: Array, k: Array, layer: Any, softmax: Softmax) -> Array:

@@ -98,7 +98,7 @@ class ProfileFigures(BaseModel):
 
     summary: ProfileSummary
     entropy: Grid = Field(description="[layers][heads], token entropy ÷ ln(visible keys)")
-    entropy_error: Grid | None = Field(description="standard errors over documents")
+    entropy_error: Grid | None = Field(description="standard errors; null of one document")
     block_entropy: Grid
     densities: list[float] = Field(description="of the retained-mass curves")
     retained: list[Grid] = Field(description="[layers][heads][densities]")

@@ -35,7 +35,7 @@ counts = jnp.asarray(oracle_counts(profile, {density}, "kl", T))
 
 def mask(layer, q, k):
     scores = baselines.oracle(q[0], k[0], {block}, loaded.model.softmax(layer))
-    kept = selection.keep_top(scores, counts[layer])
+    kept = selection.keep_top(scores, counts[layer], band=profile.facts.band)
     return selection.to_mask(kept, T, {block})
 
 

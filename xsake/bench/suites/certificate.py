@@ -105,7 +105,7 @@ def _measured(subject: Observer, plan: Plan, samples: int) -> Callable[[np.ndarr
         found = of_layer(layer, seen.q, seen.k, seen.v)
         return jax.tree.map(lambda total, x: total + x / subject.layers, carry, found)
 
-    q = jax.ShapeDtypeStruct((1, plan.terms.length, subject.heads, 8), jnp.float32)
+    q = jax.ShapeDtypeStruct((1, plan.length, subject.heads, 8), jnp.float32)
     names = jax.eval_shape(functools.partial(of_layer, 0), q, q, q)
     zeros = {name: jnp.zeros(()) for name in names}
     run = jax.jit(lambda weights, tokens: subject.observe(weights, tokens[None], fold, zeros))

@@ -234,7 +234,7 @@ def speed(
         for record in _headline(loaded, selectors, (B, T, heads, head_size), implementation):
             write(record)
     subject = _subject(model, "bfloat16", implementation)
-    length = loaded.terms.length
+    length = loaded.length
     held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
     for selector in selectors:
         terms = dataclasses.replace(loaded.terms, selector=selector)
