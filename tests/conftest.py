@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if runs(item)]
 
 
-MOST_MAPS = 40_000  # Linux allows a process 65,530 memory maps, and then it crashes
+MOST_MAPS = 50_000  # Linux allows a process 65,530 memory maps, and then it crashes
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -75,6 +75,7 @@ def test_after_the_time_limit_processes_are_ended(started, tmp_path):
     assert not (tmp_path / "r.json").exists()
 
 
+@pytest.mark.slow
 def test_a_real_process_says_why_it_fails(tmp_path, monkeypatch):
     """Here there is no Hopper GPU: the reason of the backend is what the process printed last."""
     monkeypatch.setattr(side_by_side, "WORDS", 4000)

@@ -54,7 +54,7 @@ def expected(texts, mask):
     return np.stack(found)
 
 
-@pytest.mark.parametrize("chunk", [256, 64])
+@pytest.mark.parametrize("chunk", [pytest.param(256, marks=pytest.mark.slow), 64])
 def test_a_padded_prompt_selects_the_blocks_of_the_prompt_alone(chunk):
     """Two prompts of different length, padded to whole blocks or whole chunks."""
     texts = [random_tokens(model().config, n, seed=n).tolist() for n in LENGTHS]
