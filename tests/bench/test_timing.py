@@ -21,6 +21,7 @@ def command_of(*call, **options):
     return json.loads(output)["command"]
 
 
+@pytest.mark.slow
 def test_a_script_is_recorded_without_its_folder(tmp_path):
     script = tmp_path / "measure.py"
     script.write_text(PRINT)

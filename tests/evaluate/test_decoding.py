@@ -10,6 +10,7 @@ def model():
     return random_model(LLAMA)
 
 
+@pytest.mark.slow
 def test_a_budget_of_all_blocks_gives_the_logits_of_the_full_cache(model):
     tokens = random_tokens(LLAMA, 140)
     said = compare_decoding(model, tokens, 20, 1.0, refresh=8)

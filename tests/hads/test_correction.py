@@ -47,7 +47,11 @@ def by_definition(q, k, v, keep, softmax=PLAIN):
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", pytest.param("cap, window, sinks", marks=pytest.mark.second_python)]
+    "kind",
+    [
+        pytest.param("plain", marks=pytest.mark.slow),
+        pytest.param("cap, window, sinks", marks=pytest.mark.second_python),
+    ],
 )
 def test_dropped_blocks_stand_in_as_their_centroids(kind):
     q, k, v, keep, mask = problem()

@@ -108,7 +108,11 @@ def run(example, names):
     return names["output"]
 
 
-@pytest.mark.parametrize("examples", [(APPLY, LOCAL), (NATIVE, GIVEN)], ids=["apply", "native"])
+@pytest.mark.parametrize(
+    "examples",
+    [pytest.param((APPLY, LOCAL), marks=pytest.mark.slow), (NATIVE, GIVEN)],
+    ids=["apply", "native"],
+)
 def test_the_examples_run_as_written(examples):
     """Values are ones, so each branch gives ones where a query sees anything."""
     names = Names()
@@ -215,6 +219,7 @@ def differ(one, other):
     return float(np.abs(np.asarray(one) - np.asarray(other)).max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_every_parameter_of_apply_changes_the_result():
     a, indices = arrays(), spread(arrays()["indices"])
     base = apply(indices, S)

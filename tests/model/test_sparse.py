@@ -201,6 +201,7 @@ def test_decoding_equals_the_full_pass(attention):
     np.testing.assert_allclose(own.logits(first), before, atol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_those_of_the_full_pass():
     """Greedy, over several bursts and past the length of the prompts' padding."""
     own, prompts = model("moba"), tokens()[:, :13].tolist()

@@ -159,13 +159,16 @@ def test_the_average_follows_the_parameters(eager, stream):
         np.testing.assert_allclose(x, expected, rtol=0, atol=2 * ulp)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_the_model_overfits_one_batch(eager, stream):
     batch = stream.batch(0, 1)
     state = step.initial(eager)
     for _ in range(400):
         state, said = step.compiled_update(state, batch, None, config=eager)
-    assert float(said.loss) < 0.01
+        if float(said.loss) < 0.01:
+            return
+    pytest.fail(f"the loss is {float(said.loss)}")
 
 
 def plan_of(counts, density):

@@ -251,7 +251,7 @@ def chains_only(monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "rule"),
     [
-        (1, None),
+        pytest.param(1, None, marks=pytest.mark.slow),
         (4, masks.sliding_window(40, 20)),
         pytest.param(2, masks.sliding_window(40, 20), marks=pytest.mark.slow),
     ],
