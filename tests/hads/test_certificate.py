@@ -9,7 +9,7 @@ import pytest
 
 from xsake import dot_product_attention, hads, masks
 from xsake.block_mask import BlockMask
-from xsake.hads import certificate
+from xsake.hads import certificate, sampled
 
 T, BLOCK, EVERY, WINDOW = 92, 8, 8, 32
 B, N, K, H = 2, 4, 2, 8
@@ -109,7 +109,7 @@ def test_the_report_is_of_the_given_mask_and_threshold_0_is_dense_attention(name
 def test_estimates_are_unbiased():
     """The mean over all samples is the truth: every query of a group is as likely as the others."""
     keys = jax.random.split(jax.random.key(2), 200)
-    samples = np.asarray(jax.vmap(lambda key: certificate.sample_queries(key, 20, T, EVERY))(keys))
+    samples = np.asarray(jax.vmap(lambda key: sampled.sample_queries(key, 20, T, EVERY))(keys))
     samples = samples.reshape(-1, len(SIZES))
     share = np.bincount(samples.ravel(), minlength=T) / len(samples)
     expected = 1 / np.repeat(SIZES, SIZES)
@@ -205,7 +205,7 @@ def test_one_query_that_wants_one_key_escapes_the_sample_but_not_the_bound():
 
 
 def sample(key):
-    return np.asarray(certificate.sample_queries(key, B, T, EVERY))[0]
+    return np.asarray(sampled.sample_queries(key, B, T, EVERY))[0]
 
 
 def test_a_guarantee_limits_what_every_query_drops():
@@ -281,3 +281,53 @@ def test_a_report_prints_a_line_for_every_head():
     q, k, v, mask = problem(RULES["causal"])
     report = certify(q, k, v, mask, jax.random.key(1), threshold=0.3)[1]
     assert str(report).count("\n") == B * N
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "window", "everything"])
+def test_keys_in_pieces_are_attended_to_as_whole(name):
+    """Outputs, logsumexps and gradients, with sinks and a soft cap; some pieces have no key."""
+    rule = {
+        **RULES,
+        "window": masks.sliding_window(20, 0) & masks.documents(DOCUMENTS),
+        "everything": masks.everything(),
+    }[name]
+    q, k, v, _ = problem(rule)
+    sample = sampled.sample_queries(jax.random.key(1), B, T, EVERY)
+    sinks = CAPPED["sinks"]
+
+    @functools.partial(jax.jit, static_argnames="pieces")
+    def attend(q, k, v, sinks, pieces):
+        return sampled.attend_sampled((q, k, v, sinks), sample, rule, 2.0, pieces)
+
+    def total(given, pieces):
+        out, logsumexp = attend(*given, pieces)
+        return (jnp.sin(out) * 3).sum() + jnp.cos(logsumexp).sum()
+
+    given = q, k, v, sinks
+    for one, other in zip(attend(*given, pieces=4), attend(*given, pieces=1), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+    found, expected = (jax.grad(total)(given, pieces) for pieces in (4, 1))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_that_see_no_key_stay_zero_in_pieces():
+    """Row 0 of DOCUMENTS ends with tokens of no document."""
+    q, k, v, _ = problem(RULES["documents"])
+    sample = jnp.asarray([[3, T - 1], [3, T - 1]])
+    given = q, k, v, None
+    out, logsumexp = sampled.attend_sampled(given, sample, RULES["documents"], None, 2)
+    assert not out[0, 1].any()
+    assert (logsumexp[0, 1] == -jnp.inf).all()
+    assert jnp.isfinite(logsumexp[:, 0]).all()
+
+
+def test_pieces_fill_a_gpu_and_divide_the_keys(monkeypatch):
+    monkeypatch.setattr(sampled._jax, "platform", lambda: "gpu")
+    monkeypatch.setattr(sampled._jax, "multiprocessors", lambda: 132)
+    assert sampled._pieces((1, 512, 16, 128), 32768) == 8
+    assert sampled._pieces((1, 128, 16, 128), 8192) == 16
+    assert sampled._pieces((1, 128, 16, 128), 8191) == 1
+    assert sampled._pieces((8, 512, 16, 128), 32768) == 1
+    assert not sampled._splits(RULES["array"])
+    assert sampled._splits(RULES["documents"])

@@ -28,10 +28,10 @@ from xsake.block_mask import BlockMask
 from xsake.hads.chunks import Softmax
 from xsake.hads.correction import attend, merged
 from xsake.hads.mass_bounds import bounds
-from xsake.masks.carrying import Documents, at_queries
+from xsake.hads.sampled import EVERY, at_sample, attend_sampled, sample_queries
+from xsake.masks.carrying import Documents
 from xsake.masks.rule import And, Everything, Grid, Rule, Tokens, cut
 
-EVERY = 64  # tokens of a group, from which one query is sampled
 WINDOW = 1024  # queries of a window, for which estimates are reported
 CONFIDENCE = 0.95
 # Values of queries are skewed: most are small, a few are large. Student's interval of a few of them
@@ -163,8 +163,9 @@ def certified_attention(
     out, logsumexp = attend(query, key, value, mask, sinks=sinks, **how)
     given = query, key, value, sinks
     sample = sample_queries(rng, B, T, every)
-    exact = _sampled(given if correct else lax.stop_gradient(given), sample, rule, logits_soft_cap)
-    here = _at(out, sample).astype(jnp.float32), _at(logsumexp, sample)
+    kept = given if correct else lax.stop_gradient(given)
+    exact = attend_sampled(kept, sample, rule, logits_soft_cap)
+    here = at_sample(out, sample).astype(jnp.float32), at_sample(logsumexp, sample)
     error = exact[0] - here[0]
     mass = dropped_mass(here[1], exact[1])
 
@@ -249,14 +250,6 @@ def _passes_on(rule: Rule | None) -> bool:
 # ------------------------------------------------------------------------------------------- sample
 
 
-def sample_queries(rng: Array, batch: int, length: int, every: int = EVERY) -> Int[Array, "B G"]:
-    """One query of each group of `every`, uniformly and independently; the last may be short."""
-    first = np.arange(0, length, every)
-    sizes = np.minimum(length - first, every)
-    within = jax.random.randint(rng, (batch, len(first)), 0, sizes[None])
-    return jnp.asarray(first[None], jnp.int32) + within
-
-
 def dropped_mass(
     sparse: Float[Array, "*axes"], dense: Float[Array, "*axes"]
 ) -> Float[Array, "*axes"]:
@@ -264,25 +257,6 @@ def dropped_mass(
     sees = dense > -jnp.inf
     change = jnp.where(sees, sparse - jnp.where(sees, dense, 0), 0)
     return -jnp.expm1(jnp.minimum(change, 0))
-
-
-def _sampled(
-    given: tuple[Array, Array, Array, Array | None],
-    sample: Int[Array, "B G"],
-    rule: Rule,
-    soft_cap: float | None,
-) -> tuple[Float[Array, "B G N Hv"], Float[Array, "B G N"]]:
-    """(out, logsumexp) of the sampled queries over all keys that the rule allows, float32."""
-    query, key, value, sinks = given
-    mask = at_queries(rule, sample)
-    out, logsumexp = attend(
-        _at(query, sample), key, value, mask, logits_soft_cap=soft_cap, sinks=sinks
-    )
-    return out.astype(jnp.float32), logsumexp
-
-
-def _at(x: Float[Array, "B T *rest"], sample: Int[Array, "B G"]) -> Float[Array, "B G *rest"]:
-    return jnp.take_along_axis(x, sample.reshape(*sample.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def _report(
@@ -457,5 +431,5 @@ def _corrected(
 ) -> Float[Array, "B T N Hv"]:
     """out + the error of the last sampled query, for the queries that are served."""
     group = jnp.maximum(_last_sampled(sample, out.shape[1], every), 0)
-    added = jnp.where(served[..., None], _at(error, group), 0)
+    added = jnp.where(served[..., None], at_sample(error, group), 0)
     return (out.astype(jnp.float32) + added).astype(out.dtype)

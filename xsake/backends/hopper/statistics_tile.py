@@ -1,8 +1,8 @@
 """Entropy and block mass as by-products of the forward, on one compute warpgroup (Hopper, sm90).
 
-    a step    S ─ p, relative to the running maximum m ─┬─ a = Σ p of the block, Σ a log2 a
+    a step    S ─ p, relative to the running maximum m ─┬─ a = Σ p of the block, Σ a (m + log2 a)
                                                         ├─ log2 of the block's sum ─▶ global memory
-                                                        └─ Σ p log2 p, if it is wanted
+                                                        └─ Σ p (m + log2 p), if it is wanted
     the end   2^(log2 of a block's sum - logsumexp) ─ sum over the 64 rows ─▶ mass of the block
 
 What goes to global memory is 64 floats per step and warpgroup. A CTA of a persistent grid writes to
@@ -19,36 +19,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
-from xsake.backends.hopper.bias_tile import WARP_ROWS, moved, warp_and_lane
-from xsake.backends.hopper.interval_tile import GROUP, OWN, scalar
+from xsake.backends.hopper.bias_tile import moved
 from xsake.backends.hopper.layouts import COLUMN, LOG2E, ROW, ROWS, THREADS, TILE, round_up
 from xsake.backends.hopper.ptx import SCALAR, asm, i32
+from xsake.backends.hopper.row_store import OWNER, own_row, store_rows
 
 LEAST, LOWEST = -1e4, -1e30  # in place of log2 0 and of -inf, whose products with 0 are NaN
 VISITS = ROWS  # visits whose mass is summed at once: the rows of a tile
 
 
 class Sums(NamedTuple):
-    """Running sums over the keys of each row; p is relative to the running maximum m."""
+    """Running sums over the keys of each row; p and a are relative to the running maximum m."""
 
     l: Any  # Σ p
-    blocks: Any  # Σ a log2 a over blocks, with a = Σ p of a block
-    tokens: Any = None  # Σ p log2 p, if it is wanted
+    blocks: Any  # Σ a A over blocks: a = Σ p of a block, A = m + log2 a
+    tokens: Any = None  # Σ p (m + log2 p), if it is wanted
 
-    def moved(self, m, base, shrink):
-        """The same sums relative to `base` instead of m; shrink = 2^(m - base)."""
-        # log2 of the factor of every p. Before the first key m is -inf and the sums are 0, whose
-        # product with a number is 0.
-        change = jnp.maximum(m, LOWEST) - base
-        rest = (None if x is None else (x + self.l * change) * shrink for x in self[1:])
-        return Sums(self.l * shrink, *rest)
+    def times(self, shrink):
+        """The same sums relative to another maximum; the logarithms in them do not change."""
+        return Sums(*(None if x is None else x * shrink for x in self))
 
-    def entropies(self):
-        """[over blocks, over keys] in nats: ln l - Σ p ln p / l; 0 in rows without keys."""
+    def entropies(self, m):
+        """[over blocks, over keys] in nats: m + log2 l - Σ / l; 0 in rows without keys."""
         seen = self.l > 0
         l = jnp.where(seen, self.l, 1.0)
         return [
-            jnp.where(seen, (jnp.log2(l) - x / l) * (1 / LOG2E), 0.0)
+            jnp.where(seen, (m + jnp.log2(l) - x / l) * (1 / LOG2E), 0.0)
             for x in self[1:]
             if x is not None
         ]
@@ -93,15 +89,15 @@ class StatisticsTile:
 
     # A step
 
-    def add(self, sums, x, p, m, base, shrink, may_be_empty):
+    def add(self, sums, x, p, base, shrink, may_be_empty):
         """(the sums with one more block, log2 of the block's sum); p = 2^x, relative to `base`."""
         tile = p.sum(axis=1)
-        log = jnp.log2(tile)
-        l, blocks, tokens = sums.moved(m, base, shrink)
+        log = base + jnp.log2(tile)
+        l, blocks, tokens = sums.times(shrink)
         if tokens is not None:
             x = jnp.maximum(x, LEAST) if may_be_empty else x
-            tokens = tokens + (p * x).sum(axis=1)
-        return Sums(l + tile, blocks + tile * jnp.maximum(log, LEAST), tokens), base + log
+            tokens = tokens + base * tile + (p * x).sum(axis=1)
+        return Sums(l + tile, blocks + tile * jnp.maximum(log, LOWEST), tokens), log
 
     def keep(self, log, outs, wg, visit):
         """Writes the logarithms of a visit where this CTA finds them again."""
@@ -161,29 +157,6 @@ def mean_mass(mass: Array, T: int, block: int, kv_blocks: int) -> Array:
     return mass[..., :kv_blocks].sum(3) / queries[:, None]
 
 
-# One value per row of a tile, to global memory. Four threads have the same two rows: the first of
-# them writes one row, the second the other.
-
-OWNER = (
-    ".reg .pred own; .reg .b32 tid; mov.u32 tid, %tid.x; and.b32 tid, tid, 3;",
-    "setp.lt.u32 own, tid, 2;",
-)
-
-
-def store_rows(x, ref, interpret):
-    """ref = x; ref is float32 [64]."""
-    if interpret:
-        ref[...] = x
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
-    def emit(_, ref, x):
-        row, value = _own_row(x)
-        asm([*OWNER, "@own st.global.f32 [$0], $1;"], "l,f", [moved(ref, row, 4), value])
-
-    emit(ref, x)
-
-
 def scatter_rows(x, ref, index, first, count, interpret):
     """ref[index[first + row]] = x[row] for the rows below count; ref is float32, index int32."""
     if interpret:
@@ -203,19 +176,9 @@ def scatter_rows(x, ref, index, first, count, interpret):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, ROW))
     def emit(_, ref, index, first, count, x):
-        row, value = _own_row(x)
+        row, value = own_row(x)
         first, count = (y.registers[()] for y in (first, count))
         entry = moved(index, arith.addi(first, row), 4)
         asm(lines, "l,l,f,r,r", [moved(ref, i32(0), 4), entry, value, row, count])
 
     emit(ref, index, first, count, x)
-
-
-def _own_row(x):
-    """(the row that a thread writes, its value)."""
-    warp, lane = warp_and_lane()
-    row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.divui(lane, i32(GROUP // OWN)))
-    half = arith.remui(lane, i32(OWN))
-    is_second = arith.cmpi(arith.CmpIPredicate.ne, half, i32(0))
-    first, second = map(scalar, x.registers.flat)
-    return arith.addi(row, arith.muli(half, i32(GROUP))), arith.select(is_second, second, first)

@@ -31,15 +31,14 @@ from xsake.block_mask import BlockMask
 from xsake.evaluate.table import to_json
 from xsake.hads import Plan, Profile, budget, certified_attention, make
 from xsake.hads.certificate import (
-    EVERY,
     WIDENED_ERROR,
     WIDENED_MASS,
     WINDOW,
     dropped_mass,
     estimate,
-    sample_queries,
 )
 from xsake.hads.mass_bounds import bounds
+from xsake.hads.sampled import EVERY, sample_queries
 from xsake.model import huggingface
 from xsake.model.observer import Observer
 
