@@ -101,17 +101,27 @@ def lower_kernels_faster() -> None:
 
     Much of the time that lowering a kernel takes goes to a sort of variables by the text of their
     operations, for which whole loops are printed; to a search of variables in a list; to their
-    hashes; and to reducing all constraints again after each guess. JAX 0.12 has neither the sort
-    nor the search.
+    hashes; to copies of all constraints for each operation; to reducing all of them again after
+    each guess; and to reading the same layouts from attributes again. JAX 0.12 has neither the
+    sort nor the search.
     """
     if version()[:2] == (0, 11):
-        from jax.experimental.mosaic.gpu import constraints, layout_inference
+        from jax.experimental.mosaic.gpu import (
+            constraints,
+            dialect_lowering,
+            layout_inference,
+            layouts,
+        )
 
         constraints.compute_transitively_equal_vars = equal_variables
         constraints.reduce_constraint = reduce_once(constraints.reduce_constraint)
         layout_inference.find_assignments_for = with_set(layout_inference.find_assignments_for)
         for cls in (constraints.Variable, layout_inference.ValueSite):
             cls.__hash__ = hash_once(cls.__hash__)
+        constraints.ConstraintSystem.__iand__ = join
+        dialect_lowering.lower_mgpu_dialect = with_cache(
+            dialect_lowering.lower_mgpu_dialect, layouts, "from_layout_attr"
+        )
 
 
 def equal_variables(system: Any) -> dict[Any, list[Any]]:
@@ -183,6 +193,37 @@ def reduce_once(reduce: Callable[..., Any]) -> Callable[..., Any]:
             return reduced
         constraint.__dict__["_xsake_free"] = free_variables(constraint)
         return constraint
+
+    return faster
+
+
+def join(system: Any, other: Any) -> Any:
+    """`system &= other` of layout constraints, without a copy of `system`."""
+    from jax.experimental.mosaic.gpu import constraints
+
+    if isinstance(other, constraints.Unsatisfiable):
+        return other
+    for x, layout in other.assignments.items():
+        if system.assignments.setdefault(x, layout) != layout:
+            return constraints.Unsatisfiable()
+    system.constraints.extend(other.constraints)
+    return system
+
+
+def with_cache(run: Callable[..., Any], module: Any, name: str) -> Callable[..., Any]:
+    """`run` with a cache for a module's function, which is dropped afterwards.
+
+    Layout attributes belong to an MLIR context, which a lasting cache would keep alive.
+    """
+    uncached = getattr(module, name)
+
+    @functools.wraps(run)
+    def faster(*args: Any, **kwargs: Any) -> Any:
+        setattr(module, name, functools.cache(uncached))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            setattr(module, name, uncached)
 
     return faster
 

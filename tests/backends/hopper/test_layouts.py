@@ -83,9 +83,44 @@ def test_a_list_with_a_set_and_a_kept_hash_give_what_they_replace():
 
 
 @needs_newer_jax
+def test_systems_of_constraints_are_joined_as_jax_joins_them():
+    from jax.experimental.mosaic.gpu import constraints
+    from jax.experimental.mosaic.gpu import fragmented_array as fa
+
+    a, b = map(constraints.Variable, "ab")
+    layout, other = map(constraints.RegisterLayout, (fa.WGMMA_LAYOUT, fa.WGMMA_ROW_LAYOUT))
+
+    def system(assignments):
+        return constraints.ConstraintSystem(assignments, [constraints.Relayout(a, b, 32)])
+
+    for one, two in [({a: layout}, {b: other}), ({a: layout}, {a: layout}), ({}, {})]:
+        assert _jax.join(system(one), system(two)) == system(one) & system(two)
+    for wrong in (system({a: other}), constraints.Unsatisfiable()):
+        assert isinstance(_jax.join(system({a: layout}), wrong), constraints.Unsatisfiable)
+
+
+def test_a_cache_lasts_as_long_as_the_function_that_it_is_for():
+    calls = []
+    module = types.SimpleNamespace(square=lambda x: calls.append(x) or x * x)
+    original = module.square
+
+    def run(fails):
+        assert [module.square(x) for x in (2, 3, 2)] == [4, 9, 4]
+        if fails:
+            raise ValueError("as it is")
+
+    cached = _jax.with_cache(run, module, "square")
+    cached(False)
+    with pytest.raises(ValueError, match="as it is"):
+        cached(True)
+    assert calls == [2, 3] * 2
+    assert module.square is original
+
+
+@needs_newer_jax
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 12, 0), (0, 13, 0)])
 def test_other_versions_of_jax_keep_their_functions(monkeypatch, version):
-    from jax.experimental.mosaic.gpu import constraints, core, layout_inference
+    from jax.experimental.mosaic.gpu import constraints, core, dialect_lowering, layout_inference
 
     def functions():
         return [
@@ -93,6 +128,8 @@ def test_other_versions_of_jax_keep_their_functions(monkeypatch, version):
             constraints.reduce_constraint,
             constraints.Variable.__hash__,
             core._mosaic_gpu_lowering_rule,
+            dialect_lowering.lower_mgpu_dialect,
+            getattr(constraints.ConstraintSystem, "__iand__", None),
             layout_inference.find_assignments_for,
             layout_inference.ValueSite.__hash__,
         ]
