@@ -1,6 +1,9 @@
 """The JAX version, the device, and whether the Hopper kernels can run on it."""
 
+import functools
 import platform as python_platform
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -84,16 +87,41 @@ def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
     return None
 
 
-def lower_kernels_faster() -> None:
-    """On JAX 0.11, gives its layout inference `equal_variables` in place of its own function.
+# ------------------------------------------------------------------------------ first calls on GPUs
 
-    That one sorts the variables by the text of their operations, for which whole loops are printed:
-    much of the time that lowering a kernel takes. JAX 0.12 does not sort them.
+
+def speed_up_first_calls() -> None:
+    """Replaces functions of Mosaic GPU, in the versions of JAX that they are known in."""
+    lower_kernels_faster()
+    compile_kernels_early()
+
+
+def lower_kernels_faster() -> None:
+    """On JAX 0.11, makes layout inference faster; the layouts that it finds are the same.
+
+    Much of the time that lowering a kernel takes goes to a sort of variables by the text of their
+    operations, for which whole loops are printed; to a search of variables in a list; to their
+    hashes; to copies of all constraints for each operation; to reducing all of them again after
+    each guess; and to reading the same layouts from attributes again. JAX 0.12 has neither the
+    sort nor the search.
     """
     if version()[:2] == (0, 11):
-        from jax.experimental.mosaic.gpu import constraints
+        from jax.experimental.mosaic.gpu import (
+            constraints,
+            dialect_lowering,
+            layout_inference,
+            layouts,
+        )
 
         constraints.compute_transitively_equal_vars = equal_variables
+        constraints.reduce_constraint = reduce_once(constraints.reduce_constraint)
+        layout_inference.find_assignments_for = with_set(layout_inference.find_assignments_for)
+        for cls in (constraints.Variable, layout_inference.ValueSite):
+            cls.__hash__ = hash_once(cls.__hash__)
+        constraints.ConstraintSystem.__iand__ = join
+        dialect_lowering.lower_mgpu_dialect = with_cache(
+            dialect_lowering.lower_mgpu_dialect, layouts, "from_layout_attr"
+        )
 
 
 def equal_variables(system: Any) -> dict[Any, list[Any]]:
@@ -110,7 +138,151 @@ def equal_variables(system: Any) -> dict[Any, list[Any]]:
             if one is not two:
                 one.extend(two)
                 groups.update(dict.fromkeys(two, one))
-    return {x: [y for y in group if y != x] for x, group in groups.items()}
+    return {x: [y for y in group if y is not x] for x, group in groups.items()}
+
+
+class ListWithSet(list[Any]):
+    """A list in which `in` does not search."""
+
+    def __init__(self, values: Iterable[Any]):
+        super().__init__(values)
+        self._set = set(self)
+
+    def __contains__(self, x: Any) -> bool:
+        return x in self._set
+
+
+def with_set(find: Callable[..., Any]) -> Callable[..., Any]:
+    """`find_assignments_for` of layout inference, with its unknowns in a ListWithSet."""
+
+    @functools.wraps(find)
+    def faster(unknowns: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(unknowns, ListWithSet):
+            unknowns = ListWithSet(unknowns)
+        return find(unknowns, *args, **kwargs)
+
+    return faster
+
+
+def hash_once(hash_of: Callable[[Any], int]) -> Callable[[Any], int]:
+    """The hash of a frozen dataclass that is kept after its first use."""
+
+    @functools.wraps(hash_of)
+    def faster(self: Any) -> int:
+        found = self.__dict__.get("_xsake_hash")
+        if found is None:
+            found = self.__dict__["_xsake_hash"] = hash_of(self)
+        return found
+
+    return faster
+
+
+def reduce_once(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """`reduce_constraint` of layout inference, which skips constraints that cannot change.
+
+    If a constraint was its own result, it is so again until one of its variables is assigned.
+    """
+
+    @functools.wraps(reduce)
+    def faster(constraint: Any, assignments: dict[Any, Any]) -> Any:
+        free = constraint.__dict__.get("_xsake_free")
+        if free is not None and not any(x in assignments for x in free):
+            return constraint
+        reduced = reduce(constraint, assignments)
+        if reduced != constraint:
+            return reduced
+        constraint.__dict__["_xsake_free"] = free_variables(constraint)
+        return constraint
+
+    return faster
+
+
+def join(system: Any, other: Any) -> Any:
+    """`system &= other` of layout constraints, without a copy of `system`."""
+    from jax.experimental.mosaic.gpu import constraints
+
+    if isinstance(other, constraints.Unsatisfiable):
+        return other
+    for x, layout in other.assignments.items():
+        if system.assignments.setdefault(x, layout) != layout:
+            return constraints.Unsatisfiable()
+    system.constraints.extend(other.constraints)
+    return system
+
+
+def with_cache(run: Callable[..., Any], module: Any, name: str) -> Callable[..., Any]:
+    """`run` with a cache for a module's function, which is dropped afterwards.
+
+    Layout attributes belong to an MLIR context, which a lasting cache would keep alive.
+    """
+    uncached = getattr(module, name)
+
+    @functools.wraps(run)
+    def faster(*args: Any, **kwargs: Any) -> Any:
+        setattr(module, name, functools.cache(uncached))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            setattr(module, name, uncached)
+
+    return faster
+
+
+def free_variables(constraint: Any) -> list[Any]:
+    """The variables in the expressions of a layout constraint."""
+    from jax.experimental.mosaic.gpu import constraints
+
+    return constraints.ConstraintSystem(constraints=[constraint]).unknowns()
+
+
+def compile_kernels_early() -> None:
+    """On JAX 0.11.2, compiles XSAKE's kernels in threads as soon as they are lowered, for a GPU.
+
+    A program's kernels are otherwise compiled one after another when the whole program is lowered.
+    Compiling needs no lock of Python's, so that it takes place beside the lowering of the next
+    kernels. Mosaic GPU keeps compiled kernels by the hash of their modules; the program then
+    finds them there.
+    """
+    if version() == (0, 11, 2):
+        from jax.experimental.mosaic.gpu import core
+
+        core._mosaic_gpu_lowering_rule = with_early_compilation(core._mosaic_gpu_lowering_rule)
+
+
+def with_early_compilation(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """Mosaic GPU's lowering rule, which also starts to compile a new kernel of XSAKE's."""
+    from jax.experimental.mosaic.gpu import core
+
+    @functools.wraps(lower)
+    def lower_and_start(ctx: Any, *args: Any, module: Any, **kwargs: Any) -> Any:
+        known = len(core.KNOWN_KERNELS)
+        results = lower(ctx, *args, module=module, **kwargs)
+        ours = "xsake_" in str(module.operation.attributes["sym_name"])
+        if ours and platform() == "gpu" and len(core.KNOWN_KERNELS) > known:
+            kernel_hash, lowered = list(core.KNOWN_KERNELS.items())[-1]
+            _compilers().submit(compile_kernel, kernel_hash, lowered, jax.local_devices()[0])
+        return results
+
+    return lower_and_start
+
+
+@functools.cache
+def _compilers() -> Executor:
+    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="xsake-compile")
+
+
+def compile_kernel(kernel_hash: bytes, lowered: bytes, device: Any) -> None:
+    """Compiles a kernel of Mosaic GPU by a program of its own, which is dropped.
+
+    Errors may be ignored: the program that the kernel is for raises them again.
+    """
+    call = jax.ffi.ffi_call("mosaic_gpu_v2", jax.ShapeDtypeStruct((), "int32"))
+
+    def xsake_kernel() -> Any:
+        return call(kernel_hash=kernel_hash, module=lowered, use_custom_barrier=False)
+
+    placed = jax.jit(xsake_kernel, out_shardings=jax.sharding.SingleDeviceSharding(device))
+    placed.lower().compile()
 
 
 # -------------------------------------------------------------------------------- several processes

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
 
-_jax.lower_kernels_faster()  # here, because every module with a kernel imports this one
+_jax.speed_up_first_calls()  # here, because every module with a kernel imports this one
 
 ROWS = 64  # rows of a compute warpgroup: one wgmma tile; 128 rows spill registers at H = 128
 COMPUTE_WGS = 2  # compute warpgroups of a CTA
