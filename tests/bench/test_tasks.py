@@ -31,7 +31,7 @@ def asked(tmp_path, monkeypatch):
     tasks.prepare(tmp_path / "model", tmp_path / "documents", words, words, **sizes)
     calls = []
 
-    def profile(documents, *, block, curves, kinds):
+    def profile(documents, *, block, curves, kinds, loss):
         calls.append((len(documents), kinds))
         found = profile_of(1, 2)
         cost = found.statistics.cost
