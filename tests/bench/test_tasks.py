@@ -31,8 +31,8 @@ def asked(tmp_path, monkeypatch):
     tasks.prepare(tmp_path / "model", tmp_path / "documents", words, words, **sizes)
     calls = []
 
-    def profile(documents, *, block, curves, kinds):
-        calls.append((len(documents), kinds))
+    def profile(documents, *, block, curves, kinds, loss):
+        calls.append((len(documents), kinds, *(["loss"] if loss else [])))
         found = profile_of(1, 2)
         cost = found.statistics.cost
         for policy in POLICIES_WITH_COST:
@@ -84,6 +84,19 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
     found = Profile.load(tmp_path / "profiles" / "text-128-16.safetensors")
     assert found.facts.kinds == asked[0][1]
     assert len(np.load(tmp_path / "documents" / "text-64.npy")) == 4
+
+
+def test_a_method_of_the_loss_is_calibrated_with_it(tmp_path, asked, monkeypatch):
+    """Into a file of its own: a profile without it is not taken for one."""
+    monkeypatch.setattr(tasks.needle, "run_tasks", lambda *given, **how: given[-1].write_text("{}"))
+    monkeypatch.setattr(tasks, "_perplexity", lambda *given: [])
+    paths = [tmp_path / name for name in ("model", "documents", "profiles", "out.json")]
+    for name in ("outlier_queries/output", "outlier_queries/loss", "outlier_queries/loss"):
+        tasks.table(*paths, block=16, length=128, families=("passkey",), names=(name,))
+    mixed = "2 documents of text and 2 documents of retrieval"
+    assert asked == [(4, mixed), (4, mixed, "loss")]
+    found = sorted(x.name for x in (tmp_path / "profiles").iterdir())
+    assert found == ["mixed-128-16-loss.safetensors", "mixed-128-16.safetensors"]
 
 
 def test_tables_of_several_blocks_are_merged_under_names_that_say_the_block(tmp_path):

@@ -96,6 +96,8 @@ def test_calibrate_plan_evaluate(xsake, made, monkeypatch):
     assert [x.name for x in (made / "a" / "new").iterdir()] == ["profile"]
     said = xsake("plan a/new/profile --density 0.8 --policy kl -o plan")
     assert "realised density 0.8000" in said
+    said = xsake("plan a/new/profile --density 0.8 --policy loss -o lossy", code=1)
+    assert "`xsake calibrate --loss`" in said
     before = (made / "plan").read_bytes()
     evaluate = "evaluate model --plan plan --text more.npy --length 64 --documents 2"
     said = xsake(f"{evaluate} --update".replace("more", "ids"), code=1)
@@ -180,8 +182,9 @@ def test_calibration_on_two_kinds_of_text(xsake, made, monkeypatch):
     """Half of the documents get facts and questions, and the profile and its plans say so."""
     asked = []
 
-    def profiled(self, documents, *, kinds, partial, **how):
+    def profiled(self, documents, *, kinds, partial, loss, **how):
         asked.append(documents)
+        assert loss == (len(asked) == 2)
         partial.path.touch()
         found = profile_of(1, 2)
         facts = dataclasses.replace(found.facts, kinds=kinds)
@@ -191,7 +194,7 @@ def test_calibration_on_two_kinds_of_text(xsake, made, monkeypatch):
     line = "calibrate model --text words.txt --length 128 --documents 4 --block 16 -o c/profile"
     xsake(line)
     assert not Profile.load(made / "c" / "profile").facts.kinds
-    xsake(f"{line} --retrieval 0.5")
+    xsake(f"{line} --retrieval 0.5 --loss")
     plain, mixed = asked
     assert [(x == y).all() for x, y in zip(plain, mixed, strict=True)] == [True, True, False, False]
     assert {len(x) for x in mixed} == {128}

@@ -92,7 +92,11 @@ def test_oracle_kl_ranks_by_mass_and_oracle_output_by_sensitivity():
     )
     np.testing.assert_allclose(np.exp(mass[:, :3]), 16 / 56.5, rtol=0.05)
     assert (sensitivity.argmax(-1) == odd).all()
-    assert methods.ORACLES == {"kl": "mass", "output": "sensitivity"}
+    assert methods.ORACLES == {
+        "kl": "mass",
+        "output": "sensitivity",
+        "loss": "loss_sensitivity",
+    }
 
 
 def test_a_short_profile_plans_longer_texts_below_its_own_smallest_density(subject, documents):

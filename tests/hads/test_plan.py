@@ -26,15 +26,15 @@ BLOCK, N_ROWS = 16, 8
 def profile_of(layers=2, heads=4, n=N_ROWS, seed=0):
     """A profile with the cost curves of a random block mass."""
     mass = draw_mass(layers, heads, n, seed).astype(np.float32)
-    kl, output = budget.surrogate(mass), budget.additive(mass**2)
+    kl, output, loss = budget.surrogate(mass), budget.additive(mass**2), budget.additive(mass**3)
     cost = {
         policy: {name: x.astype(np.float32) for name in ("static", "mean_query", "pooled")}
-        for policy, x in (("kl", kl), ("output", output))
+        for policy, x in (("kl", kl), ("output", output), ("loss", loss))
     }
     entropies = np.random.default_rng(seed).uniform(0.1, 1, (layers, heads))
     retained = np.zeros((layers, heads, len(DENSITIES)))
     statistics = Statistics(
-        mass, mass**2, entropies, entropies, retained, cost, np.ones(layers, np.float32)
+        mass, mass**2, entropies, entropies, retained, cost, np.ones(layers, np.float32), mass**3
     )
     facts = Facts(n * BLOCK, BLOCK, 0, 4, "a model", "a text")
     return Profile(statistics, {}, np.stack([mass, mass]), facts)

@@ -265,6 +265,10 @@ def choose(layer, q, k):
             "document 0 must be token ids, got float64",
         ),
         (
+            lambda: subject().profile(DOCUMENTS[:1], block=BLOCK, loss=True),
+            "loss=True needs gradients of the loss .* leave it out",
+        ),
+        (
             lambda: observed(decoder(), projection=lambda module: jnp.zeros((3, 4))),
             r"the output projection must be \[N, Hv, width\] or .* got shape \[3, 4\]; pass",
         ),

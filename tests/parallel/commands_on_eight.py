@@ -86,6 +86,7 @@ def calibration_and_evaluation_are_those_of_one_device() -> bool:
                 out,
                 block=BLOCK,
                 selectors=("static", "mean_query"),
+                loss=True,
                 mesh=sizes,
                 **how,
             )

@@ -173,6 +173,7 @@ def test_a_plan_comes_with_what_was_measured_of_it(shipped_client):
     [
         ({"density": 0.05}, "density 0.05 is below 0.120"),
         ({"density": 0.5, "selector": "pooled", "policy": "kl"}, "no cost curves for 'pooled'"),
+        ({"density": 0.5, "policy": "loss"}, "calibrate with loss=True"),
         ({"density": 0.5, "length": 1 << 17, "policy": "kl"}, None),
     ],
 )

@@ -64,6 +64,7 @@ def test_the_hash_of_a_run_stays_when_models_get_new_settings():
         ({"optimizer__ema_decay": 1.0}, "ema_decay must be at least 0 and below 1"),
         ({"hads__density": 0.01}, "density 0.01 is below"),
         ({"hads__policy": "best"}, "hads.policy 'best' is not one of"),
+        ({"hads__policy": "loss"}, "hads.policy 'loss' is not one of"),
         ({"compute__dtype": "int8"}, "compute.dtype 'int8' is not one of"),
         ({"schedule__warmup_steps": 101}, "schedule.warmup_steps = 101 is more than"),
         ({"schedule__steps": 0}, "schedule.steps must be at least 1, got 0"),

@@ -41,6 +41,7 @@ def calibrate(
     block: int = 128,
     band: int = 0,
     selectors: tuple[str, ...] = ("static", "mean_query", "oracle"),
+    loss: bool = False,
     retrieval: float = 0.0,
     seed: int = 0,
     dtype: Dtype = "float32",
@@ -62,6 +63,8 @@ def calibrate(
       block: tokens per block, 64 or 128 for the Hopper kernels.
       band: blocks before the diagonal that are always kept.
       selectors: selectors to measure cost curves for; must include the one of the plan.
+      loss: measure the policy loss too, which weighs output errors by the gradient of the model's
+        loss: one backward pass for each document.
       retrieval: share of the documents into which facts and questions about them are put, so that
         heads that retrieve show what they need.
       seed: the random seed for cutting documents.
@@ -90,6 +93,7 @@ def calibrate(
                 block=block,
                 band=band,
                 curves=selectors,
+                loss=loss,
                 seed=seed,
                 kinds=kinds,
                 report=lambda done: report(f"{done} of {size}", done),
@@ -186,7 +190,7 @@ def plan(
       profile: what `xsake calibrate` wrote.
       density: blocks visited ÷ causal blocks, over all layers and heads.
       out: the plan, a safetensors file.
-      policy: uniform, entropy, kl or output.
+      policy: uniform, entropy, kl or output; or loss, of a profile of `calibrate --loss`.
       selector: static, pooled, antidiagonal, gaussian, mean_query, past_query,
         part_queries, outlier_queries or every_query.
       top_p: stop adding blocks to a row block at this share of its estimated attention mass.

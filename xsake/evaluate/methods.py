@@ -3,14 +3,15 @@
     kind      information used  methods
     fixed     none              sliding_window, sink_window, longformer, bigbird, strided, random
     seed      entropies         seed_entropy: random blocks, counts proportional to head entropy
-    static    calibration       static/uniform (uniform top-k), /entropy, /kl, /output
+    static    calibration       static/uniform (uniform top-k), /entropy, /kl, /output, /loss
     run time  this input        vertical_slash, and SELECTOR/POLICY for eight selectors
-    oracle    this input's p    oracle/kl, oracle/output
+    oracle    this input's p    oracle/kl, oracle/output, oracle/loss
 
 The kind `seed` is the method of the earlier XSAKE. A method either has given blocks, or keeps the
 counts[i] blocks of row block i that score highest on the input. Oracles use calibrated budgets,
-like the HADS methods with the policies `kl` and `output`. They rank blocks by this input's true
-mass (for `kl`) or sensitivity (for `output`).
+like the HADS methods with the policies `kl`, `output` and `loss`. They rank blocks by this input's
+true mass (for `kl`) or sensitivity (for `output`). That of `loss` ranks by the sensitivity of the
+loss, with the gradient of the dense model: it knows the tokens that are to be predicted.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from xsake import block_scores, selection
 from xsake.hads import Certify, Profile, baselines, budget, make, row_blocks
 from xsake.hads.chunks import PLAIN, Softmax
 from xsake.hads.plan import Plan, gains
-from xsake.hads.statistics import measure
+from xsake.hads.statistics import POLICIES_WITH_COST, measure
 
 # Where scores come from; a method stores its source as an index into this.
-SOURCES = ("given", *block_scores.ESTIMATES, "vertical_slash", "mass", "sensitivity")
-ORACLES = {"kl": "mass", "output": "sensitivity"}  # the score of each policy's oracle
+SOURCES = (
+    "given", *block_scores.ESTIMATES, "vertical_slash", "mass", "sensitivity", "loss_sensitivity",
+)  # fmt: skip
+# the score of each policy's oracle
+ORACLES = {"kl": "mass", "output": "sensitivity", "loss": "loss_sensitivity"}
 
 
 class Activations(NamedTuple):
@@ -43,8 +47,9 @@ class Activations(NamedTuple):
     q: Float[Array, "T N H"]
     k: Float[Array, "T K H"]
     v: Float[Array, "T K Hv"]
-    kernel: Float[Array, "N Hv width"] | None  # the output projection; only "sensitivity" reads it
+    kernel: Float[Array, "N Hv width"] | None  # the output projection; only sensitivities read it
     softmax: Softmax = PLAIN
+    gradient: Float[Array, "T N Hv"] | None = None  # of the loss; only "loss_sensitivity" reads it
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +109,20 @@ def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
     return SOURCES[0], *(name for name in SOURCES[1:] if name in needed)
 
 
+def gradients_of(
+    subject: Any, weights: Any, tokens: Int[ArrayLike, " T"], sources: tuple[str, ...]
+) -> Float[Array, "layers T N Hv"] | None:
+    """The gradients that `Activations.gradient` are of, if one of the sources reads them."""
+    if "loss_sensitivity" not in sources:
+        return None
+    if not hasattr(subject, "loss_gradients"):
+        raise ValueError(
+            "oracle/loss needs gradients of the model's loss, which this model does not give; "
+            "leave it out"
+        )
+    return subject.loss_gradients(weights, jnp.asarray(tokens)[None])
+
+
 def indices_in(sources: tuple[str, ...]) -> Int[Array, " sources"]:
     """Maps an index into SOURCES to the index into `sources`; 0 for those not in it."""
     return jnp.array([sources.index(name) if name in sources else 0 for name in SOURCES])
@@ -115,9 +134,10 @@ def scores_of(source: str, seen: Activations, block: int) -> Float[Array, "N n n
         return baselines.vertical_slash(seen.q, seen.k, block, softmax=seen.softmax)
     if source == "mass":
         return baselines.oracle(seen.q, seen.k, block, seen.softmax)
-    if source == "sensitivity":
-        *given, softmax = seen
-        return measure(*given, block=block, curves=(), softmax=softmax).sensitivity
+    if source in ("sensitivity", "loss_sensitivity"):
+        how: Any = {"block": block, "curves": (), "softmax": seen.softmax}
+        how |= {"gradient": seen.gradient} if source == "loss_sensitivity" else {}
+        return getattr(measure(*seen[:4], **how), source)
     return block_scores.estimate(source, seen.q, seen.k, block)
 
 
@@ -165,8 +185,10 @@ def check_names(names: Sequence[str], labelled: dict[str, Profile]) -> None:
     known = names_of(labelled[""], others)
     for name in names:
         if name not in known:
-            without = name in left_out(labelled[""], others)
+            without = name in _left_out(labelled[""], others, POLICIES_WITH_COST)
             reason = "needs a cost curve that the profile lacks" if without else "does not exist"
+            if without and "/loss" in name and "loss" not in labelled[""].statistics.cost:
+                reason += " (calibrate with --loss)"
             raise ValueError(f"method {name!r} {reason}; those that can be measured are {known}")
 
 
@@ -197,25 +219,34 @@ OTHER_SELECTORS = (
     "past_query", "pooled", "antidiagonal", "gaussian", "part_queries", "outlier_queries",
     "every_query",
 )  # fmt: skip
-TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in ("kl", "output"))
+TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in POLICIES_WITH_COST)
 FORMS = (
     *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),
-    *((s, p) for s in (*OTHER_SELECTORS, "oracle") for p in ("kl", "output")),
+    *((s, p) for s in (*OTHER_SELECTORS, "oracle") for p in POLICIES_WITH_COST),
 )
 
 
 def left_out(profile: Profile, others: dict[str, Profile] | None = None) -> list[str]:
-    """Methods that `at_density` skips: the profile has no cost curve for their selector."""
+    """Methods that `at_density` skips: the profile has no cost curve for their selector.
+
+    Those of a policy that was not measured at all, `loss`, are not listed.
+    """
+    return _left_out(profile, others, tuple(profile.statistics.cost))
+
+
+def _left_out(
+    profile: Profile, others: dict[str, Profile] | None, policies: tuple[str, ...]
+) -> list[str]:
     return [
         _name(selector, policy, label)
         for label, each in {"": profile, **(others or {})}.items()
         for selector, policy in (TRANSFERRED if label else FORMS)
-        if not _has(each, selector, policy)
+        if policy in policies and not _has(each, selector, policy)
     ]
 
 
 def _has(profile: Profile, selector: str, policy: str) -> bool:
-    return policy in ("uniform", "entropy") or selector in profile.statistics.cost[policy]
+    return policy in ("uniform", "entropy") or selector in profile.statistics.cost.get(policy, {})
 
 
 def _name(selector: str, policy: str, label: str) -> str:

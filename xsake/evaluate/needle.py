@@ -26,7 +26,7 @@ from xsake import _files, selection
 from xsake.block_mask import BlockMask
 from xsake.data import tasks
 from xsake.data.tasks import Encode, Prompt
-from xsake.evaluate.methods import Activations, Method, sources_of
+from xsake.evaluate.methods import Activations, Method, gradients_of, sources_of
 from xsake.evaluate.quality import mean_and_error
 from xsake.evaluate.table import to_json
 from xsake.hads import row_blocks
@@ -68,7 +68,7 @@ def answer_prompts(
     if (longest := max(prompt.answer for prompt in prompts)) > how["count"]:
         raise ValueError(f"answers have at most {how['count']} tokens here, one has {longest}")
     if method is not None:
-        how |= {"block": block, "sources": sources or sources_of([method])}
+        how |= {"block": block, "sources": _sources(method, sources)}
         method = method.anonymous()
     found = []
     for prompt in prompts:  # not fetched before all are queued
@@ -77,6 +77,14 @@ def answer_prompts(
     right, loss, density = (np.asarray(x) for x in zip(*jax.device_get(found), strict=True))
     is_certified = method is not None and method.certify is not None
     return Answers(right, loss.astype(np.float64), density if is_certified else None)
+
+
+def _sources(method: Method, sources: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Without the one that needs a backward pass, unless it is the method's own."""
+    own = sources_of([method])
+    if sources is None or "loss_sensitivity" in own:
+        return own
+    return tuple(name for name in sources if name != "loss_sensitivity")
 
 
 @functools.partial(jax.jit, static_argnames=("subject", "count"))
@@ -100,11 +108,13 @@ def _sparse(
     sources: tuple[str, ...],
 ) -> tuple[Array, Array, Array]:
     """(right, loss, the density that was used; 0 where nothing is certified)."""
+    slopes = gradients_of(subject, weights, tokens, sources)
 
     def choose(
         layer: Any, q: Array, k: Array, v: Array, kernel: Array, softmax: Softmax
     ) -> BlockMask:
-        seen = Activations(q[0], k[0], v[0], kernel, softmax)
+        gradient = None if slopes is None else slopes[layer]
+        seen = Activations(q[0], k[0], v[0], kernel, softmax, gradient)
         return selection.to_mask(method.blocks(layer, seen, block, sources), q.shape[1], block)
 
     used = jnp.zeros(())

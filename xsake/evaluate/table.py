@@ -29,6 +29,7 @@ from xsake.evaluate.methods import (
     Activations,
     Method,
     at_density,
+    gradients_of,
     indices_in,
     left_out,
     names_of,
@@ -73,15 +74,16 @@ def measure_methods(
     by_head = []
     kept = np.zeros(len(methods))
     for number, tokens in enumerate(documents):
+        slopes = _slopes(subject.weights, tokens, subject=subject.bare, sources=how["sources"])
         quality, counts = _dense_pass(
-            subject.weights, tokens, together, corrected, bands=bands, **how
+            subject.weights, tokens, together, corrected, slopes, bands=bands, **how
         )
         quality = jax.tree.map(np.asarray, quality)
         kept += np.asarray(counts)
         by_head.append(quality)
         dense = _dense_hidden(subject.weights, tokens, subject=subject.bare)
         for m, method in enumerate(bare):
-            predictions = _sparse_pass(subject.weights, tokens, dense, method, **how)
+            predictions = _sparse_pass(subject.weights, tokens, dense, method, slopes, **how)
             figures = {
                 "kl": quality.kl[:, m].mean(),
                 "recall": quality.recall[:, m].mean(),
@@ -120,9 +122,10 @@ def measure_losses(
     found = np.zeros((len(methods), len(documents)))
     dense_losses = np.zeros(len(documents))
     for number, tokens in enumerate(documents):
+        slopes = _slopes(subject.weights, tokens, subject=subject.bare, sources=how["sources"])
         dense = _dense_hidden(subject.weights, tokens, subject=subject.bare)
         for m, method in enumerate(bare):
-            predictions = _sparse_pass(subject.weights, tokens, dense, method, **how)
+            predictions = _sparse_pass(subject.weights, tokens, dense, method, slopes, **how)
             found[m, number] = predictions.loss
             dense_losses[number] = predictions.dense_loss
         if report is not None:
@@ -156,6 +159,7 @@ def _dense_pass(
     tokens: Int[Array, " T"],
     methods: Method,
     corrected: Array,
+    slopes: Float[Array, "layers T N Hv"] | None = None,
     *,
     subject: Subject,
     block: int,
@@ -167,7 +171,8 @@ def _dense_pass(
 
     def fold(layer: Any, seen: Any, carry: Any) -> Any:
         softmax = getattr(seen, "softmax", PLAIN)
-        given = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel, softmax)
+        gradient = None if slopes is None else slopes[layer]
+        given = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel, softmax, gradient)
         each = jnp.arange(M)
         blocks = methods.given[each, layer]
         if sources[1:]:
@@ -190,6 +195,13 @@ def _dense_pass(
     return subject.observe(weights, tokens[None], fold, start)
 
 
+@functools.partial(jax.jit, static_argnames=("subject", "sources"))
+def _slopes(
+    weights: PyTree, tokens: Int[Array, " T"], *, subject: Subject, sources: tuple[str, ...]
+) -> Float[Array, "layers T N Hv"] | None:
+    return gradients_of(subject, weights, tokens, sources)
+
+
 @functools.partial(jax.jit, static_argnames=("subject",))
 def _dense_hidden(
     weights: PyTree, tokens: Int[Array, " T"], *, subject: Subject
@@ -203,6 +215,7 @@ def _sparse_pass(
     tokens: Int[Array, " T"],
     dense: Float[Array, "T width"],
     method: Method,
+    slopes: Float[Array, "layers T N Hv"] | None = None,
     *,
     subject: Subject,
     block: int,
@@ -213,7 +226,8 @@ def _sparse_pass(
     def choose(
         layer: Any, q: Array, k: Array, v: Array, kernel: Array, softmax: Softmax
     ) -> BlockMask:
-        seen = Activations(q[0], k[0], v[0], kernel, softmax)
+        gradient = None if slopes is None else slopes[layer]
+        seen = Activations(q[0], k[0], v[0], kernel, softmax, gradient)
         return selection.to_mask(method.blocks(layer, seen, block, sources), q.shape[1], block)
 
     sparse = subject.sparse_hidden(weights, tokens, choose, method.corrected)

@@ -1,9 +1,10 @@
-"""How many blocks each row block of each head keeps: four policies that meet one total exactly.
+"""How many blocks each row block of each head keeps: five policies that meet one total exactly.
 
     uniform   every head keeps the same share of its blocks: the control
     entropy   a head's share is proportional to its entropy: broad heads keep more
     kl        the next block goes where it reduces KL(sparse ‖ dense) most
     output    the next block goes where it reduces the error of the projected output most
+    loss      the next block goes where it reduces the change of the loss most, to first order
 
 Counts are int32 [layers, heads, n], for n row blocks. Forced blocks are included
 in the counts, and a partial block counts as a whole block. The total is
@@ -20,7 +21,7 @@ from scipy.optimize import isotonic_regression  # type: ignore[import-untyped]
 
 from xsake.hads import row_blocks
 
-POLICIES = ("uniform", "entropy", "kl", "output")
+POLICIES = ("uniform", "entropy", "kl", "output", "loss")
 ROUNDING = 1e-4  # of a row block's mass, summed in float32; what it lacks beyond is that of sinks
 
 
@@ -72,7 +73,7 @@ def entropy(
 
 
 def by_cost(cost: Float[ArrayLike, "layers heads n n"], density: float, band: int = 0) -> Budget:
-    """Greedy allocation for `kl` and `output`: the next block goes where it reduces cost most.
+    """Greedy allocation by cost curves: the next block goes where it reduces cost most.
 
         minimise Σ cost[l, h, i, counts[l, h, i] - 1]   over counts with Σ counts = budget
 

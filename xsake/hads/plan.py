@@ -411,7 +411,8 @@ def make(
     Args:
       profile: of the model.
       density: over all layers and heads, 0 to 1; one below that of the forced blocks raises.
-      policy: one of `budget.POLICIES`. `kl` and `output` use the cost curves of `selector`.
+      policy: one of `budget.POLICIES`. `kl`, `output` and `loss` use the cost curves of `selector`;
+        `loss` needs a profile that measured it.
       selector: one of `SELECTORS`.
       top_p: a row block keeps the fewest blocks that reach this fraction of its estimated mass, at
         most its count.

@@ -40,6 +40,10 @@ from xsake.hads.statistics import (
 from xsake.parallel import sharding
 
 SCHEMA = 1
+NO_LOSS = (
+    "the profile has nothing of the policy 'loss'; calibrate with loss=True, which is "
+    "`xsake calibrate --loss`"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +83,11 @@ class Profile:
         return layers, heads, n
 
     def scores(self, policy: str = "kl") -> Float[AnyArray, "layers N n n"]:
-        """What `static` ranks by: the sensitivity for `output`, else the mass."""
+        """What `static` ranks by: the sensitivities for `output` and `loss`, else the mass."""
+        if policy == "loss":
+            if self.statistics.loss_sensitivity is None:
+                raise ValueError(NO_LOSS)
+            return self.statistics.loss_sensitivity
         if policy == "output" and np.isnan(self.statistics.sensitivity).any():
             raise ValueError(
                 "the profile has no sensitivity, which the policy 'output' ranks by; calibrate "
@@ -89,6 +97,8 @@ class Profile:
 
     def cost(self, policy: str, selector: str) -> Float[np.ndarray, "layers N n n"]:
         """cost[l, h, i, c - 1] of `policy` for the c blocks that `selector` ranks highest."""
+        if policy == "loss" and policy not in self.statistics.cost:
+            raise ValueError(NO_LOSS)
         curves = self.statistics.cost[policy]
         if selector not in curves:
             raise ValueError(
@@ -176,6 +186,7 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], n: int) -> None:
     }
     spread = {"mass": square, "entropy": each, "block_entropy": each, "retained": retained}
     optional = {f"errors/{name}": shape for name, shape in spread.items()}
+    optional["statistics/loss_sensitivity"] = square
     optional |= {f"statistics/cost/{x}/{y}": square for x in POLICIES_WITH_COST for y in CURVES}
     for name in wanted:
         if name not in arrays:
@@ -195,6 +206,9 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], n: int) -> None:
 # every layer, where attention has q, k, v [1, T, …] and kernel [N, Hv, width], and `softmax`, a
 # `chunks.Softmax`, unless it is plain; layer may be traced.
 Observe = Callable[[Any, Any, Callable[[Any, Any, Any], Any], Any], Any]
+# gradients(weights, tokens [1, T]) -> float [layers, T, N, Hv]: of the summed loss of the document,
+# with respect to every layer's attention output.
+Gradients = Callable[[Any, Any], Array]
 
 
 def calibrate(
@@ -214,6 +228,7 @@ def calibrate(
     report: Callable[[int], None] | None = None,
     partial: Partial | None = None,
     outputs: bool = True,
+    gradients: Gradients | None = None,
 ) -> Profile:
     """Profiles a model over documents of one length, one pass over each.
 
@@ -234,25 +249,33 @@ def calibrate(
       partial: keeps what was measured so far in a file; the same call again starts from it.
       outputs: False measures mass and entropies only, which is enough for the policies `uniform`
         and `entropy`; on a Hopper GPU they are by-products of attention. Then `curves` is ().
+      gradients: of the loss, see `Gradients`: the policy `loss` is measured too, which takes a
+        backward pass for each document.
     """
     documents = [np.asarray(document) for document in documents]
     row_blocks.check_sizes(layers=layers, heads=heads, block=block, band=band)
     check_documents(documents, vocab_size)
     check_curves(curves, outputs)
+    if gradients is not None and not outputs:
+        raise ValueError("gradients weigh output errors; pass outputs=True, or leave them out")
     length = len(documents[0])
     n = row_blocks.count_blocks(length, block)
     how = {"observe": observe, "block": block, "band": band, "curves": curves, "outputs": outputs}
+    how["gradients"] = gradients
     facts = Facts(length, block, band, len(documents), model_hash, hash_of(documents), seed, kinds)
-    state = Running.start(layers, heads, n, curves)
+    state = Running.start(layers, heads, n, curves, gradients is not None)
     if partial is not None:
-        told = {} if outputs else {"outputs": False}  # files from before the option have none
+        # only what is not the default: files from before these options have none
+        told = ({} if outputs else {"outputs": False}) | ({"loss": True} if gradients else {})
         state = partial.load(state, **dataclasses.asdict(facts), curves=curves, **told)
     state = _beside(weights, state)
     done = int(state.documents)
     if report is not None and done:
         report(done)
     for number, document in enumerate(documents[done:], done):
-        before = (state.mean.mass, state.mean.sensitivity)
+        mean = state.mean
+        ranked = (mean.mass, mean.sensitivity, mean.loss_sensitivity)
+        before = tuple(x for x in ranked if x is not None)
         found, visits = _one_document(weights, document, before, **how)
         if not number:
             _check_visits(np.asarray(visits))
@@ -317,20 +340,29 @@ def _check_visits(visits: np.ndarray) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("observe", "block", "band", "curves", "outputs"))
+@functools.partial(
+    jax.jit, static_argnames=("observe", "block", "band", "curves", "outputs", "gradients")
+)
 def _one_document(
     weights: PyTree,
     tokens: Int[Array, " T"],
-    before: tuple[Float[Array, "layers N n n"], Float[Array, "layers N n n"]],
+    before: tuple[Float[Array, "layers N n n"], ...],
     *,
     observe: Observe,
     block: int,
     band: int,
     curves: tuple[str, ...],
     outputs: bool,
+    gradients: Gradients | None,
 ) -> tuple[Statistics, Int[Array, " layers+1"]]:
     """(statistics of one document by layer, how often each layer was observed)."""
     layers, heads, n, _ = before[0].shape
+    slopes = None if gradients is None else gradients(weights, tokens[None])
+    if slopes is not None and slopes.shape[:3] != (layers, len(tokens), heads):
+        raise ValueError(
+            f"gradients must return [layers, T, heads, …] = {[layers, len(tokens), heads]}, got "
+            f"shape {list(slopes.shape)}"
+        )
 
     def fold(layer: int | Array, seen: Any, carry: Any) -> Any:
         if seen.q.shape[2] != heads:
@@ -347,12 +379,14 @@ def _one_document(
             before=jax.tree.map(lambda x: x[layer], before),
             softmax=getattr(seen, "softmax", PLAIN),
             outputs=outputs,
+            gradient=None if slopes is None else slopes[layer],
         )
         known = jax.tree.map(lambda every, x: every.at[layer].set(x), known, statistics)
         return known, visits.at[jnp.minimum(layer, layers)].add(1)
 
-    start = (_empty(layers, heads, n, curves), jnp.zeros(layers + 1, jnp.int32))
-    return observe(weights, tokens[None], fold, start)
+    start = _empty(layers, heads, n, curves, slopes is not None)
+    visits = jnp.zeros(layers + 1, jnp.int32)
+    return observe(weights, tokens[None], fold, (start, visits))
 
 
 class Running(NamedTuple):
@@ -364,9 +398,11 @@ class Running(NamedTuple):
     halves: Float[Array, "2 layers N n n"]  # sums of mass
 
     @staticmethod
-    def start(layers: int, heads: int, n: int, curves: tuple[str, ...]) -> Running:
+    def start(
+        layers: int, heads: int, n: int, curves: tuple[str, ...], loss: bool = False
+    ) -> Running:
         """No documents yet."""
-        mean = _empty(layers, heads, n, curves)
+        mean = _empty(layers, heads, n, curves, loss)
         squares = {name: jnp.zeros_like(getattr(mean, name)) for name in SPREAD}
         return Running(jnp.zeros((), jnp.int32), mean, squares, jnp.stack([mean.mass] * 2))
 
@@ -415,22 +451,33 @@ def _finished(state: Running, facts: Facts) -> Profile:
     mean = jax.tree.map(np.asarray, state.mean)
     if count == 1 and "static" in mean.cost["kl"]:  # no second document to measure the ranking on
         mean.cost["kl"]["static"] = budget.surrogate(mean.mass, facts.band).astype(np.float32)
-        mean.cost["output"]["static"] = budget.additive(mean.sensitivity, facts.band).astype(
-            np.float32
-        )
+        for policy, x in (("output", mean.sensitivity), ("loss", mean.loss_sensitivity)):
+            if x is not None:
+                mean.cost[policy]["static"] = budget.additive(x, facts.band).astype(np.float32)
     return Profile(mean, errors, np.asarray(state.halves) / each, facts)
 
 
-def _empty(layers: int, heads: int, n: int, curves: tuple[str, ...]) -> Statistics:
+def _empty(
+    layers: int, heads: int, n: int, curves: tuple[str, ...], loss: bool = False
+) -> Statistics:
     def zeros(*shape: int) -> Array:
         return jnp.zeros((layers, *shape), jnp.float32)
 
     def square() -> Array:
         return zeros(heads, n, n)
 
-    cost = {policy: {name: square() for name in curves} for policy in ("kl", "output")}
-    retained = zeros(heads, len(DENSITIES))
-    return Statistics(square(), square(), zeros(heads), zeros(heads), retained, cost, zeros())
+    policies = POLICIES_WITH_COST if loss else POLICIES_WITH_COST[:2]
+    cost = {policy: {name: square() for name in curves} for policy in policies}
+    return Statistics(
+        mass=square(),
+        sensitivity=square(),
+        entropy=zeros(heads),
+        block_entropy=zeros(heads),
+        retained=zeros(heads, len(DENSITIES)),
+        cost=cost,
+        norm=zeros(),
+        loss_sensitivity=square() if loss else None,
+    )
 
 
 def check_held_out(documents: Iterable[Int[AnyArray, " T"]], data_hash: str) -> None:

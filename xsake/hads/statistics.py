@@ -4,10 +4,14 @@
                                           ├─ token and block entropy [N]
                                           ├─ output sensitivity [N, n, n]
                                           └─ cost curves [N, n, n] by count, for each selector
+                       gradient of the loss ┘
 
 A cost curve is measured, not modelled. cost["kl"]["pooled"][h, i, c - 1] is the mean over queries
 of -ln(mass kept) if row block i keeps the c blocks that the selector `pooled` ranks highest.
 cost["output"] is the head's mean ‖(sparse - dense output) W‖² ÷ the layer's mean ‖dense output W‖².
+cost["loss"] is the mean of (g · (sparse - dense output))², where g is the gradient of the summed
+loss with respect to the head's output at that query: what dropping does to the loss, to first
+order, in nats².
 Soft caps, windows and sinks (`chunks.Softmax`) are those of the layer. The mass of sinks is kept
 whatever is dropped.
 """
@@ -31,7 +35,7 @@ from xsake.hads.chunks import PLAIN, Chunk, Chunks, Softmax
 DENSITIES = np.arange(1, 21) / 20  # of the retained-mass curves
 SELECTORS = ("static", *block_scores.ESTIMATES)  # ways to rank the blocks of a row block
 CURVES = (*SELECTORS, "oracle")  # rankings that cost curves can be measured for
-POLICIES_WITH_COST = ("kl", "output")
+POLICIES_WITH_COST = ("kl", "output", "loss")  # "loss" only where gradients are given
 
 AnyArray = Array | np.ndarray
 Curves = Mapping[str, Mapping[str, Float[AnyArray, "*layers N n n"]]]  # {policy: {selector: array}}
@@ -47,6 +51,8 @@ class Statistics(NamedTuple):
     retained: Float[AnyArray, "*layers N 20"]  # mass kept by the best blocks at density 0.05 … 1
     cost: Curves
     norm: Float[AnyArray, "*layers"]  # mean ‖attention output W‖² of the layer
+    # change of the loss by dropping block j, see `measure`; None without gradients
+    loss_sensitivity: Float[AnyArray, "*layers N n n"] | None = None
 
 
 class _Parts(NamedTuple):
@@ -58,6 +64,7 @@ class _Parts(NamedTuple):
     mass: Float[Array, "N Q n"]
     output: Float[Array, "N Q n Hv"]
     total: Float[Array, "N Q Hv"]  # output summed over blocks
+    slope: Float[Array, "N Q n"] | None = None  # g · (contribution of the block, without root)
 
 
 class _ChunkStatistics(NamedTuple):
@@ -70,6 +77,7 @@ class _ChunkStatistics(NamedTuple):
     # the "output" costs are not yet divided by the layer's norm
     cost: dict[str, dict[str, Float[Array, "*chunks N R n"]]]
     norm: Float[Array, "*chunks Q"]
+    loss_sensitivity: Float[Array, "*chunks N R n"] | None
 
 
 @functools.partial(jax.jit, static_argnames=("block", "band", "curves", "outputs"))
@@ -82,15 +90,16 @@ def measure(
     block: int = 128,
     band: int = 0,
     curves: tuple[str, ...] = ("oracle",),
-    before: tuple[Float[Array, "N n n"], Float[Array, "N n n"]] | None = None,
+    before: tuple[Float[Array, "N n n"], ...] | None = None,
     softmax: Softmax = PLAIN,
     outputs: bool = True,
+    gradient: Float[Array, "T N Hv"] | None = None,
 ) -> Statistics:
     """Statistics of one sequence in one layer; causal, any length, memory linear in it.
 
     Dropping block j and renormalising changes a query's output by (m_j out - u_j) / (1 - m_j), with
     u_j = Σ_{k in j} p_k v_k. sensitivity[i, j] is the mean over row block i of ‖(u_j - m_j out) W‖²
-    ÷ the layer's mean ‖out W‖².
+    ÷ the layer's mean ‖out W‖². loss_sensitivity[i, j] is the mean of (g · (u_j - m_j out))².
 
     Args:
       q: as it enters attention.
@@ -100,11 +109,14 @@ def measure(
       block: tokens per block.
       band: forced blocks before the diagonal, which all rankings of `cost` put first.
       curves: selectors to measure `cost` for. "oracle" ranks by this input's own mass (for
-        "output" by its own sensitivity).
-      before: mean (mass, sensitivity) of other documents, by which "static" ranks.
+        "output" and "loss" by its own sensitivities).
+      before: mean (mass, sensitivity) of other documents, by which "static" ranks, and with
+        `gradient` their mean loss_sensitivity.
       softmax: the layer's soft cap, window and sinks.
       outputs: False leaves out what depends on values: `sensitivity` and `norm` are NaN, and there
         are no curves. On a Hopper GPU the rest is a by-product of attention, see `observed`.
+      gradient: of the summed loss, with respect to the attention output; without it nothing of
+        the policy "loss" is measured.
     """
     if not outputs:
         return _without_outputs(q, k, block, softmax)
@@ -112,18 +124,24 @@ def measure(
     cut = chunks.cut(q, k, block, softmax=softmax)
     root, unit = factors(kernel)
     values = _projected_values(v, root, block)
-    rankings = _rankings(cut, q, k, band, curves, before)
+    policies = POLICIES_WITH_COST if gradient is not None else POLICIES_WITH_COST[:2]
+    rankings = _rankings(cut, q, k, band, curves, before, policies)
+    slopes = None if gradient is None else _Slopes.of(cut, v, gradient)
 
     def measure_chunk(number: Array) -> _ChunkStatistics:
         chunk = cut.attend(number)
-        parts = _parts(chunk, values)
+        parts = _parts(chunk, values, slopes)
         mass, sensitivity = chunk.mean(parts.mass), _sensitivity(chunk, parts)
         ranks = {
             policy: {name: cut.part(x, chunk, 1) for name, x in rankings[policy].items()}
-            for policy in POLICIES_WITH_COST
+            for policy in policies
         }
         ranks["kl"]["oracle"] = selection.ranks(mass, band, chunk.first)
         ranks["output"]["oracle"] = selection.ranks(sensitivity, band, chunk.first)
+        loss_sensitivity = None
+        if parts.slope is not None:
+            loss_sensitivity = _loss_sensitivity(chunk, parts.mass, parts.slope)
+            ranks["loss"]["oracle"] = selection.ranks(loss_sensitivity, band, chunk.first)
         keys, blocks = (softmax.outcomes(chunk.positions, size) for size in (1, block))
         return _ChunkStatistics(
             mass=mass,
@@ -131,12 +149,11 @@ def measure(
             entropy=chunk.entropy(chunk.p.reshape(*chunk.p.shape[:2], -1)) / jnp.log(keys),
             block_entropy=chunk.entropy(parts.mass) / jnp.log(blocks),
             cost={
-                "kl": {name: _kl_cost(chunk, parts, ranks["kl"][name]) for name in curves},
-                "output": {
-                    name: _output_cost(chunk, parts, ranks["output"][name]) for name in curves
-                },
+                policy: {name: COSTS[policy](chunk, parts, ranks[policy][name]) for name in curves}
+                for policy in policies
             },
             norm=(jnp.einsum("nrh,nhw->rw", parts.total, unit) ** 2).sum(-1),
+            loss_sensitivity=loss_sensitivity,
         )
 
     found = _joined(lax.map(measure_chunk, jnp.arange(cut.chunks)), T, cut.n, block)
@@ -153,7 +170,7 @@ def _without_outputs(
         entropy=heads.entropy,
         block_entropy=heads.block_entropy,
         retained=_with_sinks(retained_mass(heads.mass), heads.mass, softmax),
-        cost={policy: {} for policy in POLICIES_WITH_COST},
+        cost={policy: {} for policy in POLICIES_WITH_COST[:2]},
         norm=jnp.full((), jnp.nan),
     )
 
@@ -182,7 +199,8 @@ def _rankings(
     k: Float[Array, "T K H"],
     band: int,
     curves: tuple[str, ...],
-    before: tuple[Array, Array] | None,
+    before: tuple[Array, ...] | None,
+    policies: tuple[str, ...],
 ) -> dict[str, dict[str, Int[Array, "N row_blocks n"]]]:
     """{policy: {selector: ranks}} of the selectors that are known before attention is computed."""
     # q and k without padding, which would enter the means of a short last block
@@ -196,21 +214,51 @@ def _rankings(
         return cut.pad(selection.ranks(x, band), 1)
 
     of_input = {name: ranked(x) for name, x in scores.items()}
-    rankings = {policy: dict(of_input) for policy in POLICIES_WITH_COST}
+    rankings = {policy: dict(of_input) for policy in policies}
     if before is not None:
-        for policy, x in zip(POLICIES_WITH_COST, before, strict=True):
+        for policy, x in zip(policies, before, strict=True):
             rankings[policy]["static"] = ranked(x)
     return rankings
 
 
-def _parts(chunk: Chunk, values: Float[Array, "N n block Hv"]) -> _Parts:
+class _Slopes(NamedTuple):
+    """Values and the gradient of the loss, padded to whole blocks and whole chunks."""
+
+    v: Float[Array, "keys K Hv"]
+    gradient: Float[Array, "queries K G Hv"]
+
+    @staticmethod
+    def of(cut: Chunks, v: Float[Array, "T K Hv"], gradient: Float[Array, "T N Hv"]) -> _Slopes:
+        (T, K, Hv), N = v.shape, gradient.shape[1]
+        padded = jnp.pad(gradient.astype(jnp.float32), ((0, cut.q.shape[0] - T), (0, 0), (0, 0)))
+        values = chunks.pad_keys(v, cut.block).astype(jnp.float32)
+        return _Slopes(values, padded.reshape(-1, K, N // K, Hv))
+
+    def by_block(self, chunk: Chunk) -> Float[Array, "N Q n"]:
+        """g · Σ_{k in j} p_k v_k for the queries of a chunk and every block j."""
+        Q, block = len(chunk.positions), chunk.p.shape[-1]
+        g = lax.dynamic_slice_in_dim(self.gradient, chunk.first * block, Q)
+        products = jnp.einsum("qkgh,skh->kgqs", g, self.v).reshape(chunk.p.shape)
+        return (chunk.p * products).sum(-1)
+
+
+def _parts(
+    chunk: Chunk, values: Float[Array, "N n block Hv"], slopes: _Slopes | None = None
+) -> _Parts:
     output = jnp.einsum("nrjs,njsh->nrjh", chunk.p, values)
-    return _Parts(chunk.p.sum(-1), output, output.sum(2))
+    slope = None if slopes is None else slopes.by_block(chunk)
+    return _Parts(chunk.p.sum(-1), output, output.sum(2), slope)
 
 
 def _sensitivity(chunk: Chunk, parts: _Parts) -> Float[Array, "N R n"]:
     change = parts.output - parts.mass[..., None] * parts.total[:, :, None]
     return chunk.mean((change**2).sum(-1))
+
+
+def _loss_sensitivity(
+    chunk: Chunk, mass: Float[Array, "N Q n"], slope: Float[Array, "N Q n"]
+) -> Float[Array, "N R n"]:
+    return chunk.mean((slope - mass * slope.sum(-1, keepdims=True)) ** 2)
 
 
 def _kept(
@@ -246,6 +294,19 @@ def _output_cost(chunk: Chunk, parts: _Parts, ranks: Int[Array, "N R n"]) -> Flo
     return chunk.mean((error**2).sum(-1))
 
 
+def _loss_cost(chunk: Chunk, parts: _Parts, ranks: Int[Array, "N R n"]) -> Float[Array, "N R n"]:
+    """Mean (g · (sparse - dense output))² of each row block, for every count of blocks kept."""
+    assert parts.slope is not None
+    N, R, n = ranks.shape
+    chosen, kept = _kept(chunk, parts, ranks)
+    slope = parts.slope.reshape(N, R, -1, n)
+    sums = jnp.einsum("nrqj,nrcj->nrqc", slope, chosen, precision="highest").reshape(N, -1, n)
+    return chunk.mean((sums / kept - parts.slope.sum(-1, keepdims=True)) ** 2)
+
+
+COSTS = {"kl": _kl_cost, "output": _output_cost, "loss": _loss_cost}
+
+
 def _joined(found: _ChunkStatistics, T: int, n: int, block: int) -> Statistics:
     """The chunks' statistics [chunks, N, R or Q, …] in order, without padding and normalised."""
 
@@ -270,6 +331,9 @@ def _joined(found: _ChunkStatistics, T: int, n: int, block: int) -> Statistics:
         retained=retained_mass(mass),
         cost=cost,
         norm=norm,
+        loss_sensitivity=None
+        if found.loss_sensitivity is None
+        else by_head(found.loss_sensitivity, n),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, calibrate, certified_attention, corrected_attention
@@ -48,8 +48,13 @@ class Observer(Bare):
         """carry = fold(layer, attention, carry) over the layers of a dense pass."""
         return nnx.merge(self.graph, weights).observe(tokens, fold, carry)
 
-    def profile(self, documents: Any, **how: Any) -> Profile:
-        """`hads.calibrate` of this model; `how` are its remaining keyword arguments."""
+    def profile(self, documents: Any, *, loss: bool = False, **how: Any) -> Profile:
+        """`hads.calibrate` of this model; `how` are its remaining keyword arguments.
+
+        With `loss`, the policy `loss` is measured too: one backward pass for each document.
+        """
+        if loss:
+            how["gradients"] = self.bare.loss_gradients
         return calibrate(
             self.bare.observe,
             self.weights,
@@ -60,6 +65,30 @@ class Observer(Bare):
             vocab_size=self.vocab_size,
             **how,
         )
+
+    def loss_gradients(self, weights: Any, tokens: Any) -> Array:
+        """The gradient of the loss with respect to every layer's attention output.
+
+        The loss is Σ -ln p(next token) of tokens [1, T]. float32 [layers, T, N, Hv]. Backward keeps
+        the input of each layer and recomputes the rest.
+        """
+        model = nnx.merge(self.graph, weights)
+        model.remat = True
+        config, T = model.config, tokens.shape[1]
+        attend = by_mask(*(config, None, 1, T), implementation=self.implementation, mesh=model.mesh)
+
+        def loss(change: Array) -> Array:
+            def changed(
+                layer: Any, q: Array, k: Array, v: Array, state: Any, *more: Any
+            ) -> tuple[Array, Any]:
+                out, state = attend(layer, q, k, v, state, *more)
+                return out + change[layer].astype(out.dtype), state
+
+            hidden, _ = model.run(tokens, document_positions(1, T), changed)
+            return _summed_loss(model, hidden[0], jnp.asarray(tokens)[0])
+
+        shape = (config.layers, T, config.heads, config.head_size)
+        return sharding.everywhere(jax.grad(loss)(jnp.zeros(shape, jnp.float32)), model.mesh)
 
     def hidden(self, weights: Any, tokens: Array) -> Array:
         """Final hidden states of a dense pass, [T, width] for tokens [T]."""
@@ -146,3 +175,21 @@ class Observer(Bare):
 def _kernel_and_softmax(model: Transformer, layer: Any) -> tuple[Array, Softmax]:
     own = model.layer(layer).out.kernel[...], model.softmax(layer)
     return sharding.everywhere(own, model.mesh)
+
+
+def _summed_loss(model: Transformer, hidden: Array, tokens: Array, at_once: int = 512) -> Array:
+    """Σ -ln p(next token), with the logits of `at_once` tokens in memory at a time."""
+    count = -(-(len(tokens) - 1) // at_once)
+    padding = count * at_once - (len(tokens) - 1)
+    hidden = jnp.pad(hidden[:-1], ((0, padding), (0, 0)))
+    targets = jnp.pad(tokens[1:], (0, padding))
+    real = jnp.arange(count * at_once) < len(tokens) - 1
+
+    @jax.checkpoint
+    def part(some: tuple[Array, Array, Array]) -> Array:
+        hidden, targets, real = some
+        likely = jax.nn.log_softmax(model.logits(hidden), axis=-1)
+        return -jnp.where(real, jnp.take_along_axis(likely, targets[:, None], 1)[:, 0], 0).sum()
+
+    parts = (x.reshape(count, at_once, *x.shape[1:]) for x in (hidden, targets, real))
+    return lax.map(part, tuple(parts)).sum()

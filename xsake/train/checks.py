@@ -135,7 +135,7 @@ def _check_choices(config: Any) -> None:
     for name, choice, choices in (
         ("compute.dtype", config.compute.dtype, ("float32", "bfloat16", "float16")),
         ("checkpoint.export_dtype", config.checkpoint.export_dtype, ("float32", "bfloat16")),
-        ("hads.policy", config.hads.policy, budget.POLICIES),
+        ("hads.policy", config.hads.policy, tuple(x for x in budget.POLICIES if x != "loss")),
         ("hads.selector", config.hads.selector, SELECTORS),
     ):
         if choice not in choices:

@@ -103,17 +103,28 @@ class _Bench:
         return list(np.load(self.documents / f"{name}.npy").astype(np.int32))
 
     def profile(
-        self, kind: str, length: int, folder: Path, block: int, curves: tuple[str, ...]
+        self,
+        kind: str,
+        length: int,
+        folder: Path,
+        block: int,
+        curves: tuple[str, ...],
+        loss: bool = False,
     ) -> Profile:
-        """A profile from its file; if there is none, measured now and saved."""
-        path = folder / f"{kind}-{length}-{block}.safetensors"
+        """A profile from its file; if there is none, measured now and saved.
+
+        With `loss` the file has another name: those from before have nothing of that policy.
+        """
+        path = folder / f"{kind}-{length}-{block}{'-loss' * loss}.safetensors"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             began = time.perf_counter()
             found = {name: self.tokens(f"{name}-{length}") for name in KINDS[kind]}
             kinds = " and ".join(f"{len(x)} documents of {name}" for name, x in found.items())
             documents = [x for each in found.values() for x in each]
-            measured = self.subject.profile(documents, block=block, curves=curves, kinds=kinds)
+            measured = self.subject.profile(
+                documents, block=block, curves=curves, kinds=kinds, loss=loss
+            )
             print(f"profile of {kind}: {time.perf_counter() - began:.1f} s", flush=True)
             measured.save(path)
         return Profile.load(path)
@@ -129,7 +140,8 @@ class _Bench:
         """The profile of both kinds of documents; by its label that of text, if a name has it."""
         labelled = any(LABEL in name for name in names)
         kinds = ("text", "mixed") if labelled else ("mixed",)
-        found = {kind: self.profile(kind, length, folder, block, curves) for kind in kinds}
+        loss = any(name.split()[0].endswith("/loss") for name in names)
+        found = {kind: self.profile(kind, length, folder, block, curves, loss) for kind in kinds}
         return found["mixed"], {LABEL: found["text"]} if labelled else {}
 
 
@@ -165,7 +177,8 @@ def table(
       prompts: of each family.
       densities: the first two are measured for all families before the others.
       names: methods; those with the label "from text" are calibrated on plain text only. Oracles
-        are measured after all others but certified attention.
+        are measured after all others but certified attention. With a SELECTOR/loss, calibrations
+        measure the policy `loss` too.
       curves: selectors to measure cost curves for.
       certify: thresholds: methods that select blocks at run time are also measured with certified
         attention, at the first two densities.

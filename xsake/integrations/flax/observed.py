@@ -199,6 +199,12 @@ class Observed(Bare):
 
         First every layer's attention is compared with what HADS plans, on every document.
         """
+        if how.pop("loss", False):
+            raise ValueError(
+                "loss=True needs gradients of the loss with respect to each head's output, which "
+                "are known for xsake.model.Transformer only; leave it out, or pass "
+                "gradients=…, see xsake.hads.profile.Gradients"
+            )
         documents = [np.asarray(document) for document in documents]
         check_documents(documents, how.get("vocab_size"))
         check_curves(how.get("curves", CURVES), how.get("outputs", True))

@@ -23,7 +23,7 @@ class PlanIn(BaseModel):
     """What a plan is made with, as `xsake.hads.make` takes it."""
 
     density: float = Field(gt=0, le=1, allow_inf_nan=False)
-    policy: Literal["uniform", "entropy", "kl", "output"] = "output"
+    policy: Literal["uniform", "entropy", "kl", "output", "loss"] = "output"
     selector: Literal[
         "static",
         "pooled",
