@@ -116,9 +116,11 @@ def lower_kernels_faster() -> None:
         constraints.compute_transitively_equal_vars = equal_variables
         constraints.reduce_constraint = reduce_once(constraints.reduce_constraint)
         layout_inference.find_assignments_for = with_set(layout_inference.find_assignments_for)
-        for cls in (constraints.Variable, layout_inference.ValueSite):
+        hashed: list[Any] = [constraints.Variable, layout_inference.ValueSite]
+        for cls in hashed:
             cls.__hash__ = hash_once(cls.__hash__)
-        constraints.ConstraintSystem.__iand__ = join
+        system: Any = constraints.ConstraintSystem
+        system.__iand__ = join
         dialect_lowering.lower_mgpu_dialect = with_cache(
             dialect_lowering.lower_mgpu_dialect, layouts, "from_layout_attr"
         )

@@ -81,7 +81,7 @@ def gather(ref, indices):
             lambda at, _: memref.load(ref, [_index(at)]), create_array=True, is_signed=True
         )
 
-    return emit(ref, _by_lane(indices))
+    return emit(ref, indices)
 
 
 def scatter(ref, indices, values):
@@ -99,7 +99,7 @@ def scatter(ref, indices, values):
             memref.store(value, ref, [_index(at)])
             scf.yield_([])
 
-    emit(ref, _by_lane(indices), _by_lane(values))
+    emit(ref, indices, values)
 
 
 def add_one(ref, indices):
@@ -114,7 +114,7 @@ def add_one(ref, indices):
         (at,) = (vector.extract(x, [], [0]) for x in indices.registers.flat)
         asm(lines, "r,r", [shared_address(ref), at])
 
-    emit(ref, _by_lane(indices))
+    emit(ref, indices)
 
 
 def _by_lane(values):
