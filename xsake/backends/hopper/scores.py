@@ -44,8 +44,8 @@ from xsake.backends.hopper.shape import check_sizes
 class ScoresTiling:
     """Tuning parameters; they do not change the results."""
 
-    warpgroups: int = 2  # compute warpgroups
-    together: int = 2  # tiles whose products are issued together
+    warpgroups: int = 3  # compute warpgroups
+    together: int = 1  # tiles whose products are issued together
     q_bytes: int = 64 << 10  # of shared memory for tiles of mean queries
     k_bytes: int = 128 << 10  # of shared memory for blocks of keys
 
