@@ -37,6 +37,7 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 # The built pages, and what they are built from.
 PAGES := xsake/server/static/index.html
+MODULES := web/node_modules/.package-lock.json
 PAGES_FROM := $(shell find web -name node_modules -prune -o -name .next -prune -o -name out -prune -o \
     -name tests -prune -o -name openapi.json -prune -o -name '*.d.ts' -prune -o -type f -print 2>/dev/null) \
     $(wildcard xsake/server/schemas.py xsake/server/routes/*.py)
@@ -81,14 +82,16 @@ serve: setup  ## serve the dashboard on http://127.0.0.1:8000; builds its pages 
 web: $(PAGES)  ## build the pages of web/ into xsake/server/static, from the server's OpenAPI; needs Node
 
 # npm installs what package-lock.json pins; nothing is sent from here but requests for packages.
-$(PAGES): $(PAGES_FROM) | setup
+$(MODULES): web/package-lock.json
 	@command -v npm >/dev/null || { echo "make web needs Node 20.9 or newer, and npm" >&2; exit 1; }
+	cd web && npm ci --no-audit --no-fund && touch node_modules/.package-lock.json
+
+$(PAGES): $(PAGES_FROM) | setup $(MODULES)
 	$(BIN)/python -m xsake.server.openapi > web/openapi.json
-	cd web && npm ci --no-audit --no-fund
 	cd web && NEXT_TELEMETRY_DISABLED=1 npm run build
 	rm -rf $(@D) && cp -R web/out $(@D) && touch $@
 
-test-web: $(PAGES)  ## the pages in Chromium, with a server and a run; skipped without Chromium
+test-web: $(PAGES) $(MODULES)  ## the pages in Chromium, with a server and a run; skipped without Chromium
 	cd web && PYTHON=$(abspath $(BIN))/python npm test
 
 # Lint runs beside the first tests, on the core that they leave idle; its lines come in between.
@@ -105,11 +108,11 @@ lint: setup  ## ruff, mypy and import-linter
 PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist $(DIST)
 
 # Most tests compile without XLA's optimiser, which would take most of their time. Tests whose claims
-# depend on it are marked `optimized` and run with it.
+# depend on it are marked `optimized` and run with it; they are few and long: any worker takes the next.
 pytest: setup  ## the tests without lint; those marked slow are left out
 ifeq ($(PYTEST_ARGS),)
 	$(PYTEST) -m "not optimized" --sample $(SAMPLE)
-	$(PYTEST) -m optimized --optimizer $$(grep -rl --include='test_*.py' mark.optimized tests)
+	$(PYTEST) --dist load -m optimized --optimizer $$(grep -rl --include='test_*.py' mark.optimized tests)
 else
 	$(PYTEST) $(PYTEST_ARGS)
 endif

@@ -28,27 +28,39 @@ if importlib.metadata.version("jax").startswith("0.10."):
     # Newer versions always use the fusion emitters.
     WITHOUT_OPTIMIZER.append("--xla_cpu_use_fusion_emitters=false")
 
-# Files are given to the workers in this order, then as they are collected: those that take longest
-# first, so that no worker is left with a long one at the end.
+# Files are given to the workers in this order, then as they are collected: those that take longest,
+# on the Python where they take longer, come first, so that no worker is left with one at the end.
 LONGEST_FIRST = [
-    "tests/parallel/test_processes.py",
-    "tests/parallel/test_context.py",
     "tests/backends/test_conformance.py",
+    "tests/backends/hopper/test_hopper.py",
+    "tests/test_readme.py",
+    "tests/backends/hopper/test_scores.py",
+    "tests/backends/tpu/test_tpu.py",
+    "tests/test_examples.py",
+    "tests/test_block_mask.py",
     "tests/test_probes.py",
     "tests/test_transformations.py",
-    "tests/train/test_loop.py",
-    "tests/test_block_mask.py",
-    "tests/test_derived_masks.py",
+    "tests/integrations/test_observed.py",
     "tests/backends/xla/test_xla.py",
-    "tests/test_properties.py",
-    "tests/model/test_generate.py",
-    "tests/test_readme.py",
-    "tests/nsa/test_attention.py",
-    "tests/model/test_transformer.py",
-    "tests/backends/hopper/test_hopper.py",
+    "tests/parallel/test_processes.py",
+    "tests/train/test_loop.py",
     "tests/backends/hopper/test_kernels.py",
-    "tests/server/test_play.py",
-    "tests/server/test_schema.py",
+    "tests/test_masks.py",
+    "tests/model/test_gemma.py",
+    "tests/test_properties.py",
+    "tests/parallel/test_mesh.py",
+    "tests/model/test_generate.py",
+    "tests/parallel/test_context.py",
+    "tests/model/test_transformer.py",
+    "tests/backends/hopper/test_selected.py",
+    "tests/backends/hopper/test_bias.py",
+    "tests/hads/test_plan.py",
+    "tests/hads/test_certificate.py",
+    "tests/test_derived_masks.py",
+    "tests/test_block_scores.py",
+    "tests/integrations/test_blocksparse.py",
+    "tests/integrations/test_easydel.py",
+    "tests/evaluate/test_table.py",
 ]
 
 BY_VERSION = "tests/backends/hopper/"  # kernels, which older versions cannot even trace

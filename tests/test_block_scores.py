@@ -9,6 +9,8 @@ from tests.hads.draws import attention, blocks_of, dense
 from xsake import block_scores, selection
 from xsake.hads import row_blocks
 
+estimate = jax.jit(block_scores.estimate, static_argnums=(0, 3))
+
 
 @pytest.mark.parametrize("selector", block_scores.ESTIMATES)
 @pytest.mark.parametrize("T", [128, 117])
@@ -23,7 +25,7 @@ def test_estimates_order_blocks_by_their_mass(selector, T):
     def kept(scores):
         return (mass * np.asarray(selection.keep_top(scores, counts))).sum(-1)[:, 3:].mean()
 
-    scores = block_scores.estimate(selector, q, k, 16)
+    scores = estimate(selector, q, k, 16)
     assert scores.shape == (4, n, n)
     assert np.isfinite(np.asarray(scores)[:, row_blocks.allowed(n)]).all()
     chance = np.mean([kept(jax.random.uniform(jax.random.key(i), (4, n, n))) for i in range(5)])
@@ -36,7 +38,7 @@ def test_estimates_order_blocks_by_their_mass(selector, T):
 )
 def test_mean_query_scores_are_the_logsumexp_over_the_keys_of_a_block(scores):
     q, k, v, _ = attention(64)
-    got = np.asarray(scores(q, k, 16))
+    got = np.asarray(jax.jit(scores, static_argnums=2)(q, k, 16))
     mean = np.asarray(q, np.float64).reshape(4, 16, 4, 8).mean(1)
     keys = np.repeat(np.asarray(k, np.float64), 2, axis=1)
     logits = np.einsum("inh,snh->nis", mean, keys) / np.sqrt(8)
@@ -52,7 +54,7 @@ def test_part_queries_find_a_block_that_few_queries_of_a_row_block_want():
     q[32:, 0] = -4, 0
     q[36:40, 0] = 8, 0
     mean, parts = (
-        np.asarray(block_scores.estimate(name, jnp.asarray(q), jnp.asarray(k), 16))[0, 2]
+        np.asarray(estimate(name, jnp.asarray(q), jnp.asarray(k), 16))[0, 2]
         for name in ("mean_query", "part_queries")
     )
     assert mean[1] < mean[0]
@@ -79,7 +81,7 @@ def test_a_block_that_one_query_wants_is_found(selector):
     q[128:, 0] = -12, 0
     q[141, 0] = 8, 0
     parts, found = (
-        np.exp(np.asarray(block_scores.estimate(name, jnp.asarray(q), jnp.asarray(k), 64))[0, 2])
+        np.exp(np.asarray(estimate(name, jnp.asarray(q), jnp.asarray(k), 64))[0, 2])
         for name in ("part_queries", selector)
     )
     assert parts[1] < parts[0]
@@ -108,11 +110,11 @@ def test_outlier_queries_score_the_query_of_each_part_that_is_furthest_from_the_
 def test_keys_that_no_query_sees_cannot_change_the_scores_of_every_query():
     """Neither in later blocks nor after a query in its own block, though they are NaN there."""
     q, k, _, _ = attention(96)
-    clean = np.asarray(block_scores.estimate("every_query", q, k, 16))
-    poisoned = np.asarray(block_scores.estimate("every_query", q, k.at[41:].set(jnp.nan), 16))
+    clean = np.asarray(estimate("every_query", q, k, 16))
+    poisoned = np.asarray(estimate("every_query", q, k.at[41:].set(jnp.nan), 16))
     np.testing.assert_array_equal(poisoned[:, :2], clean[:, :2])
     alone, other = (
-        np.asarray(block_scores.estimate("every_query", q[:41], x, 16))[:, :, :3]
+        np.asarray(estimate("every_query", q[:41], x, 16))[:, :, :3]
         for x in (k, k.at[41:].set(jnp.nan))
     )
     np.testing.assert_array_equal(alone, other)
@@ -129,7 +131,7 @@ def test_past_query_does_not_depend_on_later_tokens():
 
     def same_rows(selector):
         first, second = (
-            selection.keep_top(block_scores.estimate(selector, q, k, 16), counts)
+            selection.keep_top(estimate(selector, q, k, 16), counts)
             for q, k in ((q, k), (jnp.where(late, other_q, q), jnp.where(late, other_k, k)))
         )
         return np.asarray(first == second).all((0, 2))
@@ -141,9 +143,7 @@ def test_past_query_does_not_depend_on_later_tokens():
 
 def test_past_query_is_the_mean_query_of_the_row_block_before():
     q, k, _, _ = attention(117)
-    scores, past = (
-        np.asarray(block_scores.estimate(name, q, k, 16)) for name in ("mean_query", "past_query")
-    )
+    scores, past = (np.asarray(estimate(name, q, k, 16)) for name in ("mean_query", "past_query"))
     for i in range(1, 8):
         np.testing.assert_array_equal(past[:, i, :i], scores[:, i - 1, :i])
         np.testing.assert_array_equal(past[:, i, i], scores[:, i - 1, i - 1])
@@ -154,9 +154,9 @@ def test_the_second_moment_of_keys_finds_a_block_that_the_mean_misses():
     q = jnp.ones((48, 1, 8)) * 3
     k = np.zeros((48, 1, 8), np.float32)
     k[20, 0], k[24, 0] = 4, -4  # block 1: mean 0, spread
-    scores = np.asarray(block_scores.gaussian(q, jnp.asarray(k), 16))
+    scores = np.asarray(estimate("gaussian", q, jnp.asarray(k), 16))
     assert scores[0, 2, 1] > scores[0, 2, 0] + 1
-    flat = np.asarray(block_scores.pooled(q, jnp.asarray(k), 16))
+    flat = np.asarray(estimate("pooled", q, jnp.asarray(k), 16))
     np.testing.assert_allclose(flat[0, 2, 1], flat[0, 2, 0], atol=1e-6)
 
 

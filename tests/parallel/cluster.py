@@ -3,8 +3,9 @@
     python -m tests.parallel.cluster FOLDER NAME ID COUNT PORT DEVICES STEPS MESH
 
 is one of them, with DEVICES virtual CPU devices. `Cluster` starts them all. XSAKE_TEST_LOST and
-XSAKE_TEST_CHECKPOINT have other `processes.lost_seconds` and `checkpoint.every`; XSAKE_TEST_OTHER
-has the JSON of settings that all processes but the first have: {"data__rows": 4}.
+XSAKE_TEST_CHECKPOINT have other `processes.lost_seconds` and `checkpoint.every`, XSAKE_TEST_STOP
+has `run.stop_at`; XSAKE_TEST_OTHER has the JSON of settings that all processes but the first have:
+{"data__rows": 4}.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def main(arguments: list[str]) -> None:
         evaluation__every=steps,
         checkpoint__every=int(os.environ.get("XSAKE_TEST_CHECKPOINT", "4")),
         run__name=name,
+        run__stop_at=int(os.environ.get("XSAKE_TEST_STOP", "0")),
         mesh=parse(arguments[7]),
         processes=Processes(f"127.0.0.1:{port}", count, number, lost_seconds=lost_seconds),
     )

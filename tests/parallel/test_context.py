@@ -26,7 +26,7 @@ K = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
 @pytest.mark.parametrize(
     ("flags", "claims"),
     [
-        pytest.param([], 9, marks=pytest.mark.second_python, id="one of each kind"),
+        pytest.param([], 8, marks=pytest.mark.second_python, id="one of each kind"),
         pytest.param(["--all"], 22, marks=pytest.mark.slow, id="all"),
     ],
 )

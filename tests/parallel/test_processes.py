@@ -53,7 +53,7 @@ def far(found, wanted):
 
 @pytest.mark.second_python
 @pytest.mark.timeout(300)
-def test_a_killed_process_ends_the_other_and_one_goes_on(start):
+def test_a_killed_process_ends_the_other_and_one_goes_on(start, monkeypatch):
     """Two processes share sequences, kill -9, then one process alone from the checkpoint."""
     two = start("run", 2, 40, "context=2")
     two.wait_for_step(7)
@@ -69,6 +69,7 @@ def test_a_killed_process_ends_the_other_and_one_goes_on(start):
     (lost,) = events_of(two, Stopped)
     assert lost.reason == "process lost"
     before = losses(two)
+    monkeypatch.setenv("XSAKE_TEST_STOP", str(max(before) + 1))
     one = start("run", 1, 40, "")
     assert one.codes(200) == [0], one.text(0)
     (resumed,) = events_of(one, Resumed)
@@ -77,6 +78,7 @@ def test_a_killed_process_ends_the_other_and_one_goes_on(start):
     common = {step: loss for step, loss in before.items() if step > resumed.step}
     assert common
     assert far(losses(one), common) < 1e-5
+    assert max(losses(one)) == max(before) + 1
     print(f"ended {seconds:.1f} s after kill -9; resumed at step {resumed.step}")
 
 
