@@ -6,12 +6,11 @@ The mean queries of all query heads of a kv head lie one after another in tiles 
 keeps some of these tiles in shared memory and streams blocks of keys, so that K is read about once:
 
     memory warpgroup     Q̄ tiles of a segment; K blocks through a ring           (runs ahead)
-    compute warpgroups   for each block and two tiles: S₁ = Q̄₁ Kᵀ, S₂ = Q̄₂ Kᵀ    (issued together)
-                         max, exp2, sum, log2 of S₁ while S₂ is computed, then of S₂ ─▶ 2·64 scores
+    compute warpgroups   for each block and each tile: S = Q̄ Kᵀ ─ max, exp2, sum, log2 ─▶ 64 scores
 
 A score depends on one block alone: no state is carried from block to block, and the warpgroups
-alternate over twos of tiles. The schedule is static: `segments` splits the work into runs of
-consecutive blocks that cost about the same.
+alternate over pairs of (tile, block). The schedule is static: `segments` splits the work into runs
+of consecutive blocks that cost about the same.
 """
 
 import dataclasses
@@ -45,14 +44,11 @@ class ScoresTiling:
     """Tuning parameters; they do not change the results."""
 
     warpgroups: int = 3  # compute warpgroups
-    together: int = 1  # tiles whose products are issued together
     q_bytes: int = 64 << 10  # of shared memory for tiles of mean queries
     k_bytes: int = 128 << 10  # of shared memory for blocks of keys
 
 
 DEFAULT_TILING = ScoresTiling()
-# Of a thread, if there are two compute warpgroups: the scores of two tiles of 64 × 128 are 128.
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
 
 
 class Segment(NamedTuple):
@@ -227,7 +223,7 @@ class _Kernel:
 
     def __init__(self, shape, tiling, interpret):
         self.shape = shape
-        self.warpgroups, self.together = tiling.warpgroups, tiling.together
+        self.warpgroups = tiling.warpgroups
         self.interpret = bool(interpret)
 
     def scratch(self, dtype) -> dict[str, Any]:
@@ -248,14 +244,10 @@ class _Kernel:
 
         @pl.when(wg < self.warpgroups)
         def _():
-            if self.warpgroups == 2:
-                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             self.compute(wg, table, scores_gmem, **scratch)
 
         @pl.when(wg == self.warpgroups)
         def _():
-            if self.warpgroups == 2:
-                plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
             self.memory(q_gmem, k_gmem, table, **scratch)
 
     def for_each_segment(self, table, visit):
@@ -333,9 +325,8 @@ class _Kernel:
     # Compute warpgroups
 
     def compute(self, wg, table, scores_gmem, *, q_smem, k_smem, q_ready, k_ready, q_free, k_free):
-        """The scores of every block and the tiles of it that are this warpgroup's."""
-        shape, warpgroups, together = self.shape, self.warpgroups, self.together
-        turns = pl.cdiv(shape.resident, together)
+        """The scores of every pair of (tile, block) that is this warpgroup's."""
+        shape, warpgroups = self.shape, self.warpgroups
 
         def visit(number, segment, done):
             q_slot = slot_of(number, shape.q_stages)
@@ -347,16 +338,14 @@ class _Kernel:
                 plgpu.barrier_wait(k_ready.at[slot])
                 first = lax.rem(done + t + wg, jnp.int32(warpgroups))
 
-                @pl.loop(0, lax.div(turns - first + warpgroups - 1, jnp.int32(warpgroups)))
+                @pl.loop(0, lax.div(shape.resident - first + warpgroups - 1, jnp.int32(warpgroups)))
                 def _(turn):
-                    m = (first + turn * warpgroups) * together
-                    # past the last tile, the last one again, which `score` does not store
-                    resident = [jnp.minimum(m + i, shape.resident - 1) for i in range(together)]
+                    m = first + turn * warpgroups
                     self.score(
                         segment,
                         segment.first + t,
-                        m,
-                        [q_smem.at[q_slot, i] for i in resident],
+                        segment.group * shape.resident + m,
+                        q_smem.at[q_slot, m],
                         k_smem.at[slot],
                         scores_gmem,
                     )
@@ -368,48 +357,27 @@ class _Kernel:
 
         self.for_each_segment(table, visit)
 
-    def score(self, segment, j, m, queries, k, scores_gmem):
-        """The scores of block j and the tiles m, m + 1 … of the segment that some row sees."""
+    def score(self, segment, j, tile, q, k, scores_gmem):
+        """The 64 scores of one tile and block j, if some row sees it."""
         shape = self.shape
-        rows, lives = [], []
-        for i in range(len(queries)):
-            tile = segment.group * shape.resident + m + i
-            n, first_row = self.rows_of(segment, tile)
-            live = (m + i < shape.resident) & (tile < shape.tiles)
-            if shape.causal:
-                live &= first_row + ROWS > j * shape.parts
-            rows.append(scores_gmem.at[segment.b, n, j, pl.ds(first_row, ROWS)])
-            lives.append(live)
+        n, first_row = self.rows_of(segment, tile)
+        live = tile < shape.tiles
+        if shape.causal:
+            live &= first_row + ROWS > j * shape.parts
 
-        def store(s, i):
-            scores = self.summed(s, j)
-            pl.when(lives[i])(lambda: store_rows(scores, rows[i], self.interpret))
-
-        def products(*accumulators):
-            for accumulator, q in zip(accumulators, queries, strict=True):
-                plgpu.wgmma(accumulator, q, k.transpose((1, 0)))
-                if self.interpret:  # which knows no product that is still in flight
-                    plgpu.wgmma_wait(0)
-            for i, accumulator in enumerate(accumulators):
-                if self.interpret:
-                    store(accumulator[...], i)
-                else:
-                    left = len(accumulators) - 1 - i
-                    store(plgpu.wgmma_accumulator_load(accumulator, wait_n=left), i)
-
-        @pl.when(functools.reduce(jnp.logical_or, lives))
+        @pl.when(live)
         def _():
-            types = [plgpu.ACC((ROWS, shape.block), jnp.float32)] * len(queries)
-            pl.run_scoped(products, *types)
+            def product(s_ref):
+                plgpu.wgmma(s_ref, q, k.transpose((1, 0)))
+                return s_ref[...]
 
-    def summed(self, s, j):
-        """log Σ 2^s over the keys of block j, of every row."""
-        shape = self.shape
-        if rest := shape.S % shape.block:
-            s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
-        m = s.max(axis=1)
-        l = jnp.exp2(s - lax.broadcast_in_dim(m, s.shape, [0])).sum(axis=1)
-        return (m + jnp.log2(l)) * (1 / LOG2E)
+            s = pl.run_scoped(product, plgpu.ACC((ROWS, shape.block), jnp.float32))
+            if rest := shape.S % shape.block:
+                s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
+            m = s.max(axis=1)
+            l = jnp.exp2(s - lax.broadcast_in_dim(m, s.shape, [0])).sum(axis=1)
+            rows = scores_gmem.at[segment.b, n, j, pl.ds(first_row, ROWS)]
+            store_rows((m + jnp.log2(l)) * (1 / LOG2E), rows, self.interpret)
 
 
 def _without(s, rest):
