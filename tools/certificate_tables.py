@@ -13,10 +13,13 @@ Record = dict[str, Any]
 def speed(report: Record) -> Cells:
     """suites.certificate speed: times ÷ that of dense attention in the same run."""
     names = ("selection", "selection_and_sparse", "certificate", "certificate_with_bound")
-    head = "B·N·T·H | selector | density | dense ms | selection ÷ dense | selection + sparse"
+    head = (
+        "B·N·T·H | block | selector | density | dense ms | selection ÷ dense | selection + sparse"
+    )
     return [*head.split(" | "), "+ certificate", "+ certificate with bound"], (
         [
             row["shape"],
+            str(row["block"]),
             row["selector"],
             f"{row['density']:g}",
             f"{1e3 * row['dense_seconds']:.3f}",

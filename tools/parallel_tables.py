@@ -62,6 +62,25 @@ def rows(records: list[Record]) -> Cells:
     return ["mask", *methods, "work contiguous ÷ balanced"], found
 
 
+def share(records: list[Record]) -> Cells:
+    """Times of the largest device's share on one GPU, in each order."""
+    found: dict[str, dict[str, dict[str, Record]]] = {}
+    for x in _of(records, "share"):
+        case, _, order = x["case"].rpartition(", ")
+        found.setdefault(case, {}).setdefault(order, {})[x["direction"]] = x
+    lines = (
+        [
+            case,
+            order,
+            f"{both['forward']['largest_ratio']:.3f}",
+            _both([both["forward"], both["backward"]], "median_seconds", 1e3),
+        ]
+        for case, orders in found.items()
+        for order, both in orders.items()
+    )
+    return ["share", "order", "largest ÷ mean", "ms forward / backward"], lines
+
+
 def cost(records: list[Record]) -> Cells:
     """Forward / backward of the method with the least expected time, and published times."""
     head = [

@@ -392,6 +392,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "cost": functools.partial(of_cells, parallel_tables.cost),
     "parallel-rows": functools.partial(of_cells, parallel_tables.rows),
     "parallel-heads": functools.partial(of_cells, parallel_tables.heads),
+    "parallel-share": functools.partial(of_cells, parallel_tables.share),
     "parallel-traffic": functools.partial(of_cells, parallel_tables.traffic),
     "tpu-estimate": functools.partial(of_cells, tpu_tables.estimate),
     "tasks": functools.partial(of_cells, task_tables.accuracy),

@@ -36,6 +36,9 @@ DESCRIPTIONS: dict[str, Description] = {
         "Time of selection, sparse attention and certificate beside dense attention by cuDNN.",
         _HEADS,
     ),
+    "certificate-speed-128": Description(
+        "Time of selection, sparse attention and certificate with blocks of 64 and of 128.", _HEADS
+    ),
     "cost": Description(
         "Bytes and times of very long sequences on many cards, from the cost model: estimated, not "
         "measured.",
@@ -70,6 +73,10 @@ DESCRIPTIONS: dict[str, Description] = {
     "hopper-bias": Description(
         "Bias and token masks on an H200, beside jax.nn on XLA and on cuDNN.", _SQUARE
     ),
+    "hopper-bias-2048": Description(
+        "Bias and token masks on an H200 at 2,048 tokens, beside jax.nn on XLA and on cuDNN.",
+        _SQUARE,
+    ),
     "hopper-features": Description(
         "Windows, documents, sinks, soft caps and other options on an H200; memory.", _SQUARE
     ),
@@ -86,6 +93,9 @@ DESCRIPTIONS: dict[str, Description] = {
     "nsa": Description("Native Sparse Attention on a CPU: time, memory and error."),
     "parallel": Description(
         "What several devices send each other, and how evenly they work.", _CAUSAL
+    ),
+    "parallel-h200": Description(
+        "The largest device's share of the work on an H200, before and after balancing.", _CAUSAL
     ),
     "shipped-hads-16": Description(
         "The shipped model, blocks of 16: HADS, fixed patterns and the oracle at equal density.",
