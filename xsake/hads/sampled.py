@@ -16,6 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from xsake import _jax
+from xsake.backends.hopper.limits import NEEDS_JAX
 from xsake.hads.correction import attend
 from xsake.masks.carrying import Documents, at_positions, at_queries
 from xsake.masks.positional import Window
@@ -56,8 +57,8 @@ def attend_sampled(
       sample: the queries, ascending.
       rule: of all queries.
       soft_cap: of the logits.
-      pieces: of the keys; must divide S. Default: what keeps a GPU busy; 1 elsewhere, and for
-        rules that are not windows or documents.
+      pieces: of the keys; must divide S. Default: what keeps a Hopper GPU busy; 1 elsewhere,
+        and for rules that are not windows or documents.
     """
     query, key, value, sinks = given
     queries = at_sample(query, sample)
@@ -76,8 +77,8 @@ def attend_sampled(
 
 
 def _pieces(shape: tuple[int, ...], S: int) -> int:
-    """The power of two that gives every multiprocessor of a GPU some work tiles."""
-    if _jax.platform() != "gpu":
+    """The power of two that gives every multiprocessor of a Hopper GPU some work tiles."""
+    if _jax.why_no_hopper(NEEDS_JAX) is not None:
         return 1
     B, G, N, _ = shape
     tiles, pieces = B * N * -(-G // ROWS), 1

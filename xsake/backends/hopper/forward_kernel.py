@@ -348,8 +348,8 @@ class _Kernel(BlockKernel):
             if self.statistics is None:
                 merged = l * own_shrink + other_l[0] * other_shrink
             else:
-                other = Sums(*other_l).times(other_shrink)
-                merged = jax.tree.map(jnp.add, l.times(own_shrink), other)
+                moved = Sums(*other_l).moved(other_m, base, other_shrink)
+                merged = jax.tree.map(jnp.add, l.moved(m, base, own_shrink), moved)
             rows, normalizer = _finish(larger, merged)
             queries = pl.ds(self.first_row(tile, 0), ROWS)
             if self.statistics is not None:
@@ -400,7 +400,7 @@ def _finish(m, l):
     """
     entropies = []
     if isinstance(l, Sums):
-        entropies, l = l.entropies(m), l.l
+        entropies, l = l.entropies(), l.l
     seen = l > 0
     # In a row without keys m is -inf and l is 0: log2(1) - inf is the right answer.
     lse = (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E)

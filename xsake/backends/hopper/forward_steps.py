@@ -201,7 +201,7 @@ class TileSteps:
         shrink = jnp.exp2(m - base)  # rescales what was summed under the old maximum
         if kernel.statistics is None:
             return p, m_new, l * shrink + p.sum(axis=1), shrink
-        l, log = kernel.statistics.add(l, x, p, base, shrink, may_be_empty)
+        l, log = kernel.statistics.add(l, x, p, m, base, shrink, may_be_empty)
         self.keep(log, self.step_of(t))
         return p, m_new, l, shrink
 

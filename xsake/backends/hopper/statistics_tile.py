@@ -1,8 +1,8 @@
 """Entropy and block mass as by-products of the forward, on one compute warpgroup (Hopper, sm90).
 
-    a step    S ─ p, relative to the running maximum m ─┬─ a = Σ p of the block, Σ a (m + log2 a)
+    a step    S ─ p, relative to the running maximum m ─┬─ a = Σ p of the block, Σ a log2 a
                                                         ├─ log2 of the block's sum ─▶ global memory
-                                                        └─ Σ p (m + log2 p), if it is wanted
+                                                        └─ Σ p log2 p, if it is wanted
     the end   2^(log2 of a block's sum - logsumexp) ─ sum over the 64 rows ─▶ mass of the block
 
 What goes to global memory is 64 floats per step and warpgroup. A CTA of a persistent grid writes to
@@ -29,22 +29,26 @@ VISITS = ROWS  # visits whose mass is summed at once: the rows of a tile
 
 
 class Sums(NamedTuple):
-    """Running sums over the keys of each row; p and a are relative to the running maximum m."""
+    """Running sums over the keys of each row; p is relative to the running maximum m."""
 
     l: Any  # Σ p
-    blocks: Any  # Σ a A over blocks: a = Σ p of a block, A = m + log2 a
-    tokens: Any = None  # Σ p (m + log2 p), if it is wanted
+    blocks: Any  # Σ a log2 a over blocks, with a = Σ p of a block
+    tokens: Any = None  # Σ p log2 p, if it is wanted
 
-    def times(self, shrink):
-        """The same sums relative to another maximum; the logarithms in them do not change."""
-        return Sums(*(None if x is None else x * shrink for x in self))
+    def moved(self, m, base, shrink):
+        """The same sums relative to `base` instead of m; shrink = 2^(m - base)."""
+        # log2 of the factor of every p. Before the first key m is -inf and the sums are 0, whose
+        # product with a number is 0.
+        change = jnp.maximum(m, LOWEST) - base
+        rest = (None if x is None else (x + self.l * change) * shrink for x in self[1:])
+        return Sums(self.l * shrink, *rest)
 
-    def entropies(self, m):
-        """[over blocks, over keys] in nats: m + log2 l - Σ / l; 0 in rows without keys."""
+    def entropies(self):
+        """[over blocks, over keys] in nats: ln l - Σ p ln p / l; 0 in rows without keys."""
         seen = self.l > 0
         l = jnp.where(seen, self.l, 1.0)
         return [
-            jnp.where(seen, (m + jnp.log2(l) - x / l) * (1 / LOG2E), 0.0)
+            jnp.where(seen, (jnp.log2(l) - x / l) * (1 / LOG2E), 0.0)
             for x in self[1:]
             if x is not None
         ]
@@ -89,15 +93,15 @@ class StatisticsTile:
 
     # A step
 
-    def add(self, sums, x, p, base, shrink, may_be_empty):
+    def add(self, sums, x, p, m, base, shrink, may_be_empty):
         """(the sums with one more block, log2 of the block's sum); p = 2^x, relative to `base`."""
         tile = p.sum(axis=1)
-        log = base + jnp.log2(tile)
-        l, blocks, tokens = sums.times(shrink)
+        log = jnp.log2(tile)
+        l, blocks, tokens = sums.moved(m, base, shrink)
         if tokens is not None:
             x = jnp.maximum(x, LEAST) if may_be_empty else x
-            tokens = tokens + base * tile + (p * x).sum(axis=1)
-        return Sums(l + tile, blocks + tile * jnp.maximum(log, LOWEST), tokens), log
+            tokens = tokens + (p * x).sum(axis=1)
+        return Sums(l + tile, blocks + tile * jnp.maximum(log, LEAST), tokens), base + log
 
     def keep(self, log, outs, wg, visit):
         """Writes the logarithms of a visit where this CTA finds them again."""
