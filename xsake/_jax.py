@@ -1,9 +1,12 @@
 """The JAX version, the device, and whether the Hopper kernels can run on it."""
 
 import functools
+import logging
 import platform as python_platform
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import thread as pools
 from typing import Any
 
 import jax
@@ -91,13 +94,14 @@ def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
 
 
 def speed_up_first_calls() -> None:
-    """Replaces functions of Mosaic GPU, in the versions of JAX that they are known in."""
-    lower_kernels_faster()
-    compile_kernels_early()
+    """Replaces functions of Mosaic GPU, in the version of JAX that this was tested with."""
+    if version() == (0, 11, 2):
+        lower_kernels_faster()
+        compile_kernels_early()
 
 
 def lower_kernels_faster() -> None:
-    """On JAX 0.11, makes layout inference faster; the layouts that it finds are the same.
+    """Makes layout inference faster; the layouts that it finds are the same.
 
     Much of the time that lowering a kernel takes goes to a sort of variables by the text of their
     operations, for which whole loops are printed; to a search of variables in a list; to their
@@ -105,25 +109,19 @@ def lower_kernels_faster() -> None:
     each guess; and to reading the same layouts from attributes again. JAX 0.12 has neither the
     sort nor the search.
     """
-    if version()[:2] == (0, 11):
-        from jax.experimental.mosaic.gpu import (
-            constraints,
-            dialect_lowering,
-            layout_inference,
-            layouts,
-        )
+    from jax.experimental.mosaic.gpu import constraints, dialect_lowering, layout_inference, layouts
 
-        constraints.compute_transitively_equal_vars = equal_variables
-        constraints.reduce_constraint = reduce_once(constraints.reduce_constraint)
-        layout_inference.find_assignments_for = with_set(layout_inference.find_assignments_for)
-        hashed: list[Any] = [constraints.Variable, layout_inference.ValueSite]
-        for cls in hashed:
-            cls.__hash__ = hash_once(cls.__hash__)
-        system: Any = constraints.ConstraintSystem
-        system.__iand__ = join
-        dialect_lowering.lower_mgpu_dialect = with_cache(
-            dialect_lowering.lower_mgpu_dialect, layouts, "from_layout_attr"
-        )
+    constraints.compute_transitively_equal_vars = equal_variables
+    constraints.reduce_constraint = reduce_once(constraints.reduce_constraint)
+    layout_inference.find_assignments_for = with_set(layout_inference.find_assignments_for)
+    hashed: list[Any] = [constraints.Variable, layout_inference.ValueSite]
+    for cls in hashed:
+        cls.__hash__ = hash_once(cls.__hash__)
+    system: Any = constraints.ConstraintSystem
+    system.__iand__ = join
+    dialect_lowering.lower_mgpu_dialect = with_cache(
+        dialect_lowering.lower_mgpu_dialect, layouts, "from_layout_attr"
+    )
 
 
 def equal_variables(system: Any) -> dict[Any, list[Any]]:
@@ -238,17 +236,16 @@ def free_variables(constraint: Any) -> list[Any]:
 
 
 def compile_kernels_early() -> None:
-    """On JAX 0.11.2, compiles XSAKE's kernels in threads as soon as they are lowered, for a GPU.
+    """Compiles XSAKE's kernels in threads as soon as they are lowered, for a GPU.
 
     A program's kernels are otherwise compiled one after another when the whole program is lowered.
     Compiling needs no lock of Python's, so that it takes place beside the lowering of the next
     kernels. Mosaic GPU keeps compiled kernels by the hash of their modules; the program then
     finds them there.
     """
-    if version() == (0, 11, 2):
-        from jax.experimental.mosaic.gpu import core
+    from jax.experimental.mosaic.gpu import core
 
-        core._mosaic_gpu_lowering_rule = with_early_compilation(core._mosaic_gpu_lowering_rule)
+    core._mosaic_gpu_lowering_rule = with_early_compilation(core._mosaic_gpu_lowering_rule)
 
 
 def with_early_compilation(lower: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,34 +254,86 @@ def with_early_compilation(lower: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(lower)
     def lower_and_start(ctx: Any, *args: Any, module: Any, **kwargs: Any) -> Any:
-        known = len(core.KNOWN_KERNELS)
+        known = set(core.KNOWN_KERNELS)
         results = lower(ctx, *args, module=module, **kwargs)
         ours = "xsake_" in str(module.operation.attributes["sym_name"])
-        if ours and platform() == "gpu" and len(core.KNOWN_KERNELS) > known:
-            kernel_hash, lowered = list(core.KNOWN_KERNELS.items())[-1]
-            _compilers().submit(compile_kernel, kernel_hash, lowered, jax.local_devices()[0])
+        if ours and platform() == "gpu":
+            # More than one where other threads lower kernels too.
+            for kernel_hash in core.KNOWN_KERNELS.keys() - known:
+                start_compiling(kernel_hash, core.KNOWN_KERNELS[kernel_hash])
         return results
 
     return lower_and_start
 
 
+_started: set[bytes] = set()  # hashes of kernels
+_failed = threading.Event()
+
+
+def start_compiling(kernel_hash: bytes, lowered: bytes) -> None:
+    """Has a thread compile a kernel, once in a process and not while Python is ending."""
+    if kernel_hash in _started:
+        return
+    _started.add(kernel_hash)
+    device = jax.local_devices()[0]
+    try:
+        future = _compilers().submit(_compile_if_needed, kernel_hash, lowered, device)
+    except RuntimeError as error:
+        # "… after shutdown" or "… after interpreter shutdown"
+        if "cannot schedule new futures after" not in str(error):
+            raise
+    else:
+        future.add_done_callback(_warn_of_failure)
+
+
 @functools.cache
 def _compilers() -> Executor:
+    # observe/compiling.py knows the threads by this name.
     return ThreadPoolExecutor(max_workers=8, thread_name_prefix="xsake-compile")
+
+
+def _compile_if_needed(kernel_hash: bytes, lowered: bytes, device: Any) -> None:
+    """Compiles a kernel unless Python is ending, which waits for all that is queued in pools."""
+    if not pools._shutdown:
+        compile_kernel(kernel_hash, lowered, device)
+
+
+def _warn_of_failure(future: Future[None]) -> None:
+    """Logs the first error of a process."""
+    error = future.exception()
+    if error is not None and not _failed.is_set():
+        _failed.set()
+        logging.getLogger("xsake").warning(
+            "A Hopper kernel could not be compiled in a thread; it is compiled later as usual, "
+            "with its program, and further errors like this are not reported: %s: %s",
+            type(error).__name__,
+            error,
+        )
 
 
 def compile_kernel(kernel_hash: bytes, lowered: bytes, device: Any) -> None:
     """Compiles a kernel of Mosaic GPU by a program of its own, which is dropped.
 
-    Errors may be ignored: the program that the kernel is for raises them again.
+    If this raises, nothing is lost: the program that the kernel is for compiles it again.
     """
     call = jax.ffi.ffi_call("mosaic_gpu_v2", jax.ShapeDtypeStruct((), "int32"))
 
     def xsake_kernel() -> Any:
         return call(kernel_hash=kernel_hash, module=lowered, use_custom_barrier=False)
 
-    placed = jax.jit(xsake_kernel, out_shardings=jax.sharding.SingleDeviceSharding(device))
-    placed.lower().compile()
+    compile_uncached(jax.jit(xsake_kernel, out_shardings=jax.sharding.SingleDeviceSharding(device)))
+
+
+def compile_uncached(jitted: Any) -> None:
+    """Compiles a function without arguments, and leaves nothing in JAX's cache on disk.
+
+    Programs that compile faster than a limit are not written; here the limit is years, and in this
+    thread only. Switching the cache off would do so for the whole process if this came first.
+    """
+    from jax._src import config
+
+    with config.persistent_cache_min_compile_time_secs(1e9):
+        jitted.lower().compile()
 
 
 # -------------------------------------------------------------------------------- several processes

@@ -9,8 +9,9 @@ import urllib.request
 import pytest
 from jax import monitoring
 
+from xsake import _jax
 from xsake.observe import registry, sinks
-from xsake.observe.compiling import COMPILED, LOWERED
+from xsake.observe.compiling import COMPILED, LOWERED, compiling
 from xsake.observe.events import (
     Evaluated,
     Event,
@@ -225,6 +226,19 @@ def test_the_terminal_says_when_xla_compiles(capsys, monkeypatch, is_terminal):
     else:
         assert printed.count("compiling\n") == 1
         assert printed.index("10 parameters") < printed.index("compiling")
+
+
+def test_kernels_that_threads_compile_are_not_the_end_of_a_compilation():
+    """The threads of _jax.py compile kernels while the program with them is lowered."""
+    reports = []
+    with compiling(reports.append):
+        monitoring.record_event_duration_secs(LOWERED, 0.1)
+        for event in (LOWERED, COMPILED):
+            record = monitoring.record_event_duration_secs
+            _jax._compilers().submit(record, event, 0.1).result()
+        assert reports == [True]
+        monitoring.record_event_duration_secs(COMPILED, 0.1)
+    assert reports == [True, False]
 
 
 def test_runs_are_listed_with_their_hashes_and_results(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax import monitoring
 # the start of XLA's part, which takes most of the time.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
+# Threads that compile single kernels while the program with them is lowered (_jax.py).
+KERNEL_THREADS = "xsake-compile"
 
 
 @contextlib.contextmanager
@@ -26,7 +29,8 @@ def compiling(report: Callable[[bool], None]) -> Iterator[None]:
     """
 
     def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
-        if event in (LOWERED, COMPILED):
+        of_kernel = threading.current_thread().name.startswith(KERNEL_THREADS)
+        if event in (LOWERED, COMPILED) and not of_kernel:
             report(event == LOWERED)
 
     monitoring.register_event_duration_secs_listener(listen)

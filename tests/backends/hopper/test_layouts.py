@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tests.conditions import needs_newer_jax
+from tests.conditions import needs_gpu, needs_newer_jax
 from xsake import _jax
+
+needs_patched_jax = pytest.mark.skipif(
+    _jax.version() != (0, 11, 2), reason="functions are replaced in JAX 0.11.2 only"
+)
 
 
 @needs_newer_jax
@@ -118,7 +128,7 @@ def test_a_cache_lasts_as_long_as_the_function_that_it_is_for():
 
 
 @needs_newer_jax
-@pytest.mark.parametrize("version", [(0, 10, 2), (0, 12, 0), (0, 13, 0)])
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 1), (0, 11, 3), (0, 12, 0)])
 def test_other_versions_of_jax_keep_their_functions(monkeypatch, version):
     from jax.experimental.mosaic.gpu import constraints, core, dialect_lowering, layout_inference
 
@@ -140,20 +150,83 @@ def test_other_versions_of_jax_keep_their_functions(monkeypatch, version):
     assert functions() == before
 
 
+def printed_by(program, *arguments):
+    """What a Python of its own prints, on the CPU; an error of its fails the test."""
+    command = [sys.executable, "-c", program, *arguments]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+LOWER = """
+import sys
+import jax
+import jax.numpy as jnp
+from xsake import BlockMask, Options, _jax, masks
+replaced = sys.argv[1] == "replaced"
+if not replaced:
+    _jax.speed_up_first_calls = lambda: None
+from jax.experimental.mosaic.gpu import constraints, core
+from xsake.backends import Call, hopper
+from xsake.backends.options import BackwardTiling, ForwardTiling
+
+q, k = (jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (2, 1))
+mask = BlockMask.from_rule(masks.causal(), (256, 256))
+options = Options(hopper_forward=ForwardTiling(), hopper_backward=BackwardTiling())
+
+def gradients(q, k, v):
+    call = lambda *x: hopper.forward(Call(*x, None, mask, 0.1, None, options))
+    results, pull_back = jax.vjp(call, q, k, v)
+    return pull_back(results)
+
+print(jax.jit(gradients).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text())
+for function in (constraints.reduce_constraint, core._mosaic_gpu_lowering_rule):
+    assert hasattr(function, "__wrapped__") == replaced
+"""
+
+
+@needs_patched_jax
+def test_kernels_are_lowered_to_the_same_modules():
+    """The forward and the backward kernels, each in its serialized form within the text."""
+    theirs, ours = (printed_by(LOWER, which) for which in ("original", "replaced"))
+    assert theirs.count("@mosaic_gpu") >= 2
+    assert ours == theirs
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """Compilation in threads, as at the start of a process; early() waits for its end."""
+    monkeypatch.setattr(_jax, "_started", set())
+    monkeypatch.setattr(_jax, "_failed", threading.Event())
+
+    def wait():
+        _jax._compilers().shutdown()
+        _jax._compilers.cache_clear()
+
+    yield wait
+    wait()
+
+
 @needs_newer_jax
-def test_new_kernels_of_xsake_are_compiled_while_others_are_lowered(monkeypatch):
-    """Once each, only on a GPU; an error of the compiler is left to the program's compilation."""
+def test_new_kernels_of_xsake_are_compiled_while_others_are_lowered(monkeypatch, early):
+    """Once each, only on a GPU, and also those that two threads lower at the same time."""
     from jax.experimental.mosaic.gpu import core
 
-    known, compiled = {b"old": b"old"}, []
+    known, compiled, meanwhile = {b"old": b"old"}, [], []
     monkeypatch.setattr(core, "KNOWN_KERNELS", known)
-
-    def compile_kernel(*args):
-        compiled.append(args[:2])
-        raise RuntimeError("no such kernel")
+    monkeypatch.setattr(_jax, "compile_kernel", lambda *args: compiled.append(args[:2]))
 
     def lower(ctx, *args, module, **kwargs):
         known[ctx] = b"lowered " + ctx
+        for kernel in meanwhile:
+            meanwhile.clear()
+            other = threading.Thread(target=run, args=("gpu", "xsake_forward", kernel))
+            other.start()
+            other.join()
         return args, kwargs
 
     def run(platform, name, kernel):
@@ -162,14 +235,109 @@ def test_new_kernels_of_xsake_are_compiled_while_others_are_lowered(monkeypatch)
         module = types.SimpleNamespace(operation=operation)
         assert rule(kernel, 1, 2, module=module, more=3) == ((1, 2), {"more": 3})
 
-    monkeypatch.setattr(_jax, "compile_kernel", compile_kernel)
     rule = _jax.with_early_compilation(lower)
     run("cpu", "xsake_forward", b"a")
     run("gpu", "another_forward", b"b")
     run("gpu", "xsake_forward", b"a")
     for _ in range(2):
         run("gpu", "xsake_forward", b"c")
+    meanwhile.append(b"e")
     run("gpu", "xsake_delta", b"d")
-    _jax._compilers().shutdown()
-    _jax._compilers.cache_clear()
-    assert sorted(compiled) == [(b"c", b"lowered c"), (b"d", b"lowered d")]
+    early()
+    assert sorted(compiled) == [(x, b"lowered " + x) for x in (b"c", b"d", b"e")]
+
+
+def test_a_kernel_that_does_not_compile_in_a_thread_is_reported_once(monkeypatch, early, caplog):
+    def compile_kernel(*args):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(_jax, "compile_kernel", compile_kernel)
+    for kernel in (b"a", b"b"):
+        _jax.start_compiling(kernel, b"lowered")
+        early()
+    (record,) = (x for x in caplog.records if x.name == "xsake")
+    assert record.levelname == "WARNING"
+    assert "it is compiled later as usual" in record.getMessage()
+    assert record.getMessage().endswith("ValueError: no such kernel")
+
+
+ENDING = """
+import threading, time
+from concurrent.futures import thread as pools
+from xsake import _jax
+
+begun = threading.Semaphore(0)
+
+def compile_kernel(kernel_hash, *_):
+    begun.release()
+    while not pools._shutdown:
+        time.sleep(0.01)
+    print("compiled", flush=True)
+
+def lower():
+    while not pools._shutdown:
+        time.sleep(0.01)
+    _jax.start_compiling(b"late", b"")
+    print("lowered", flush=True)
+
+_jax.compile_kernel = compile_kernel
+for i in range(20):
+    _jax.start_compiling(bytes([i]), b"")
+threading.Thread(target=lower).start()
+for _ in range(8):
+    begun.acquire()
+"""
+
+
+def test_python_ends_without_the_kernels_that_wait():
+    """Those that eight threads have begun are finished; another thread may still lower some."""
+    printed = printed_by(ENDING)  # lines of several threads, which may run into each other
+    assert [printed.count(x) for x in ("compiled", "lowered")] == [8, 1]
+
+
+CACHED = """
+import sys
+import jax
+from xsake import _jax
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+def kernel():
+    return jax.numpy.zeros(3)
+
+def program():
+    return jax.numpy.ones(3)
+
+_jax._compilers().submit(_jax.compile_uncached, jax.jit(kernel)).result()
+jax.jit(program).lower().compile()
+"""
+
+
+def test_kernels_compiled_in_threads_are_not_kept_on_disk(tmp_path):
+    printed_by(CACHED, str(tmp_path))
+    names = {x.name.split("-")[0] for x in tmp_path.iterdir()}
+    assert names == {"jit_program"}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@needs_patched_jax
+def test_a_kernel_is_compiled_in_a_thread_on_a_gpu(monkeypatch, early):
+    """Without an error, which would only be logged."""
+    from xsake.backends.hopper import delta
+
+    compiled = []
+    compile_kernel = _jax.compile_kernel
+
+    def counted(*args):
+        compile_kernel(*args)
+        compiled.append(args)
+
+    monkeypatch.setattr(_jax, "compile_kernel", counted)
+    tile = jax.ShapeDtypeStruct((1, 1016, 3, 64), jnp.bfloat16)  # a length of no other test
+    value = jax.ShapeDtypeStruct((1, 3, 1016), jnp.float32)
+    jax.jit(lambda *x: delta.statistics(*x, rows=1024)).lower(tile, tile, value, value)
+    early()
+    assert len(compiled) == 1
+    assert not _jax._failed.is_set()
