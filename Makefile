@@ -83,7 +83,7 @@ web: $(PAGES)  ## build the pages of web/ into xsake/server/static, from the ser
 
 # npm installs what package-lock.json pins; nothing is sent from here but requests for packages.
 $(MODULES): web/package-lock.json
-	@command -v npm >/dev/null || { echo "make web needs Node 20.9 or newer, and npm" >&2; exit 1; }
+	@command -v npm >/dev/null || { echo "make web needs Node 20.10 or newer, and npm" >&2; exit 1; }
 	cd web && npm ci --no-audit --no-fund && touch node_modules/.package-lock.json
 
 $(PAGES): $(PAGES_FROM) | setup $(MODULES)

@@ -1,5 +1,6 @@
 """Every measured number in README and docs comes from a result file; links lead somewhere."""
 
+import json
 import re
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def test_a_hand_written_number_is_detected():
     page = "<!-- table hopper hopper-2026-11-17.json -->\n999 TFLOP/s\n<!-- end -->"
     assert "999" not in tables.fill(page, ROOT / "benchmarks" / "results")
     assert not tables.without_tables(page)
+
+
+@pytest.mark.parametrize("commit", ["aa96d63a9bb1c0ffee", "eb3619a"])
+def test_a_table_says_if_files_differed_from_the_commit(tmp_path, commit):
+    report = {
+        "machine": {"device": "NVIDIA H200"},
+        "versions": {"jax": "0.11.2"},
+        "date": "2026-11-18",
+        "command": "xsake bench",
+        "results": [],
+    }
+    page, lines = "<!-- table hopper-costs x.json -->\n<!-- end -->", []
+    for mark in ("", "+"):
+        (tmp_path / "x.json").write_text(json.dumps(report | {"commit": commit + mark}))
+        lines.append(tables.fill(page, tmp_path))
+    assert f"commit {commit[:12]}, 2026" in lines[0]
+    assert f"commit {commit[:12]}+ (with changes), 2026" in lines[1]
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)

@@ -66,8 +66,13 @@ def _source(report: Record, name: str) -> str:
         device = f"{machine['cores']} cores of {machine['processor']}"
     return (
         f"`benchmarks/results/{name}`: {device}, JAX {versions['jax']}, "
-        f"commit {report['commit'][:12]}, {report['date'][:10]}, `{report['command']}`."
+        f"commit {_commit(report['commit'])}, {report['date'][:10]}, `{report['command']}`."
     )
+
+
+def _commit(commit: str) -> str:
+    """The commit, shortened; one that ends with + had changes that were not committed."""
+    return commit[:12].rstrip("+") + ("+ (with changes)" if commit.endswith("+") else "")
 
 
 def _markdown(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

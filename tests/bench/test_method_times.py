@@ -10,7 +10,7 @@ import pytest
 
 from tests.model.test_gemma import gpt_oss
 from xsake.bench import method_times
-from xsake.evaluate.methods import Method
+from xsake.evaluate.methods import SOURCES, Method
 from xsake.model import Transformer
 from xsake.model.observer import Observer
 
@@ -69,6 +69,14 @@ def test_activations_returns_the_q_k_v_of_the_model(subject, tokens, inputs):
 def test_a_suite_of_causal_attention_refuses_windows_and_sinks(subject):
     with pytest.raises(ValueError, match="soft_cap = None, window = 6 and sinks = True; use"):
         method_times.check_is_plain(subject)
+
+
+@pytest.mark.parametrize("source", ["sensitivity", "loss_sensitivity"])
+def test_oracles_that_need_more_than_q_k_and_v_are_refused(subject, tokens, source):
+    oracle = method(subject, "oracle/…", jnp.eye(3, dtype=bool))
+    oracle = dataclasses.replace(oracle, source=jnp.int32(SOURCES.index(source)))
+    with pytest.raises(ValueError, match="oracle/… cannot be timed: it selects blocks by"):
+        method_times.time_attention(subject, tokens, [oracle], BLOCK)
 
 
 def test_every_method_and_dense_are_timed(subject, tokens):

@@ -182,6 +182,31 @@ def test_a_profile_without_the_loss_says_how_to_measure_it(model, profile, tmp_p
     assert not [name for name in methods.names_of(old) if "/loss" in name]
 
 
+def test_the_profile_of_a_label_says_how_to_measure_the_loss(profile):
+    """Whether --loss is what is missing depends on the profile that the method is made from."""
+    cost = {name: x for name, x in profile.statistics.cost.items() if name != "loss"}
+    without = dataclasses.replace(profile, statistics=profile.statistics._replace(cost=cost))
+    name = "mean_query/loss from elsewhere"
+    with pytest.raises(ValueError, match=r"lacks \(calibrate with --loss\)"):
+        methods.check_names([name], {"": profile, "from elsewhere": without})
+    cost = cost | {"loss": {"static": profile.statistics.cost["loss"]["static"]}}
+    other = dataclasses.replace(profile, statistics=profile.statistics._replace(cost=cost))
+    with pytest.raises(ValueError, match="cost curve that the profile lacks; those"):
+        methods.check_names([name], {"": without, "from elsewhere": other})
+
+
+def test_means_of_other_documents_that_do_not_fit_the_gradient_are_refused():
+    q, k, v, kernel = attention(T)
+    before = tuple(some_order(N_ROWS, seed) for seed in (1, 2, 4))
+    how = {"block": BLOCK, "curves": ("static",)}
+    with pytest.raises(ValueError, match=r"3 arrays, \(mass, sensitivity, loss_sen.*got 2"):
+        measure(
+            q, k, v, kernel, before=before[:2], gradient=jnp.zeros((T, *kernel.shape[:2])), **how
+        )
+    with pytest.raises(ValueError, match=r"2 arrays, \(mass, sensitivity\), got 3"):
+        measure(q, k, v, kernel, before=before, **how)
+
+
 def test_with_one_document_static_gets_the_sum_of_sensitivities(model):
     found = Observer(model).profile(
         random_tokens(LLAMA, (1, 64)), block=BLOCK, curves=("static",), loss=True
@@ -201,7 +226,7 @@ def test_the_oracle_of_the_loss_ranks_by_the_gradient_on_the_input(model, profil
     every = methods.sources_of(made)
     assert needle._sources(other, every) == ("given",)  # no backward pass for other methods
     assert needle._sources(oracle, every) == every == ("given", "loss_sensitivity")
-    slopes = subject.loss_gradients(subject.weights, jnp.asarray(tokens)[None])
+    slopes = jax.jit(subject.bare.loss_gradients)(subject.weights, jnp.asarray(tokens)[None])
     given, kept = [], []
 
     def fold(layer, seen, carry):
@@ -214,3 +239,55 @@ def test_the_oracle_of_the_loss_ranks_by_the_gradient_on_the_input(model, profil
     for layer, seen in enumerate(given):
         seen = methods.Activations(*seen, gradient=slopes[layer])
         np.testing.assert_array_equal(oracle.blocks(layer, seen, BLOCK), kept[layer])
+
+
+def test_a_method_of_the_loss_without_a_gradient_says_so(profile):
+    """Other methods need none; they compile their own source only."""
+    seen = methods.Activations(*attention(64))
+    oracle, other = (
+        next(iter(methods.at_density(profile, 0.85, 64, names=[name])))
+        for name in ("oracle/loss", "mean_query/kl")
+    )
+    with pytest.raises(ValueError, match=r"Activations\.gradient, which is None"):
+        oracle.blocks(0, seen, BLOCK)
+    want = selection.keep_top(block_scores.mean_query(*seen[:2], BLOCK), other.counts[0])
+    np.testing.assert_array_equal(other.blocks(0, seen, BLOCK), want)
+
+
+class WithoutGradients(Observer):
+    """As models of `xsake.integrations.flax.observed` are."""
+
+    def __getattribute__(self, name):
+        if name == "loss_gradients":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+def test_the_oracle_of_the_loss_is_left_out_where_the_model_gives_no_gradients(
+    model, profile, tmp_path, monkeypatch
+):
+    def measured(subject, found, *more):
+        return [{"method": method.name} for method in found]
+
+    monkeypatch.setattr(table, "measure_methods", measured)
+    monkeypatch.setattr(table, "to_markdown", lambda found: "")
+    documents = [random_tokens(LLAMA, 64, seed=5)]
+
+    def run(subject, file, only=()):
+        out = tmp_path / file
+        [part] = table.run_table(subject, profile, documents, [0.85], out, only=only)[
+            "densities"
+        ].values()
+        return {row["method"] for row in part["rows"]}, part["left_out"]
+
+    rows, left_out = run(Observer(model), "with.json")
+    assert "oracle/loss" in rows
+    assert "oracle/loss" not in left_out
+    rows, left_out = run(WithoutGradients(model), "without.json")
+    assert {"static/loss", "oracle/kl"} < rows
+    assert "oracle/loss" not in rows
+    assert "oracle/loss" in left_out
+    assert run(WithoutGradients(model), "named.json", ["oracle/loss"])[0] == {"oracle/loss"}
+    tokens = jnp.asarray(documents[0])
+    with pytest.raises(ValueError, match="which this model does not give; leave it out"):
+        methods.gradients_of(WithoutGradients(model), {}, tokens, ("given", "loss_sensitivity"))

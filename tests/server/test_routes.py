@@ -91,6 +91,8 @@ def test_the_shipped_profiles_are_of_the_shipped_model(shipped_client, number, b
     name = shipped.PROFILES[number].stem
     found = shipped_client.get(f"/api/profiles/{name}").json()
     assert (found["summary"]["block"], found["summary"]["length"]) == (block, 32 * block)
+    policies = {"uniform", "entropy", *profile.statistics.cost}  # "loss" only where it was measured
+    assert set(found["summary"]["policies"]) == policies
     assert np.asarray(found["entropy"]) == pytest.approx(np.asarray(profile.statistics.entropy))
     assert np.shape(found["retained"]) == (8, 8, 20)
     head = shipped_client.get(f"/api/profiles/{name}/heads/3/6").json()

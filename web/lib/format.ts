@@ -30,6 +30,11 @@ export function percent(value: Maybe, digits = 1): string {
   return known(value) ? `${fixed(100 * value, digits)}%` : DASH;
 }
 
+/** The commit of a checkout, shortened; its "+" says that files differed from the commit. */
+export function commit(name: string): string {
+  return name.replace(/\+$/, "").slice(0, 8) + (name.endsWith("+") ? "+ (with changes)" : "");
+}
+
 const BYTES = ["B", "kB", "MB", "GB", "TB"];
 
 export function bytes(value: Maybe): string {

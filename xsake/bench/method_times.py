@@ -30,8 +30,14 @@ def time_attention(
     """Seconds of all layers' attention by method name, and of "dense", on tokens [T].
 
     The time includes the selection of blocks. Oracles are not meant to be timed: they compute dense
-    attention in order to select.
+    attention in order to select. Those that need more than q, k and v are refused.
     """
+    for method in methods:
+        if SOURCES[int(method.source)] in ("sensitivity", "loss_sensitivity"):
+            raise ValueError(
+                f"{method.name} cannot be timed: it selects blocks by the output projection or by "
+                "the gradient of the loss; leave it out"
+            )
     config, given = inputs(subject, tokens)
     calls: dict[str, Any] = {"dense": (functools.partial(_dense, config=config), given)}
     for method in methods:

@@ -90,16 +90,23 @@ class Method:
         layer: int | Int[Array, ""],
         seen: Activations,
         block: int,
-        sources: tuple[str, ...] = SOURCES,
+        sources: tuple[str, ...] | None = None,
     ) -> Bool[Array, "N n n"]:
-        """The blocks that one sequence visits; `sources` must contain this method's source."""
+        """The blocks that one sequence visits.
+
+        `sources` must contain this method's source; default its own alone, or all of them inside
+        compiled code, where the source is not known.
+        """
+        if sources is None:
+            sources = SOURCES if isinstance(self.source, jax.core.Tracer) else sources_of([self])
+        names = sources[1:]
 
         def selected(source: str, seen: Activations) -> Array:
             scores = scores_of(source, seen, block)
             return selection.keep_top(scores, self.counts[layer], self.band)
 
         branches = [lambda seen: self.given[layer]]
-        branches += [functools.partial(selected, name) for name in sources[1:]]
+        branches += [functools.partial(selected, name) for name in names]
         return lax.switch(indices_in(sources)[self.source], branches, seen)
 
 
@@ -107,6 +114,13 @@ def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
     """The sources that these methods use, "given" first; others need not be compiled."""
     needed = {SOURCES[int(method.source)] for method in methods}
     return SOURCES[0], *(name for name in SOURCES[1:] if name in needed)
+
+
+def needing_gradients(subject: Any, names: Sequence[str]) -> list[str]:
+    """Those of the methods that need gradients of the loss which the model does not give."""
+    if hasattr(subject, "loss_gradients"):
+        return []
+    return [name for name in names if name == _name("oracle", "loss", "")]
 
 
 def gradients_of(
@@ -118,7 +132,7 @@ def gradients_of(
     if not hasattr(subject, "loss_gradients"):
         raise ValueError(
             "oracle/loss needs gradients of the model's loss, which this model does not give; "
-            "leave it out"
+            "leave it out: at_density(…, names=…)"
         )
     return subject.loss_gradients(weights, jnp.asarray(tokens)[None])
 
@@ -134,6 +148,11 @@ def scores_of(source: str, seen: Activations, block: int) -> Float[Array, "N n n
         return baselines.vertical_slash(seen.q, seen.k, block, softmax=seen.softmax)
     if source == "mass":
         return baselines.oracle(seen.q, seen.k, block, seen.softmax)
+    if source == "loss_sensitivity" and seen.gradient is None:
+        raise ValueError(
+            "the scores of oracle/loss need Activations.gradient, which is None; pass the gradient "
+            "of the loss, or name the sources without loss_sensitivity"
+        )
     if source in ("sensitivity", "loss_sensitivity"):
         how: Any = {"block": block, "curves": (), "softmax": seen.softmax}
         how |= {"gradient": seen.gradient} if source == "loss_sensitivity" else {}
@@ -185,10 +204,12 @@ def check_names(names: Sequence[str], labelled: dict[str, Profile]) -> None:
     known = names_of(labelled[""], others)
     for name in names:
         if name not in known:
-            without = name in _left_out(labelled[""], others, POLICIES_WITH_COST)
-            reason = "needs a cost curve that the profile lacks" if without else "does not exist"
-            if without and "/loss" in name and "loss" not in labelled[""].statistics.cost:
-                reason += " (calibrate with --loss)"
+            reason = "does not exist"
+            for label, profile in labelled.items():
+                if name in _lacking(profile, label, POLICIES_WITH_COST):
+                    reason = "needs a cost curve that the profile lacks"
+                    if "/loss" in name and "loss" not in profile.statistics.cost:
+                        reason += " (calibrate with --loss)"
             raise ValueError(f"method {name!r} {reason}; those that can be measured are {known}")
 
 
@@ -231,17 +252,17 @@ def left_out(profile: Profile, others: dict[str, Profile] | None = None) -> list
 
     Those of a policy that was not measured at all, `loss`, are not listed.
     """
-    return _left_out(profile, others, tuple(profile.statistics.cost))
+    policies = tuple(profile.statistics.cost)
+    labelled = {"": profile, **(others or {})}
+    return [name for label, each in labelled.items() for name in _lacking(each, label, policies)]
 
 
-def _left_out(
-    profile: Profile, others: dict[str, Profile] | None, policies: tuple[str, ...]
-) -> list[str]:
+def _lacking(profile: Profile, label: str, policies: tuple[str, ...]) -> list[str]:
+    """Methods of these policies that a profile has no cost curve for."""
     return [
         _name(selector, policy, label)
-        for label, each in {"": profile, **(others or {})}.items()
         for selector, policy in (TRANSFERRED if label else FORMS)
-        if policy in policies and not _has(each, selector, policy)
+        if policy in policies and not _has(profile, selector, policy)
     ]
 
 

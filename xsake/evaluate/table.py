@@ -33,6 +33,7 @@ from xsake.evaluate.methods import (
     indices_in,
     left_out,
     names_of,
+    needing_gradients,
     scores_of,
     sources_of,
 )
@@ -254,7 +255,8 @@ def run_table(
     """Measures what the JSON file `out` does not hold yet, by density and method, and updates it.
 
     The same table is written as Markdown to a file of that name with the suffix .md. `only` names
-    the methods to measure; default all. The documents that a profile was calibrated on are refused.
+    the methods to measure; default all that this model and these profiles allow. The documents that
+    a profile was calibrated on are refused.
     """
     for each in (profile, *(others or {}).values()):
         check_held_out(documents, each.facts.data_hash)
@@ -263,7 +265,9 @@ def run_table(
         empty = {"seconds": 0.0, "rows": [], "left_out": []}
         part = table["densities"].get(str(density), empty)
         known = {row["method"] for row in part["rows"]}
-        names = [name for name in only or names_of(profile, others) if name not in known]
+        wanted = list(only or names_of(profile, others))
+        impossible = [] if only else needing_gradients(subject, wanted)
+        names = [name for name in wanted if name not in known and name not in impossible]
         if not names:
             continue
         began = time.perf_counter()
@@ -277,7 +281,9 @@ def run_table(
         table["densities"][str(density)] = {
             "seconds": part["seconds"] + time.perf_counter() - began,
             "rows": part["rows"] + found,
-            "left_out": list(dict.fromkeys(part["left_out"] + left_out(profile, others))),
+            "left_out": list(
+                dict.fromkeys(part["left_out"] + left_out(profile, others) + impossible)
+            ),
         }
         table["provenance"] = provenance or {}
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -358,5 +364,8 @@ def to_markdown(table: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
         if part["left_out"]:
             skipped = ", ".join(part["left_out"])
-            lines += ["", f"Skipped, no cost curve in the profile: {skipped}."]
+            reason = "no cost curve in the profile"
+            if "oracle/loss" in part["left_out"]:
+                reason += " or, for oracle/loss, no gradients of the model's loss"
+            lines += ["", f"Skipped, {reason}: {skipped}."]
     return "\n".join(lines) + "\n"

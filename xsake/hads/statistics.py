@@ -125,6 +125,12 @@ def measure(
     root, unit = factors(kernel)
     values = _projected_values(v, root, block)
     policies = POLICIES_WITH_COST if gradient is not None else POLICIES_WITH_COST[:2]
+    if before is not None and len(before) != len(policies):
+        wanted = "mass, sensitivity" + (", loss_sensitivity" if gradient is not None else "")
+        raise ValueError(
+            f"before must have {len(policies)} arrays, ({wanted}), got {len(before)}; "
+            "loss_sensitivity belongs to it if `gradient` is given, and only then"
+        )
     rankings = _rankings(cut, q, k, band, curves, before, policies)
     slopes = None if gradient is None else _Slopes.of(cut, v, gradient)
 

@@ -83,6 +83,7 @@ class ProfileSummary(BaseModel):
     model_hash: str
     data_hash: str
     selectors: list[str] = Field(description="that a plan can be made for by every policy")
+    policies: list[str] = Field(description="`loss` only if the profile has its cost curves")
     least_density_ratio: float = Field(description="of the forced blocks, at its own length")
     is_of_model: bool = Field(description="of the model that the server has loaded")
 

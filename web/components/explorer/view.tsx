@@ -16,6 +16,7 @@ import { useGet } from "@/lib/use-get";
 
 const POLICIES = [
   { value: "output", label: "output", title: "The next block goes to the head where it reduces the error of the layer's output most." },
+  { value: "loss", label: "loss", title: "The next block goes to the head where it changes the loss of the model most." },
   { value: "kl", label: "KL", title: "The next block goes to the row of blocks where it reduces the KL of attention most." },
   { value: "entropy", label: "entropy", title: "Broad heads keep more blocks than focused ones, in proportion to their entropy." },
   { value: "uniform", label: "uniform", title: "Every head keeps the same share: the control." },
@@ -48,6 +49,7 @@ function OfProfile({ profiles, profile, onProfile }: Props) {
   const policy = query.get("policy") ?? DEFAULT.policy;
   const other = query.get("other") ?? DEFAULT.other;
   const selector = query.get("selector") ?? (profile.selectors.includes(DEFAULT.selector) ? DEFAULT.selector : (profile.selectors[0] ?? "static"));
+  const policies = POLICIES.filter((x) => profile.policies.includes(x.value));
   const length = numberOf(query, "length", profile.length);
   // The least density of another length is in every plan of that length; density 1 is always possible.
   const isOwn = length === profile.length;
@@ -89,8 +91,8 @@ function OfProfile({ profiles, profile, onProfile }: Props) {
           />
         </div>
         <div className="row">
-          <Choices name="policy" label="Policy" value={policy} options={POLICIES} onChange={(x) => set({ policy: x })} />
-          <Choices name="other" label="Compared with" value={other} options={POLICIES} onChange={(x) => set({ other: x })} />
+          <Choices name="policy" label="Policy" value={policy} options={policies} onChange={(x) => set({ policy: x })} />
+          <Choices name="other" label="Compared with" value={other} options={policies} onChange={(x) => set({ other: x })} />
         </div>
         <p className="small quiet">
           A profile is a measurement of where the heads of a model look. A policy splits the budget over heads and rows; the selector, “blocks

@@ -8,6 +8,7 @@ import { DifferenceChart, LossChart, METRICS, MetricChart, PerplexityChart } fro
 import { Budgets, Log, Readout, RunTable } from "@/components/training/parts";
 import { Player } from "@/components/training/player";
 import { address, type Schemas } from "@/lib/api";
+import { commit } from "@/lib/format";
 import type { Run, TrainStep } from "@/lib/run";
 import { numberOf, useQuery } from "@/lib/url";
 import { useGet } from "@/lib/use-get";
@@ -101,7 +102,7 @@ function Origin({ summary }: { summary: Schemas["RunSummary"] }) {
   return (
     <div className="small quiet">
       <p>
-        {summary.device}, commit {summary.commit.slice(0, 8) || "unknown"}, config {summary.config_hash.slice(0, 8)}, data{" "}
+        {summary.device}, commit {commit(summary.commit) || "unknown"}, config {summary.config_hash.slice(0, 8)}, data{" "}
         {summary.data_hash.slice(0, 8)}
         {result ? (
           <>

@@ -9,7 +9,7 @@ from fastapi import APIRouter, HTTPException, Path, Query
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from xsake.hads import Plan, Profile, make
+from xsake.hads import Plan, Profile, budget, make
 from xsake.hads.statistics import DENSITIES, SELECTORS
 from xsake.server import profiles, schemas
 from xsake.server.served import Here, Json, Served, asked, number, numbers
@@ -81,6 +81,7 @@ def _summary(name: str, profile: Profile, served: Served) -> schemas.ProfileSumm
         model_hash=facts.model_hash,
         data_hash=facts.data_hash,
         selectors=[x for x in SELECTORS if x in profile.statistics.cost["kl"]],
+        policies=[x for x in budget.POLICIES if x != "loss" or x in profile.statistics.cost],
         least_density_ratio=profiles.least_density(facts.length, facts.block, facts.band),
         is_of_model=facts.model_hash == served.model_hash,
     )
