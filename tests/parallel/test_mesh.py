@@ -74,7 +74,7 @@ def test_sparse_attention_of_split_sequences_is_that_of_one_device(flags, claims
 @pytest.mark.parametrize(
     ("claim", "count"),
     [
-        pytest.param("generation is", 1, marks=pytest.mark.second_python, id="generation"),
+        pytest.param("generation is", 1, marks=pytest.mark.slow, id="generation"),
         pytest.param("observed heads", 1, marks=pytest.mark.second_python, id="heads"),
         pytest.param("", 7, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="all"),
     ],
