@@ -32,7 +32,16 @@ export function percent(value: Maybe, digits = 1): string {
 
 /** The commit of a checkout, shortened; its "+" says that files differed from the commit. */
 export function commit(name: string): string {
-  return name.replace(/\+$/, "").slice(0, 8) + (name.endsWith("+") ? "+ (with changes)" : "");
+  return name.replace(/\+$/, "").slice(0, 8) + (isChanged(name) ? "+" : "");
+}
+
+/** What the "+" of a commit means, for a tooltip. */
+export function commitTitle(name: string): string | undefined {
+  return isChanged(name) ? "this commit, with changes that were not committed" : undefined;
+}
+
+function isChanged(name: string): boolean {
+  return name.endsWith("+");
 }
 
 const BYTES = ["B", "kB", "MB", "GB", "TB"];

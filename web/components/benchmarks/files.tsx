@@ -2,7 +2,7 @@
 
 import { Scroll } from "@/components/scroll";
 import type { Schemas } from "@/lib/api";
-import { bytes, commit, whole } from "@/lib/format";
+import { bytes, commit, commitTitle, whole } from "@/lib/format";
 
 interface Props {
   list: Schemas["ResultList"];
@@ -33,7 +33,7 @@ export function Files({ list, file, onOpen }: Props) {
                 <td>{x.date.slice(0, 10)}</td>
                 <td className="folds">{x.device}</td>
                 <td className="number">{whole(x.rows)}</td>
-                <td>{commit(x.commit)}</td>
+                <td title={commitTitle(x.commit)}>{commit(x.commit)}</td>
                 <td className="wraps">
                   <a href={`/api/results/${encodeURIComponent(x.name)}`} download={`${x.name}.json`}>JSON</a>, {bytes(x.bytes)}
                   <details>

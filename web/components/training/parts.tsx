@@ -6,7 +6,7 @@ import { Heads } from "@/components/heads";
 import { Numbers } from "@/components/fields";
 import { Scroll } from "@/components/scroll";
 import type { Schemas } from "@/lib/api";
-import { bytes, commit, fixed, percent, short, whole } from "@/lib/format";
+import { bytes, commit, commitTitle, fixed, percent, short, whole } from "@/lib/format";
 import { type PlanSwapped, type Run, type RunEvent, upTo, words } from "@/lib/run";
 
 export function Readout({ run, at, file }: { run: Run; at: number; file: string }) {
@@ -164,7 +164,7 @@ export function RunTable({ runs, name, onOpen }: TableProps) {
               <td>{run.config_hash.slice(0, 8)}</td>
               <td>{run.data_hash.slice(0, 8)}</td>
               <td>{run.plan.slice(0, 8)}</td>
-              <td>{commit(run.commit)}</td>
+              <td title={commitTitle(run.commit)}>{commit(run.commit)}</td>
             </tr>
           ))}
         </tbody>
