@@ -33,6 +33,7 @@ from xsake.hads.statistics import (
     CURVES,
     DENSITIES,
     POLICIES_WITH_COST,
+    POLICIES_WITHOUT_GRADIENT,
     AnyArray,
     Statistics,
     measure,
@@ -466,7 +467,7 @@ def _empty(
     def square() -> Array:
         return zeros(heads, n, n)
 
-    policies = POLICIES_WITH_COST if loss else POLICIES_WITH_COST[:2]
+    policies = POLICIES_WITH_COST if loss else POLICIES_WITHOUT_GRADIENT
     cost = {policy: {name: square() for name in curves} for policy in policies}
     return Statistics(
         mass=square(),

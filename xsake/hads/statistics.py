@@ -35,7 +35,8 @@ from xsake.hads.chunks import PLAIN, Chunk, Chunks, Softmax
 DENSITIES = np.arange(1, 21) / 20  # of the retained-mass curves
 SELECTORS = ("static", *block_scores.ESTIMATES)  # ways to rank the blocks of a row block
 CURVES = (*SELECTORS, "oracle")  # rankings that cost curves can be measured for
-POLICIES_WITH_COST = ("kl", "output", "loss")  # "loss" only where gradients are given
+POLICIES_WITHOUT_GRADIENT = ("kl", "output")
+POLICIES_WITH_COST = (*POLICIES_WITHOUT_GRADIENT, "loss")  # "loss" only where gradients are given
 
 AnyArray = Array | np.ndarray
 Curves = Mapping[str, Mapping[str, Float[AnyArray, "*layers N n n"]]]  # {policy: {selector: array}}
@@ -124,7 +125,7 @@ def measure(
     cut = chunks.cut(q, k, block, softmax=softmax)
     root, unit = factors(kernel)
     values = _projected_values(v, root, block)
-    policies = POLICIES_WITH_COST if gradient is not None else POLICIES_WITH_COST[:2]
+    policies = POLICIES_WITHOUT_GRADIENT if gradient is None else POLICIES_WITH_COST
     if before is not None and len(before) != len(policies):
         wanted = "mass, sensitivity" + (", loss_sensitivity" if gradient is not None else "")
         raise ValueError(
@@ -176,7 +177,7 @@ def _without_outputs(
         entropy=heads.entropy,
         block_entropy=heads.block_entropy,
         retained=_with_sinks(retained_mass(heads.mass), heads.mass, softmax),
-        cost={policy: {} for policy in POLICIES_WITH_COST[:2]},
+        cost={policy: {} for policy in POLICIES_WITHOUT_GRADIENT},
         norm=jnp.full((), jnp.nan),
     )
 
