@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf, vector
 
-from xsake.backends.hopper.layouts import THREADS
+from xsake.backends.hopper.layouts import THREADS, div_rem
 from xsake.backends.hopper.ptx import asm, shared_address
 
 LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one value per thread
@@ -67,6 +67,14 @@ def lane_index():
 def every_lane(value):
     """The same int32 in every lane."""
     return _by_lane(jnp.full((THREADS,), value, jnp.int32))
+
+
+def div_rem_lanes(x, y):
+    """(x // y, x % y) of every lane's x, which is not negative.
+
+    MLIR makes a constant of x % 1, and then fails to translate what it is cast to.
+    """
+    return (x, every_lane(0)) if y == 1 else div_rem(x, y)
 
 
 def gather(ref, indices):

@@ -93,7 +93,8 @@ def prepare(
         )
         found = *found, *[None] * (zeros is None)
     by_column = transpose_lists(lists, shape.kv_blocks, interpret)
-    table = work_table.work_table(by_column, *sizes, tiling, interpret)
+    # With counters there is no tail, for the reason that `HeadTables` has.
+    table = work_table.work_table(by_column, *sizes, tiling, interpret, has_tail=not counts)
     counters = -work_table.per_tile(lists.kv_count, B, N) if counts else None
     lse, delta, added_to = found
     return Prepared(lse, delta, table, by_column.kv_index.reshape(-1), added_to, counters)

@@ -3,13 +3,15 @@
     lists ── work_table ──▶ int32 [work tiles + 1, 8]        records of scheduler.WorkTile
 
 One small kernel replaces several of XLA's: at low densities the time between launches is a
-visible part of the whole. A run is a sequence of work tiles that are sorted among themselves. Runs
-that are too long to sort by comparison, and the interpreter, use plain JAX. `HeadTables` makes
-transposed lists and their work table together, one CTA per head.
+visible part of the whole. A run is a sequence of work tiles that are sorted among themselves. The
+last runs, the tail, are sorted together: the work ends with the shortest work tiles of several
+heads, and all multiprocessors finish at about the same time. Runs that are too long to sort by
+comparison, and the interpreter, use plain JAX. `HeadTables` makes transposed lists and their work
+table together, one CTA per head.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake import _jax
 from xsake.backends.hopper.lanes import (
     add_one,
+    div_rem_lanes,
     every_lane,
     for_each,
     for_each_entry,
@@ -37,7 +40,7 @@ from xsake.block_mask.lists import Lists
 MAX_COMPARED = 4096  # work tiles of a run that is sorted by comparing each with all others
 MAX_COUNTED = 1024  # row blocks of all tail heads: every tail CTA reads the lists of them all
 WIDTH = 8  # integers of a record
-TAIL_TILES = 2  # work tiles per multiprocessor in the tail, which is sorted across heads
+TAIL_TILES = 4  # work tiles per multiprocessor in the tail, at least
 
 
 def work_table(
@@ -48,24 +51,26 @@ def work_table(
     kv_bytes: int,
     tiling: Any,
     interpret: Any = False,
+    has_tail: bool = True,
 ) -> Array:
     """The records of all work tiles and an end record: int32 [B * N * blocks + 1, 8].
 
     "natural" keeps their order. "longest" sorts all work tiles by their number of visits, so that
     the last ones to finish are short. "heads" does the same inside the query heads of each kv head,
-    "sections" inside groups of kv heads whose K and V (`kv_bytes` each) fit in L2 together. The end
-    record has count -1 and the counter of the "counter" schedule.
+    "sections" inside groups of kv heads whose K and V (`kv_bytes` each) fit in L2 together. In all
+    orders the tail is sorted, unless there is none. The end record has count -1 and the counter of
+    the "counter" schedule.
     """
     blocks = lists.kv_count.shape[-1]
     tiles = B * N * blocks
     end = _end_record(tiles)
-    run = run_length(blocks, B, N, K, kv_bytes, tiling)
-    if interpret or run > MAX_COMPARED:
-        return _table_by_xla(lists, B, N, run, end)
+    runs = _Runs.of(tiles, run_length(blocks, B, N, K, kv_bytes, tiling), has_tail)
+    if interpret or runs.length > MAX_COMPARED:
+        return _table_by_xla(lists, B, N, runs, end)
     # A CTA compares its 128 tiles with those of all runs that they belong to.
-    compared = min(THREADS + 2 * run, tiles)
+    compared = min(THREADS + runs.length + max(runs.length, tiles - runs.tail), tiles)
     (table,) = launch(
-        functools.partial(_rank_tiles, lists=lists, B=B, N=N, run=run, end=end),
+        functools.partial(_rank_tiles, lists=lists, B=B, N=N, runs=runs, end=end),
         "xsake_work_table",
         [jax.ShapeDtypeStruct(((tiles + 1) * WIDTH,), jnp.int32)],
         dict(part=pl.cdiv(tiles, THREADS)),
@@ -73,6 +78,29 @@ def work_table(
         shared=plgpu.SMEM((pl.cdiv(compared, THREADS) * THREADS,), jnp.int32),
     )
     return table.reshape(tiles + 1, WIDTH)
+
+
+class _Runs(NamedTuple):
+    """Which work tiles are sorted among themselves."""
+
+    tiles: int
+    length: int  # of every run before the tail
+    tail: int  # the first work tile of the tail
+
+    @classmethod
+    def of(cls, tiles: int, length: int, has_tail: bool) -> "_Runs":
+        """Runs of this length; the tail is whole runs, and the rest after them."""
+        wanted = TAIL_TILES * _jax.multiprocessors() if has_tail else 0
+        return cls(tiles, length, max(0, tiles - wanted) // length * length)
+
+    def begin(self, tile):
+        """The first work tile of a tile's run."""
+        of_length = lax.div(tile, jnp.int32(self.length)) * self.length
+        return jnp.where(tile < self.tail, of_length, self.tail)
+
+    def end(self, tile):
+        """The end of a tile's run."""
+        return jnp.where(tile < self.tail, self.begin(tile) + self.length, self.tiles)
 
 
 def run_length(blocks: int, B: int, N: int, K: int, kv_bytes: int, tiling: Any) -> int:
@@ -100,16 +128,16 @@ def _end_record(tiles: int) -> np.ndarray:
     return end
 
 
-def _rank_tiles(start, count, full, table, *, shared, lists, B, N, run, end):
+def _rank_tiles(start, count, full, table, *, shared, lists, B, N, runs, end):
     """The kernel body: every lane ranks its work tile among all others of its run."""
     list_batch, list_heads, blocks = lists.kv_count.shape
     tiles = B * N * blocks
 
     def locate(tile):
         """((b, n, i), the index of its list's head); batch rows and heads may share lists."""
-        head, i = div_rem(tile, blocks)
-        b, n = div_rem(head, N)
-        list_head = lax.div(n, jnp.int32(N // list_heads))
+        head, i = div_rem_lanes(tile, blocks)
+        b, n = div_rem_lanes(head, N)
+        list_head, _ = div_rem_lanes(n, N // list_heads)
         return (b, n, i), list_head if list_batch == 1 else b * list_heads + list_head
 
     def list_of(tile):
@@ -121,30 +149,27 @@ def _rank_tiles(start, count, full, table, *, shared, lists, B, N, run, end):
     tile = jnp.minimum(first + lane, tiles - 1)
     (b, n, i), list_head = locate(tile)
     its_start, its_count, its_full = (gather(x, list_of(tile)) for x in (start, count, full))
-    rank = tile
-    if run > 1:
-        last = jnp.minimum(first + (THREADS - 1), tiles - 1)
-        begin = lax.div(first, jnp.int32(run)) * run
-        end_of_runs = jnp.minimum((lax.div(last, jnp.int32(run)) + 1) * run, tiles)
-        its_run = lax.div(tile, jnp.int32(run))
+    last = jnp.minimum(first + (THREADS - 1), tiles - 1)
+    begin, end_of_runs = runs.begin(first), runs.end(last)
+    its_begin = runs.begin(tile)
 
-        @pl.loop(0, lax.div(end_of_runs - begin + (THREADS - 1), jnp.int32(THREADS)))
-        def _(part):
-            other = jnp.minimum(begin + part * THREADS + lane, tiles - 1)
-            shared[pl.ds(part * THREADS, THREADS)] = gather(count, list_of(other))
+    @pl.loop(0, lax.div(end_of_runs - begin + (THREADS - 1), jnp.int32(THREADS)))
+    def _(part):
+        other = jnp.minimum(begin + part * THREADS + lane, tiles - 1)
+        shared[pl.ds(part * THREADS, THREADS)] = gather(count, list_of(other))
 
-        plgpu.commit_smem()
+    plgpu.commit_smem()
 
-        def compare(offsets, rank):
-            others = [begin + offset for offset in offsets]
-            counts = [shared[offset] for offset in offsets]
-            for other, other_count in zip(others, counts, strict=True):
-                earlier = _comes_before(other, other_count, tile, its_count)
-                same = (lax.div(other, jnp.int32(run)) == its_run) & (other < end_of_runs)
-                rank += jnp.where(earlier & same, 1, 0)
-            return rank
+    def compare(offsets, rank):
+        others = [begin + offset for offset in offsets]
+        counts = [shared[offset] for offset in offsets]
+        for other, other_count in zip(others, counts, strict=True):
+            earlier = _comes_before(other, other_count, tile, its_count)
+            same = (runs.begin(other) == its_begin) & (other < end_of_runs)
+            rank += jnp.where(earlier & same, 1, 0)
+        return rank
 
-        rank = for_each(end_of_runs - begin, compare, its_run * run)
+    rank = for_each(end_of_runs - begin, compare, its_begin)
     its_start += list_head * lists.kv_index.shape[-1]
     record = WorkTile(b, n, i, its_start, its_count, its_full)
     _write_records(table, record, rank, first + lane < tiles)
@@ -171,7 +196,7 @@ def _write_end(table, tiles, end):
     scatter(table, jnp.where(lane < WIDTH, tiles * WIDTH + lane, -1), value)
 
 
-def _table_by_xla(lists: Lists, B: int, N: int, run: int, end: np.ndarray) -> Array:
+def _table_by_xla(lists: Lists, B: int, N: int, runs: _Runs, end: np.ndarray) -> Array:
     """The same table by a sort in plain JAX."""
     each = functools.partial(per_tile, B=B, N=N)
     blocks = lists.kv_count.shape[-1]
@@ -183,9 +208,8 @@ def _table_by_xla(lists: Lists, B: int, N: int, run: int, end: np.ndarray) -> Ar
     count = each(lists.kv_count)
     record = WorkTile(b, n, i, each(lists.kv_start + offset), count, each(lists.full_count))
     table = jnp.stack([*record, *[jnp.zeros_like(b)] * (WIDTH - len(record))], axis=-1)
-    if run > 1:
-        table = table[jnp.lexsort((-count, jnp.arange(b.size) // run))]
-    return jnp.concatenate([table, end[None]])
+    order = jnp.lexsort((-count, runs.begin(jnp.arange(b.size, dtype=jnp.int32))))
+    return jnp.concatenate([table[order], end[None]])
 
 
 class HeadTables:
