@@ -88,11 +88,15 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
 
 
 def test_a_method_of_the_loss_is_calibrated_with_it(tmp_path, asked, monkeypatch):
-    """Into a file of its own: a profile without it is not taken for one."""
+    """Into a file of its own: a profile without it is not taken for one.
+
+    The first table has the oracle alone, which is measured after all others.
+    """
     monkeypatch.setattr(tasks.needle, "run_tasks", lambda *given, **how: given[-1].write_text("{}"))
     monkeypatch.setattr(tasks, "_perplexity", lambda *given: [])
     paths = [tmp_path / name for name in ("model", "documents", "profiles", "out.json")]
-    for name in ("outlier_queries/output", "outlier_queries/loss", "outlier_queries/loss"):
+    selected = "outlier_queries/output"
+    for name in ("oracle/output", selected, "outlier_queries/loss", "outlier_queries/loss"):
         tasks.table(*paths, block=16, length=128, families=("passkey",), names=(name,))
     mixed = "2 documents of text and 2 documents of retrieval"
     assert asked == [(4, mixed), (4, mixed, "loss")]

@@ -222,8 +222,9 @@ def table(
         if number == 0:
             made = functools.partial(build, length=length, names=some_names)
             perplexity = _perplexity(bench, made, densities, length, block, perplexity, report)
-        found = json.loads(out.read_text())
-        out.write_text(to_json(found | {"perplexity": perplexity}))
+        if out.is_file():  # not if the first steps are empty, as with oracles alone
+            found = json.loads(out.read_text())
+            out.write_text(to_json(found | {"perplexity": perplexity}))
 
 
 def _steps(
