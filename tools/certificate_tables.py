@@ -11,12 +11,19 @@ Record = dict[str, Any]
 
 
 def speed(report: Record) -> Cells:
-    """suites.certificate speed: times ÷ that of dense attention in the same run."""
-    names = ("selection", "selection_and_sparse", "certificate", "certificate_with_bound")
+    """suites.certificate speed, or model: times ÷ that of dense attention in the same run.
+
+    The last form has the bound with random inputs, and a threshold with a model's activations.
+    """
+    rows = [row for row in report["rows"] if row["kind"] == "speed"]
+    limits = dict.fromkeys(row["threshold"] for row in rows if "threshold" in row)
+    last = "threshold" if limits else "bound"
+    shown = f"threshold {' or '.join(f'{x:g}' for x in limits)}" if limits else "bound"
+    names = ("selection", "selection_and_sparse", "certificate", f"certificate_with_{last}")
     head = (
         "B·N·T·H | block | selector | density | dense ms | selection ÷ dense | selection + sparse"
     )
-    return [*head.split(" | "), "+ certificate", "+ certificate with bound"], (
+    return [*head.split(" | "), "+ certificate", f"+ certificate with {shown}"], (
         [
             row["shape"],
             str(row["block"]),
@@ -25,8 +32,7 @@ def speed(report: Record) -> Cells:
             f"{1e3 * row['dense_seconds']:.3f}",
             *(f"{row[f'{name}_over_dense']:.2f}" for name in names),
         ]
-        for row in report["rows"]
-        if row["kind"] == "speed"
+        for row in rows
     )
 
 

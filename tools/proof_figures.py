@@ -71,18 +71,23 @@ def quality_figure(save: Save) -> None:
 def tasks_figure(save: Save) -> None:
     """Share of dense attention's right answers against density, at each length."""
     figure, axes = _axes((5.6, 3.9), "density", "right answers ÷ dense attention's")
+    axes.set_xlabel("density that was visited")
     means = summarise(_load(TASKS)["rows"])
     lines: dict[str, list[tuple[float, float]]] = {}
     for mean in means:
-        point = (mean["length"], mean["method"])
-        most = max(len(x["families"]) for x in means if (x["length"], x["method"]) == point)
+        most = max(
+            len(x["families"])
+            for x in means
+            if (x["length"], x["method"]) == (mean["length"], mean["method"])
+        )
         # points of all families that were measured, so that they can be compared
         if len(mean["families"]) < max(most, 3):
             continue
         name = f"{mean['method'].replace('/output', '')}, {mean['length']:,} tokens"
-        lines.setdefault(name, []).append((mean["density"], mean["share_of_dense"]))
+        point = (mean["realised_density_ratio"], mean["share_of_dense"])
+        lines.setdefault(name, []).append(point)
     for name, points in lines.items():
-        style = ":" if name.startswith("sink") else "-"
+        style = ":" if name.startswith("sink") else "--" if " certified" in name else "-"
         axes.plot(*zip(*sorted(points), strict=True), style, marker="o", ms=4, label=name)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.legend(fontsize=7)

@@ -71,8 +71,11 @@ def _source(report: Record, name: str) -> str:
 
 
 def _commit(commit: str) -> str:
-    """The commit, shortened; one that ends with + had changes that were not committed."""
-    return commit[:12].rstrip("+") + ("+ (with changes)" if commit.endswith("+") else "")
+    """The commits, shortened; one that ends with + had changes that were not committed."""
+    return ", ".join(
+        each[:12].rstrip("+") + ("+ (with changes)" if each.endswith("+") else "")
+        for each in commit.split(", ")
+    )
 
 
 def _markdown(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -406,6 +409,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
         for cells in (
             *(task_tables.loss, task_tables.depth, task_tables.perplexity),
             *(task_tables.tuning, task_tables.ranking, task_tables.heads, task_tables.floors),
+            task_tables.certified,
         )
     },
     **{

@@ -139,6 +139,55 @@ def floors(report: Record) -> Cells:
     return [*head.split(" | "), "share of dense", "family with the smallest p", "floor"], lines()
 
 
+def certified(report: Record) -> Cells:
+    """Certified attention beside the same method without: what was visited, and what it answered.
+
+    p is that of a sign test over the prompts of all families.
+    """
+    dense = {
+        (x["length"], x["family"]): x["right_by_prompt"]
+        for x in report["rows"]
+        if x["method"] == "dense"
+    }
+    means = summarise(report["rows"])
+    bases = {(x["length"], x["method"].split(" certified")[0]) for x in means if _certified(x)}
+
+    def p(mean: Record) -> float:
+        point = [mean[x] for x in ("length", "density", "method")]
+        pairs = [
+            pair
+            for row in report["rows"]
+            if [row[x] for x in ("length", "density", "method")] == point
+            and row["family"] in mean["families"]
+            for pair in zip(
+                dense[row["length"], row["family"]], row["right_by_prompt"], strict=True
+            )
+        ]
+        return sign_test(pairs.count(("1", "0")), pairs.count(("0", "1")))
+
+    def lines() -> Iterator[list[str]]:
+        for mean in means:
+            if _certified(mean) or (mean["length"], mean["method"]) in bases:
+                error = mean["accuracy_difference_standard_error"]
+                yield [
+                    f"{mean['length']:,}",
+                    f"{mean['density']:g}",
+                    f"{mean['realised_density_ratio']:.2f}",
+                    mean["method"],
+                    str(len(mean["families"])),
+                    _spread(mean["accuracy_difference"], error, 100, 1, "+"),
+                    f"{mean['share_of_dense']:.3f}",
+                    f"{p(mean):.3f}",
+                ]
+
+    head = "tokens | density asked for | visited | method | families | difference, points"
+    return [*head.split(" | "), "share of dense", "p"], lines()
+
+
+def _certified(mean: Record) -> bool:
+    return " certified" in mean["method"]
+
+
 def depth(report: Record) -> Cells:
     """Answers right in % by depth at the longest length, mean over the families dense can do."""
     rows = report["rows"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.hads.test_plan import profile_of
+from tools import certificate_tables, task_tables
 from xsake.bench.suites import tasks
 from xsake.evaluate.needle import Answers
 from xsake.hads import Profile
@@ -87,11 +88,15 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
 
 
 def test_a_method_of_the_loss_is_calibrated_with_it(tmp_path, asked, monkeypatch):
-    """Into a file of its own: a profile without it is not taken for one."""
+    """Into a file of its own: a profile without it is not taken for one.
+
+    The first table has the oracle alone, which is measured after all others.
+    """
     monkeypatch.setattr(tasks.needle, "run_tasks", lambda *given, **how: given[-1].write_text("{}"))
     monkeypatch.setattr(tasks, "_perplexity", lambda *given: [])
     paths = [tmp_path / name for name in ("model", "documents", "profiles", "out.json")]
-    for name in ("outlier_queries/output", "outlier_queries/loss", "outlier_queries/loss"):
+    selected = "outlier_queries/output"
+    for name in ("oracle/output", selected, "outlier_queries/loss", "outlier_queries/loss"):
         tasks.table(*paths, block=16, length=128, families=("passkey",), names=(name,))
     mixed = "2 documents of text and 2 documents of retrieval"
     assert asked == [(4, mixed), (4, mixed, "loss")]
@@ -102,7 +107,7 @@ def test_a_method_of_the_loss_is_calibrated_with_it(tmp_path, asked, monkeypatch
 def test_tables_of_several_blocks_are_merged_under_names_that_say_the_block(tmp_path):
     same = dict(schema=1, kind="tasks", model_hash="a", filler_hash="b", prompts=1, seed=1, rule="")
     same |= {
-        "provenance": {"command": "a"},
+        "provenance": {"command": "a", "commit": "1"},
         "calibration_data_hash": "c",
         "kinds": "",
         "infeasible": [],
@@ -122,6 +127,58 @@ def test_tables_of_several_blocks_are_merged_under_names_that_say_the_block(tmp_
     parts[0].write_text(parts[0].read_text().replace('"seed": 1', '"seed": 2'))
     with pytest.raises(ValueError, match="the tables differ in seed"):
         tasks.merge(tmp_path / "all.json", parts)
+
+
+def test_tables_of_several_methods_are_merged_cell_by_cell(tmp_path):
+    """The first table's cell is kept; commits and commands of all are named."""
+    same = dict(schema=1, kind="tasks", model_hash="a", filler_hash="b", prompts=1, seed=1, rule="")
+    same |= dict(block=8, calibration_data_hash="c", kinds="", perplexity=[], infeasible=[])
+    parts = []
+    for number, names in enumerate((("dense", "m"), ("dense", "m", "oracle"))):
+        rows = [
+            {"length": 64, "family": "f", "method": x, "density": 0.2, "table": number}
+            for x in names
+        ]
+        origin = {"command": f"run {number}", "commit": f"commit {number}"}
+        parts.append(tmp_path / f"{number}.json")
+        parts[-1].write_text(json.dumps(same | {"rows": rows, "provenance": origin}))
+    tasks.merge(tmp_path / "all.json", parts)
+    found = json.loads((tmp_path / "all.json").read_text())
+    names = [(row["method"], row["table"]) for row in found["rows"]]
+    assert names == [("dense", 0), ("m", 0), ("oracle", 1)]
+    assert found["provenance"] == {"command": "run 0; run 1", "commit": "commit 0, commit 1"}
+    assert len(found["parts"]) == 1
+
+
+def test_certified_methods_are_shown_with_the_density_that_they_visited():
+    def row(method, density, right, used):
+        accuracy, given = right.count("1") / 4, {"length": 64, "family": "f"}
+        given |= {"method": method, "density": density, "accuracy": accuracy}
+        given |= {"accuracy_difference": accuracy - 1.0, "loss_difference": 0.0}
+        errors = {f"{x}_difference_standard_error": 0.1 for x in ("accuracy", "loss")}
+        return given | errors | {"right_by_prompt": right, "realised_density_ratio": used}
+
+    rows = [
+        row("dense", 1.0, "1111", 1.0),
+        row("a/output", 0.2, "1000", 0.2),
+        row("sink_window", 0.2, "0000", 0.2),
+        row("a/output certified, error 0.2", 0.2, "1111", 0.61),
+    ]
+    head, lines = task_tables.certified({"rows": rows})
+    lines = [dict(zip(head, line, strict=True)) for line in lines]
+    assert [x["method"] for x in lines] == ["a/output", "a/output certified, error 0.2"]
+    assert [x["visited"] for x in lines] == ["0.20", "0.61"]
+    assert [x["share of dense"] for x in lines] == ["0.250", "1.000"]
+    assert [x["p"] for x in lines] == ["0.250", "1.000"]
+
+
+def test_times_on_activations_are_shown_with_their_threshold():
+    times = ("selection", "selection_and_sparse", "certificate", "certificate_with_threshold")
+    row = {"kind": "speed", "shape": "1·9·8192·64", "block": 64, "selector": "a", "density": 0.2}
+    row |= {f"{name}_over_dense": 0.5 for name in times} | {"dense_seconds": 1e-3, "threshold": 0.2}
+    head, lines = certificate_tables.speed({"rows": [row]})
+    assert head[-1] == "+ certificate with threshold 0.2"
+    assert [len(line) for line in lines] == [len(head)]
 
 
 def test_one_head_at_a_time_is_changed(tmp_path, asked, monkeypatch):

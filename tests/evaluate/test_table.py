@@ -1,6 +1,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from xsake.bench import timing
 from xsake.data import documents as text
 from xsake.evaluate import methods, table
 from xsake.hads import calibrate, make, row_blocks
+from xsake.hads.chunks import Softmax
+from xsake.hads.statistics import block_sensitivity, measure
 from xsake.model import Config, Transformer
 from xsake.model.observer import Observer
 
@@ -344,3 +347,17 @@ def test_the_hash_depends_on_the_weights(subject):
     assert other.hash != subject.hash
     hidden = subject.hidden(subject.weights, jnp.zeros(8, jnp.int32))
     assert hidden.shape == (8, 32)
+
+
+@pytest.mark.parametrize(("T", "softmax"), [(150, {}), (256, {"soft_cap": 5.0, "window": 70})])
+def test_the_score_of_the_oracle_is_the_measured_sensitivity(T, softmax):
+    """Up to the layer's norm, for any number of chunks, grouped heads, soft caps and windows."""
+    q, k, v, kernel = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(T, 4, 8), (T, 2, 8), (T, 2, 8), (4, 8, 16)])
+    )
+    how = Softmax(**{name: jnp.asarray(x) for name, x in softmax.items()})
+    found = measure(q, k, v, kernel, block=BLOCK, curves=(), softmax=how)
+    for at_once in (BLOCK, 3 * BLOCK, 1024):
+        score = block_sensitivity(q, k, v, kernel, BLOCK, how, at_once)
+        np.testing.assert_allclose(score, found.sensitivity * found.norm, rtol=1e-3, atol=1e-5)

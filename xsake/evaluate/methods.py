@@ -31,7 +31,7 @@ from xsake import block_scores, selection
 from xsake.hads import Certify, Profile, baselines, budget, make, row_blocks
 from xsake.hads.chunks import PLAIN, Softmax
 from xsake.hads.plan import Plan, gains
-from xsake.hads.statistics import POLICIES_WITH_COST, measure
+from xsake.hads.statistics import POLICIES_WITH_COST, block_sensitivity, measure
 
 # Where scores come from; a method stores its source as an index into this.
 SOURCES = (
@@ -153,10 +153,14 @@ def scores_of(source: str, seen: Activations, block: int) -> Float[Array, "N n n
             "the scores of oracle/loss need Activations.gradient, which is None; pass the gradient "
             "of the loss, or name the sources without loss_sensitivity"
         )
-    if source in ("sensitivity", "loss_sensitivity"):
+    if source == "sensitivity":
+        assert seen.kernel is not None
+        return block_sensitivity(*seen[:4], block, seen.softmax)
+    if source == "loss_sensitivity":
         how: Any = {"block": block, "curves": (), "softmax": seen.softmax}
-        how |= {"gradient": seen.gradient} if source == "loss_sensitivity" else {}
-        return getattr(measure(*seen[:4], **how), source)
+        found = measure(*seen[:4], **how, gradient=seen.gradient).loss_sensitivity
+        assert found is not None
+        return jnp.asarray(found)
     return block_scores.estimate(source, seen.q, seen.k, block)
 
 

@@ -39,6 +39,10 @@ DESCRIPTIONS: dict[str, Description] = {
     "certificate-speed-128": Description(
         "Time of selection, sparse attention and certificate with blocks of 64 and of 128.", _HEADS
     ),
+    "certificate-speed-model": Description(
+        "Time of selection, sparse attention and certificate on activations of SmolLM2-135M.",
+        _HEADS,
+    ),
     "cost": Description(
         "Bytes and times of very long sequences on many cards, from the cost model: estimated, not "
         "measured.",
@@ -114,8 +118,14 @@ DESCRIPTIONS: dict[str, Description] = {
         _CAUSAL,
     ),
     "tasks-blocks": Description(_TASKS + "sizes of blocks, on prompts used for tuning.", _HEADS),
+    "tasks-blocks-128": Description(
+        _TASKS + "blocks of 128 instead of 64, on prompts that were held out.", _HEADS
+    ),
     "tasks-final": Description(
         _TASKS + "HADS, sink and window, and the oracle, on prompts that were held out.", _HEADS
+    ),
+    "tasks-loss": Description(
+        _TASKS + "budgets by the gradient of the loss, on prompts that were held out.", _HEADS
     ),
     "tasks-methods": Description(
         _TASKS + "every method on two tasks, on prompts that were held out.", _HEADS

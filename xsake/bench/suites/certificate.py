@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -388,6 +389,8 @@ def model(
     base = time_queued(ready["dense"], None, *given).median_seconds
     rows: list[Record] = []
     for (selector, density), plan in plans.items():
+        # compiled for the first density, whose terms are part of the program's arguments
+        plan = dataclasses.replace(plan, terms=plans[selector, densities[0]].terms)
         found = {
             name: time_queued(ready[selector, name], plan, *given, rounds=3).median_seconds
             for name in _forms(threshold)

@@ -41,6 +41,7 @@ LABEL = "from text"  # of methods that are calibrated on plain text only
 DENSITIES = (0.20, 0.43, 0.10, 0.30, 0.60)  # the first two for everything, then the others
 METHODS = ("outlier_queries/output", "sink_window", "oracle/output")
 CURVES = ("outlier_queries", "oracle")
+CELL = ("length", "family", "method", "density")  # tells the records of a table apart
 
 
 def prepare(
@@ -221,8 +222,9 @@ def table(
         if number == 0:
             made = functools.partial(build, length=length, names=some_names)
             perplexity = _perplexity(bench, made, densities, length, block, perplexity, report)
-        found = json.loads(out.read_text())
-        out.write_text(to_json(found | {"perplexity": perplexity}))
+        if out.is_file():  # not if the first steps are empty, as with oracles alone
+            found = json.loads(out.read_text())
+            out.write_text(to_json(found | {"perplexity": perplexity}))
 
 
 def _steps(
@@ -304,9 +306,10 @@ def _perplexity(
 
 
 def merge(out: Path, parts: list[Path]) -> None:
-    """Joins tables of several lengths or block sizes of the same model, prompts and seed.
+    """Joins tables of several lengths, block sizes or methods of the same model, prompts and seed.
 
-    If a length occurs with several block sizes, the names of its methods say the block.
+    If a length occurs with several block sizes, the names of its methods say the block. Of a cell
+    that several tables have, the first table's is kept.
     """
     tables = [json.loads(part.read_text()) for part in parts]
     same = ("schema", "kind", "model_hash", "filler_hash", "prompts", "seed", "rule")
@@ -316,30 +319,34 @@ def merge(out: Path, parts: list[Path]) -> None:
     result: dict[str, Any] = {name: tables[0][name] for name in same}
     origins = [table["provenance"] for table in tables]
     commands = dict.fromkeys(x["command"] for x in origins)
-    result["provenance"] = origins[0] | {"command": "; ".join(commands)}
-    result["parts"] = [
+    commits = dict.fromkeys(x["commit"] for x in origins)
+    result["provenance"] = origins[0] | {
+        "command": "; ".join(commands),
+        "commit": ", ".join(commits),
+    }
+    parts_of = [
         {
             "length": x["rows"][0]["length"],
             **{name: x[name] for name in ("block", "calibration_data_hash", "kinds")},
         }
         for x in tables
     ]
+    result["parts"] = [x for i, x in enumerate(parts_of) if x not in parts_of[:i]]
     for name in ("rows", "perplexity", "infeasible"):
         result[name] = []
-    known = set()
-    for table, part in zip(tables, result["parts"], strict=True):
-        several = sum(x["length"] == part["length"] for x in result["parts"]) > 1
+    known: set[tuple[Any, ...]] = set()
+    for table, part in zip(tables, parts_of, strict=True):
+        several = len({x["block"] for x in parts_of if x["length"] == part["length"]}) > 1
         suffix = f", blocks of {part['block']}" if several else ""
         for name in ("rows", "perplexity", "infeasible"):
             for row in table[name]:
                 new = row | {"block": part["block"]}
-                if row.get("method") == "dense":
-                    if (row["length"], row["family"]) in known:
-                        continue
-                    known.add((row["length"], row["family"]))
-                elif "method" in row:
+                if row.get("method", "dense") != "dense":
                     new["method"] += suffix
-                result[name].append(new)
+                cell = (name, *(new.get(x) for x in CELL))
+                if cell not in known:
+                    known.add(cell)
+                    result[name].append(new)
     out.write_text(to_json(result))
 
 

@@ -1,0 +1,45 @@
+"""The suite `certificate` on a model's activations."""
+
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.hads.test_plan import profile_of
+from xsake.bench.suites import certificate
+from xsake.model import Config, Transformer
+
+
+def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypatch):
+    profile = profile_of(1, 2)
+    length = profile.facts.length
+    sizes = dict(vocab_size=32, context=length, layers=1, width=8, heads=2, kv_heads=1, head_size=4)
+    small = Transformer(Config(**sizes, mlp_width=8), rngs=nnx.Rngs(0))
+    loaded = SimpleNamespace(model=small)
+    monkeypatch.setattr(certificate.huggingface, "load", lambda *path, **how: loaded)
+    monkeypatch.setattr(certificate.Profile, "load", lambda path: profile)
+    visited = []
+
+    def count(plan, layer, q, k, v):
+        return plan.counts.sum()
+
+    def timed(fn, plan, *given, **how):
+        visited.append(None if plan is None else int(jnp.sum(fn(plan, *given))))
+        return SimpleNamespace(median_seconds=1.0)
+
+    monkeypatch.setattr(certificate, "_forms", lambda threshold: {"selection": count})
+    monkeypatch.setattr(certificate, "time_queued", timed)
+    np.save(tmp_path / "tokens.npy", np.zeros((1, length), np.int32))
+    out = tmp_path / "speed.json"
+    densities = (0.6, 0.9)
+    given = (tmp_path / "model", tmp_path / "tokens.npy", tmp_path / "profile", out)
+    certificate.model(*given, selectors=("mean_query",), densities=densities, dtype="float32")
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["density"], row["inputs"]) for row in rows] == [
+        (x, "activations") for x in densities
+    ]
+    dense, first, second = visited
+    assert dense is None
+    assert first < second
