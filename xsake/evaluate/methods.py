@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from jax import Array, lax
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from xsake import block_scores, selection
+from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, baselines, budget, make, row_blocks
 from xsake.hads.chunks import PLAIN, Softmax
 from xsake.hads.plan import Plan, gains
@@ -50,6 +51,22 @@ class Activations(NamedTuple):
     kernel: Float[Array, "N Hv width"] | None  # the output projection; only sensitivities read it
     softmax: Softmax = PLAIN
     gradient: Float[Array, "T N Hv"] | None = None  # of the loss; only "loss_sensitivity" reads it
+
+    @classmethod
+    def of_layer(
+        cls,
+        layer: int | Int[Array, ""],
+        q: Float[Array, "1 T N H"],
+        k: Float[Array, "1 T K H"],
+        v: Float[Array, "1 T K Hv"],
+        kernel: Float[Array, "N Hv width"] | None,
+        softmax: Softmax,
+        *,
+        gradients: Float[Array, "layers T N Hv"] | None,
+    ) -> Activations:
+        """From a batch of one, and the gradients of all layers, if there are any."""
+        gradient = None if gradients is None else gradients[layer]
+        return cls(q[0], k[0], v[0], kernel, softmax, gradient)
 
 
 @jax.tree_util.register_dataclass
@@ -108,6 +125,17 @@ class Method:
         branches = [lambda seen: self.given[layer]]
         branches += [functools.partial(selected, name) for name in names]
         return lax.switch(indices_in(sources)[self.source], branches, seen)
+
+    def chooser(
+        self, block: int, sources: tuple[str, ...], gradients: Float[Array, "layers T N Hv"] | None
+    ) -> Callable[..., BlockMask]:
+        """`choose` of `Subject.sparse_hidden`: the mask of a layer's `blocks`."""
+
+        def choose(layer: Any, *given: Any) -> BlockMask:
+            seen = Activations.of_layer(layer, *given, gradients=gradients)
+            return selection.to_mask(self.blocks(layer, seen, block, sources), len(seen.q), block)
+
+        return choose
 
 
 def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
