@@ -312,6 +312,19 @@ def with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
     return (out * share[..., None]).astype(out.dtype)
 
 
+def merged(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Softmax over two sets of keys from (out, logsumexp) of each: weights exp(L - L of both)."""
+    (out, a), (other, b) = one, two
+    m = jax.lax.stop_gradient(jnp.maximum(a, b))
+    m = jnp.where(m == -jnp.inf, 0, m)  # of nothing and nothing: -inf - -inf would be NaN
+    one_share, other_share = jnp.exp(a - m), jnp.exp(b - m)
+    total = one_share + other_share
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    out = out * (one_share / total)[..., None] + other * (other_share / total)[..., None]
+    return out, jnp.where(some, m + jnp.log(total), -jnp.inf)
+
+
 def unaliased(*arrays: Any) -> tuple[Any, ...]:
     """The arrays behind an optimization barrier, so that XLA fuses no slice into their kernel.
 

@@ -24,9 +24,10 @@ from jaxtyping import Bool, Float, Int
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from xsake import masks
+from xsake.backends import merged
 from xsake.block_mask import BlockMask
 from xsake.hads.chunks import Softmax
-from xsake.hads.correction import attend, merged
+from xsake.hads.correction import attend
 from xsake.hads.mass_bounds import bounds
 from xsake.hads.sampled import EVERY, at_sample, attend_sampled, sample_queries
 from xsake.masks.carrying import Documents
@@ -391,7 +392,8 @@ def _done_densely(
     def more(operands: Any) -> Array:
         (query, key, value), out, logsumexp, blocks = operands
         rest = BlockMask.from_dense(blocks, mask.rule, shape=mask.shape, block=mask.block)
-        return merged(out, logsumexp, *attend(query, key, value, rest, **how))
+        found = merged((out, logsumexp), attend(query, key, value, rest, **how))[0]
+        return found.astype(out.dtype)
 
     operands = (given, out, logsumexp, blocks)
     return lax.cond(blocks.any(), more, lambda operands: operands[1], operands)

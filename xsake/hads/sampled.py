@@ -115,7 +115,10 @@ def _joined(
     sinks: Float[Array, " N"] | None,
     pieces: int,
 ) -> tuple[Float[Array, "B G N Hv"], Float[Array, "B G N"]]:
-    """(out, logsumexp of logits and sinks) of whole rows, from those of their pieces."""
+    """(out, logsumexp of logits and sinks) of whole rows, from those of their pieces.
+
+    As `backends.merged` does of two, but over an axis of pieces, and with sinks.
+    """
     out = out.astype(jnp.float32).reshape(-1, pieces, *out.shape[1:])
     logs = logsumexp.reshape(-1, pieces, *logsumexp.shape[1:])
     if sinks is not None:  # one more piece, whose value is 0
