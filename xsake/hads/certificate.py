@@ -31,7 +31,7 @@ from xsake.hads.correction import attend
 from xsake.hads.mass_bounds import bounds
 from xsake.hads.sampled import EVERY, at_sample, attend_sampled, sample_queries
 from xsake.masks.carrying import Documents
-from xsake.masks.rule import And, Everything, Grid, Rule, Tokens, cut
+from xsake.masks.rule import Grid, Rule, Tokens, conjuncts, cut
 
 WINDOW = 1024  # queries of a window, for which estimates are reported
 CONFIDENCE = 0.95
@@ -243,9 +243,8 @@ def _passes_on(rule: Rule | None) -> bool:
 
     Then the error of an earlier query, which contains keys that this one has seen, may be added.
     """
-    if isinstance(rule, And):
-        return _passes_on(rule.a) and _passes_on(rule.b)
-    return rule is None or rule == masks.causal() or isinstance(rule, Documents | Everything)
+    each = [] if rule is None else conjuncts(rule)
+    return all(x == masks.causal() or isinstance(x, Documents) for x in each)
 
 
 # ------------------------------------------------------------------------------------------- sample
