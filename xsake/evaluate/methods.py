@@ -33,6 +33,7 @@ from xsake.hads import Certify, Profile, baselines, budget, make, row_blocks
 from xsake.hads.chunks import PLAIN, Softmax
 from xsake.hads.plan import Plan, gains
 from xsake.hads.statistics import POLICIES_WITH_COST, measure
+from xsake.hads.subject import Subject, SubjectWithGradients
 
 # Where scores come from; a method stores its source as an index into this.
 SOURCES = (
@@ -144,20 +145,20 @@ def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
     return SOURCES[0], *(name for name in SOURCES[1:] if name in needed)
 
 
-def needing_gradients(subject: Any, names: Sequence[str]) -> list[str]:
+def needing_gradients(subject: Subject, names: Sequence[str]) -> list[str]:
     """Those of the methods that need gradients of the loss which the model does not give."""
-    if hasattr(subject, "loss_gradients"):
+    if isinstance(subject, SubjectWithGradients):
         return []
     return [name for name in names if name == _name("oracle", "loss", "")]
 
 
 def gradients_of(
-    subject: Any, weights: Any, tokens: Int[ArrayLike, " T"], sources: tuple[str, ...]
+    subject: Subject, weights: Any, tokens: Int[ArrayLike, " T"], sources: tuple[str, ...]
 ) -> Float[Array, "layers T N Hv"] | None:
     """The gradients that `Activations.gradient` are of, if one of the sources reads them."""
     if "loss_sensitivity" not in sources:
         return None
-    if not hasattr(subject, "loss_gradients"):
+    if not isinstance(subject, SubjectWithGradients):
         raise ValueError(
             "oracle/loss needs gradients of the model's loss, which this model does not give; "
             "leave it out: at_density(…, names=…)"
