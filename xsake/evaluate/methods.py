@@ -31,7 +31,8 @@ from xsake import block_scores, selection
 from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, baselines, budget, make, row_blocks
 from xsake.hads.chunks import PLAIN, Softmax
-from xsake.hads.plan import Plan, gains
+from xsake.hads.gains import gains
+from xsake.hads.plan import Plan
 from xsake.hads.statistics import POLICIES_WITH_COST, measure
 from xsake.hads.subject import Subject, SubjectWithGradients
 
