@@ -16,6 +16,7 @@ from tests.specs import has_data, shifted_by_table, to_rule, zoo
 from xsake import BlockMask, masks
 from xsake.masks import intervals
 from xsake.masks.carrying import at_queries
+from xsake.masks.rule import combine, conjuncts
 
 SIZES = [(2, 3, 48, 48), (1, 2, 33, 57)]  # B, N, T, S
 NAMES = list(zoo(*SIZES[0]))
@@ -415,3 +416,11 @@ def test_a_rule_at_chosen_queries_is_the_rule_of_those_queries(rule):
     got = at_queries(rule, jnp.asarray(index))(b, 0, i, k)
     want = rule(b, 0, index[:, :, None], k)
     np.testing.assert_array_equal(*np.broadcast_arrays(got, want))
+
+
+def test_a_rule_is_the_combination_of_its_conjuncts():
+    parts = [masks.causal(), masks.prefix(3) | masks.causal(), masks.documents(jnp.zeros(8, int))]
+    nested = parts[0] & (parts[1] & parts[2])
+    assert [x is y for x, y in zip(conjuncts(nested), parts, strict=True)] == [True] * 3
+    assert combine(conjuncts(parts[0])) is parts[0]
+    assert conjuncts(masks.everything()) == []

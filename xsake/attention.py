@@ -45,7 +45,15 @@ from xsake.arguments import (
     segments_rule,
     window_rule,
 )
-from xsake.backends import Call, Sizes, accumulator, run_forward, statistics, with_sinks
+from xsake.backends import (
+    Call,
+    Observing,
+    Sizes,
+    accumulator,
+    run_forward,
+    statistics,
+    with_sinks,
+)
 from xsake.backends.choice import (
     BACKENDS,
     Explanation,
@@ -284,7 +292,7 @@ class _Observer(str):
         asked, total = str(self) or None, statistics.total(sinks)
         explanation = choose(asked, call)
         backend = BACKENDS.get(explanation.chosen or "")
-        if backend is not None and hasattr(backend, "observed"):
+        if isinstance(backend, Observing):
             why = backend.why_not_observed(call)
             if why is None:
                 report(explanation)

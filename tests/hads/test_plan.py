@@ -1,5 +1,7 @@
 import dataclasses
+import gc
 import json
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from tests.hads.test_budget import draw_mass
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
 from xsake.hads import Plan, Profile, budget, make, row_blocks
+from xsake.hads.gains import gains
 from xsake.hads.plan import Terms
 from xsake.hads.profile import Facts
 from xsake.hads.row_blocks import stretched
@@ -38,6 +41,19 @@ def profile_of(layers=2, heads=4, n=N_ROWS, seed=0):
     )
     facts = Facts(n * BLOCK, BLOCK, 0, 4, "a model", "a text")
     return Profile(statistics, {}, np.stack([mass, mass]), facts)
+
+
+def test_gains_are_computed_once_and_dropped_with_their_profile():
+    profile = profile_of()
+    make(profile, 0.5, "kl", "pooled")
+    found = gains(profile, "kl", "pooled")
+    assert gains(profile, "kl", "pooled") is found
+    with pytest.raises(ValueError, match="read-only"):
+        found[:] = 0
+    held = weakref.ref(profile), weakref.ref(found)
+    del profile, found
+    gc.collect()
+    assert [x() for x in held] == [None, None]
 
 
 @pytest.mark.parametrize("selector", ["static", "mean_query"])

@@ -11,7 +11,7 @@ Both results are differentiable. `Call` has all inputs of a backend;
 in which `call` may hold a part of the keys: out and logsumexp are those of all keys, and dq is the
 part of it that comes from these. `parallel/context` adds up such parts.
 
-A backend whose forward has the statistics of statistics.py as by-products also has
+A backend whose forward has the statistics of statistics.py as by-products is `Observing`:
 
     why_not_observed(call) -> str | None
     observed(call, sinks, what) -> (out, (logsumexp, Statistics))
@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,19 @@ class Call:
     def sizes(self) -> Sizes:
         """B, T, S, N, K, H and Hv."""
         return Sizes.of(self.q, self.k, self.v)
+
+
+@runtime_checkable
+class Observing(Protocol):
+    """A backend whose forward has statistics as by-products."""
+
+    def why_not_observed(self, call: Call) -> str | None:
+        """What keeps a call that the backend can run from having them."""
+
+    def observed(
+        self, call: Call, sinks: Array | None, what: Any
+    ) -> tuple[Array, tuple[Array, Any]]:
+        """(out, (logsumexp, Statistics)); `what` and Statistics are those of statistics.py."""
 
 
 @jax.tree_util.register_dataclass
@@ -310,6 +323,19 @@ def with_sinks(out: Array, logsumexp: Array, sinks: Array) -> Array:
     # 1 / (1 + eˣ) in a form whose gradient is accurate where the sinks are weak
     share = jnp.exp(-jax.nn.softplus(jnp.where(counts, total - logsumexp, -jnp.inf)))
     return (out * share[..., None]).astype(out.dtype)
+
+
+def merged(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Softmax over two sets of keys from (out, logsumexp) of each: weights exp(L - L of both)."""
+    (out, a), (other, b) = one, two
+    m = jax.lax.stop_gradient(jnp.maximum(a, b))
+    m = jnp.where(m == -jnp.inf, 0, m)  # of nothing and nothing: -inf - -inf would be NaN
+    one_share, other_share = jnp.exp(a - m), jnp.exp(b - m)
+    total = one_share + other_share
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    out = out * (one_share / total)[..., None] + other * (other_share / total)[..., None]
+    return out, jnp.where(some, m + jnp.log(total), -jnp.inf)
 
 
 def unaliased(*arrays: Any) -> tuple[Any, ...]:

@@ -54,8 +54,7 @@ class Timing:
 
 
 LOCK = "XSAKE_TIMING_LOCK"  # in the environment: the file of a lock that processes share
-_turns: list[None] = []  # not empty while this process is `alone`
-_preparing: list[None] = []  # not empty while it prepares `beside` others
+_held: list[int] = []  # how: fcntl.LOCK_EX while this process is `alone`, LOCK_SH while `beside`
 
 
 @contextlib.contextmanager
@@ -66,19 +65,10 @@ def alone() -> Iterator[None]:
     time, and still have the accelerator to themselves when they time. Every function that times
     waits for its turn; `alone` around several of them keeps it.
     """
-    path = os.environ.get(LOCK)
-    if not path or _turns:
-        yield
-        return
-    if _preparing:
+    if fcntl.LOCK_SH in _held:
         raise RuntimeError("a process that prepares cannot time: it would wait for itself")
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        _turns.append(None)
-        try:
-            yield
-        finally:
-            _turns.clear()
+    with _holding(fcntl.LOCK_EX):
+        yield
 
 
 @contextlib.contextmanager
@@ -87,17 +77,24 @@ def beside() -> Iterator[None]:
 
     Processes prepare, compile and check beside each other, and none while one is `alone`.
     """
+    with _holding(fcntl.LOCK_SH):
+        yield
+
+
+@contextlib.contextmanager
+def _holding(how: int) -> Iterator[None]:
+    """Holds the lock, if there is one and this process does not hold it already."""
     path = os.environ.get(LOCK)
-    if not path or _turns or _preparing:
+    if not path or _held:
         yield
         return
     with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        _preparing.append(None)
+        fcntl.flock(file, how)
+        _held.append(how)
         try:
             yield
         finally:
-            _preparing.clear()
+            _held.clear()
 
 
 def time_calls(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +28,13 @@ from jax import Array, lax
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from xsake import block_scores, selection
+from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, baselines, budget, make, row_blocks
 from xsake.hads.chunks import PLAIN, Softmax
-from xsake.hads.plan import Plan, gains
+from xsake.hads.gains import gains
+from xsake.hads.plan import Plan
 from xsake.hads.statistics import POLICIES_WITH_COST, block_sensitivity, measure
+from xsake.hads.subject import Subject, SubjectWithGradients
 
 # Where scores come from; a method stores its source as an index into this.
 SOURCES = (
@@ -50,6 +53,22 @@ class Activations(NamedTuple):
     kernel: Float[Array, "N Hv width"] | None  # the output projection; only sensitivities read it
     softmax: Softmax = PLAIN
     gradient: Float[Array, "T N Hv"] | None = None  # of the loss; only "loss_sensitivity" reads it
+
+    @classmethod
+    def of_layer(
+        cls,
+        layer: int | Int[Array, ""],
+        q: Float[Array, "1 T N H"],
+        k: Float[Array, "1 T K H"],
+        v: Float[Array, "1 T K Hv"],
+        kernel: Float[Array, "N Hv width"] | None,
+        softmax: Softmax,
+        *,
+        gradients: Float[Array, "layers T N Hv"] | None,
+    ) -> Activations:
+        """From a batch of one, and the gradients of all layers, if there are any."""
+        gradient = None if gradients is None else gradients[layer]
+        return cls(q[0], k[0], v[0], kernel, softmax, gradient)
 
 
 @jax.tree_util.register_dataclass
@@ -109,6 +128,17 @@ class Method:
         branches += [functools.partial(selected, name) for name in names]
         return lax.switch(indices_in(sources)[self.source], branches, seen)
 
+    def chooser(
+        self, block: int, sources: tuple[str, ...], gradients: Float[Array, "layers T N Hv"] | None
+    ) -> Callable[..., BlockMask]:
+        """`choose` of `Subject.sparse_hidden`: the mask of a layer's `blocks`."""
+
+        def choose(layer: Any, *given: Any) -> BlockMask:
+            seen = Activations.of_layer(layer, *given, gradients=gradients)
+            return selection.to_mask(self.blocks(layer, seen, block, sources), len(seen.q), block)
+
+        return choose
+
 
 def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
     """The sources that these methods use, "given" first; others need not be compiled."""
@@ -116,20 +146,20 @@ def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
     return SOURCES[0], *(name for name in SOURCES[1:] if name in needed)
 
 
-def needing_gradients(subject: Any, names: Sequence[str]) -> list[str]:
+def needing_gradients(subject: Subject, names: Sequence[str]) -> list[str]:
     """Those of the methods that need gradients of the loss which the model does not give."""
-    if hasattr(subject, "loss_gradients"):
+    if isinstance(subject, SubjectWithGradients):
         return []
     return [name for name in names if name == _name("oracle", "loss", "")]
 
 
 def gradients_of(
-    subject: Any, weights: Any, tokens: Int[ArrayLike, " T"], sources: tuple[str, ...]
+    subject: Subject, weights: Any, tokens: Int[ArrayLike, " T"], sources: tuple[str, ...]
 ) -> Float[Array, "layers T N Hv"] | None:
     """The gradients that `Activations.gradient` are of, if one of the sources reads them."""
     if "loss_sensitivity" not in sources:
         return None
-    if not hasattr(subject, "loss_gradients"):
+    if not isinstance(subject, SubjectWithGradients):
         raise ValueError(
             "oracle/loss needs gradients of the model's loss, which this model does not give; "
             "leave it out: at_density(…, names=…)"

@@ -22,15 +22,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, PyTree
 
-from xsake import _files, selection
-from xsake.block_mask import BlockMask
+from xsake import _files
 from xsake.data import tasks
 from xsake.data.tasks import Encode, Prompt
-from xsake.evaluate.methods import Activations, Method, gradients_of, sources_of
+from xsake.evaluate.methods import Method, gradients_of, sources_of
 from xsake.evaluate.quality import mean_and_error
 from xsake.evaluate.table import to_json
 from xsake.hads import row_blocks
-from xsake.hads.chunks import Softmax
 from xsake.hads.profile import hash_of
 from xsake.model.observer import Observer
 
@@ -108,15 +106,7 @@ def _sparse(
     sources: tuple[str, ...],
 ) -> tuple[Array, Array, Array]:
     """(right, loss, the density that was used; 0 where nothing is certified)."""
-    slopes = gradients_of(subject, weights, tokens, sources)
-
-    def choose(
-        layer: Any, q: Array, k: Array, v: Array, kernel: Array, softmax: Softmax
-    ) -> BlockMask:
-        gradient = None if slopes is None else slopes[layer]
-        seen = Activations(q[0], k[0], v[0], kernel, softmax, gradient)
-        return selection.to_mask(method.blocks(layer, seen, block, sources), q.shape[1], block)
-
+    choose = method.chooser(block, sources, gradients_of(subject, weights, tokens, sources))
     used = jnp.zeros(())
     if method.certify is None:
         hidden = subject.sparse_hidden(weights, tokens, choose, method.corrected)

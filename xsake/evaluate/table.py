@@ -24,7 +24,6 @@ from jax import Array
 from jaxtyping import Float, Int, PyTree
 
 from xsake import _files, selection
-from xsake.block_mask import BlockMask
 from xsake.evaluate.methods import (
     Activations,
     Method,
@@ -45,7 +44,7 @@ from xsake.evaluate.quality import (
     mean_and_error,
 )
 from xsake.hads import Profile, row_blocks
-from xsake.hads.chunks import PLAIN, Softmax
+from xsake.hads.chunks import PLAIN
 from xsake.hads.profile import check_held_out, hash_of
 from xsake.hads.subject import Subject
 
@@ -172,8 +171,8 @@ def _dense_pass(
 
     def fold(layer: Any, seen: Any, carry: Any) -> Any:
         softmax = getattr(seen, "softmax", PLAIN)
-        gradient = None if slopes is None else slopes[layer]
-        given = Activations(seen.q[0], seen.k[0], seen.v[0], seen.kernel, softmax, gradient)
+        whole = (seen.q, seen.k, seen.v, seen.kernel)
+        given = Activations.of_layer(layer, *whole, softmax, gradients=slopes)
         each = jnp.arange(M)
         blocks = methods.given[each, layer]
         if sources[1:]:
@@ -223,14 +222,7 @@ def _sparse_pass(
     sources: tuple[str, ...],
 ) -> Predictions:
     """Predictions of the model under one method's masks, compared with the dense ones."""
-
-    def choose(
-        layer: Any, q: Array, k: Array, v: Array, kernel: Array, softmax: Softmax
-    ) -> BlockMask:
-        gradient = None if slopes is None else slopes[layer]
-        seen = Activations(q[0], k[0], v[0], kernel, softmax, gradient)
-        return selection.to_mask(method.blocks(layer, seen, block, sources), q.shape[1], block)
-
+    choose = method.chooser(block, sources, slopes)
     sparse = subject.sparse_hidden(weights, tokens, choose, method.corrected)
     return compare_predictions(
         dense, sparse, tokens, functools.partial(subject.logits, weights), at_once=512

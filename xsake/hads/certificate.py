@@ -24,13 +24,14 @@ from jaxtyping import Bool, Float, Int
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from xsake import masks
+from xsake.backends import merged
 from xsake.block_mask import BlockMask
 from xsake.hads.chunks import Softmax
-from xsake.hads.correction import attend, merged
+from xsake.hads.correction import attend
 from xsake.hads.mass_bounds import bounds
 from xsake.hads.sampled import EVERY, at_sample, attend_sampled, sample_queries
 from xsake.masks.carrying import Documents
-from xsake.masks.rule import And, Everything, Grid, Rule, Tokens, cut
+from xsake.masks.rule import Grid, Rule, Tokens, conjuncts, cut
 
 WINDOW = 1024  # queries of a window, for which estimates are reported
 CONFIDENCE = 0.95
@@ -242,9 +243,8 @@ def _passes_on(rule: Rule | None) -> bool:
 
     Then the error of an earlier query, which contains keys that this one has seen, may be added.
     """
-    if isinstance(rule, And):
-        return _passes_on(rule.a) and _passes_on(rule.b)
-    return rule is None or rule == masks.causal() or isinstance(rule, Documents | Everything)
+    each = [] if rule is None else conjuncts(rule)
+    return all(x == masks.causal() or isinstance(x, Documents) for x in each)
 
 
 # ------------------------------------------------------------------------------------------- sample
@@ -391,7 +391,8 @@ def _done_densely(
     def more(operands: Any) -> Array:
         (query, key, value), out, logsumexp, blocks = operands
         rest = BlockMask.from_dense(blocks, mask.rule, shape=mask.shape, block=mask.block)
-        return merged(out, logsumexp, *attend(query, key, value, rest, **how))
+        found = merged((out, logsumexp), attend(query, key, value, rest, **how))[0]
+        return found.astype(out.dtype)
 
     operands = (given, out, logsumexp, blocks)
     return lax.cond(blocks.any(), more, lambda operands: operands[1], operands)

@@ -20,6 +20,7 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from xsake.attention import dot_product_attention
+from xsake.backends import merged
 from xsake.block_mask import BlockMask
 from xsake.hads.chunks import PLAIN, Softmax
 
@@ -81,23 +82,8 @@ def corrected_attention(
     out, logsumexp = attend(query, key, value, mask, implementation=implementation, **how)
     dropped = dropped_blocks(mask)
     softmax = Softmax(logits_soft_cap)
-    more, more_logsumexp = attend_centroids(query, key, value, dropped, block, softmax)
-    return merged(out, logsumexp, more, more_logsumexp)
-
-
-def merged(
-    out: Float[Array, "B T N Hv"],
-    logsumexp: Float[Array, "B T N"],
-    more: Float[Array, "B T N Hv"],
-    more_logsumexp: Float[Array, "B T N"],
-) -> Float[Array, "B T N Hv"]:
-    """Attention over two sets of keys from the attention over each, in the type of `out`."""
-    # the share of the second set in the softmax: 0 for a query that has none of it
-    some = more_logsumexp > -jnp.inf
-    share = jax.nn.sigmoid(jnp.where(some, more_logsumexp, 0) - logsumexp)
-    share = jnp.where(some, share, 0)[..., None]
-    wide = out.astype(jnp.float32)
-    return (wide + share * (more.astype(jnp.float32) - wide)).astype(out.dtype)
+    more = attend_centroids(query, key, value, dropped, block, softmax)
+    return merged((out, logsumexp), more)[0].astype(out.dtype)
 
 
 def dropped_blocks(mask: BlockMask) -> Bool[Array, "#B heads n n"]:

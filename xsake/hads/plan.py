@@ -16,7 +16,6 @@ last quarter of the calibrated ones. Counts are then scaled to meet the requeste
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import numbers
 from pathlib import Path
@@ -33,6 +32,7 @@ from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, document_rule
 from xsake.hads import budget, files, row_blocks
 from xsake.hads.documents import shared_blocks
+from xsake.hads.gains import gains
 from xsake.hads.profile import Profile
 from xsake.hads.shades import legend, shade
 from xsake.hads.statistics import SELECTORS
@@ -485,12 +485,6 @@ def _check_arrays(arrays: dict[str, np.ndarray], terms: Terms) -> None:
         raise ValueError(
             f"scores must be float32 {[*counts.shape, n]}, got {scores.dtype} {list(scores.shape)}"
         )
-
-
-@functools.lru_cache(maxsize=32)
-def gains(profile: Profile, policy: str, selector: str) -> np.ndarray:
-    """`budget.falling_gains` of a cost curve, which are the same for every density: cached."""
-    return budget.falling_gains(profile.cost(policy, selector), profile.facts.band)
 
 
 def _rows(x: Array, first: Any, count: int, axis: int) -> Array:

@@ -20,7 +20,7 @@ from xsake.backends.hopper.limits import NEEDS_JAX
 from xsake.hads.correction import attend
 from xsake.masks.carrying import Documents, at_positions, at_queries
 from xsake.masks.positional import Window
-from xsake.masks.rule import And, Everything, Rule
+from xsake.masks.rule import Rule, combine, conjuncts
 
 EVERY = 64  # tokens of a group, from which one query is sampled
 ROWS = 64  # queries of a work tile
@@ -89,24 +89,22 @@ def _pieces(shape: tuple[int, ...], S: int) -> int:
 
 def _splits(rule: Rule) -> bool:
     """Whether `_of_pieces` knows the rule."""
-    if isinstance(rule, And):
-        return _splits(rule.a) and _splits(rule.b)
-    return isinstance(rule, Window | Everything | Documents)
+    return all(isinstance(x, Window | Documents) for x in conjuncts(rule))
 
 
 def _of_pieces(rule: Rule, sample: Int[Array, "B G"], pieces: int, S: int) -> Rule:
     """The rule for the sampled queries, where batch row b · pieces + i has keys of piece i."""
-    if isinstance(rule, And):
-        return _of_pieces(rule.a, sample, pieces, S) & _of_pieces(rule.b, sample, pieces, S)
     B = sample.shape[0]
-    if isinstance(rule, Window):
+
+    def one(rule: Rule) -> Rule:
+        if isinstance(rule, Documents):
+            q_ids = jnp.broadcast_to(rule.q_ids, (B, rule.q_ids.shape[1]))
+            kv_ids = jnp.broadcast_to(rule.kv_ids, (B, S)).reshape(B * pieces, -1)
+            return Documents(jnp.repeat(at_sample(q_ids, sample), pieces, axis=0), kv_ids)
         keys = jnp.tile(jnp.arange(S, dtype=jnp.int32).reshape(pieces, -1), (B, 1))
         return at_positions(rule, jnp.repeat(sample, pieces, axis=0), keys)
-    if isinstance(rule, Documents):
-        q_ids = jnp.broadcast_to(rule.q_ids, (B, rule.q_ids.shape[1]))
-        kv_ids = jnp.broadcast_to(rule.kv_ids, (B, S)).reshape(B * pieces, -1)
-        return Documents(jnp.repeat(at_sample(q_ids, sample), pieces, axis=0), kv_ids)
-    return rule
+
+    return combine(map(one, conjuncts(rule)))
 
 
 def _joined(
@@ -115,7 +113,10 @@ def _joined(
     sinks: Float[Array, " N"] | None,
     pieces: int,
 ) -> tuple[Float[Array, "B G N Hv"], Float[Array, "B G N"]]:
-    """(out, logsumexp of logits and sinks) of whole rows, from those of their pieces."""
+    """(out, logsumexp of logits and sinks) of whole rows, from those of their pieces.
+
+    As `backends.merged` does of two, but over an axis of pieces, and with sinks.
+    """
     out = out.astype(jnp.float32).reshape(-1, pieces, *out.shape[1:])
     logs = logsumexp.reshape(-1, pieces, *logsumexp.shape[1:])
     if sinks is not None:  # one more piece, whose value is 0

@@ -56,6 +56,17 @@ class Subject(Protocol):
         """float32 [R, vocab] of hidden [R, width]."""
 
 
+@runtime_checkable
+class SubjectWithGradients(Subject, Protocol):
+    """One that also has the gradient of its loss: for the policy `loss` and its oracle."""
+
+    def loss_gradients(self, weights: Any, tokens: Array) -> Array:
+        """Of Σ -ln p(next token) of tokens [1, T]: float32 [layers, T, N, Hv].
+
+        With respect to every layer's attention output, before the output projection.
+        """
+
+
 class Bare:
     """Implements `Subject.bare`."""
 

@@ -17,13 +17,13 @@ from xsake.masks.integers import int_array, uncut
 from xsake.masks.positional import Window, first
 from xsake.masks.rule import (
     EVERYTHING,
-    And,
-    Everything,
     Grid,
     Leaf,
     Rule,
     Tokens,
     carries_data,
+    combine,
+    conjuncts,
     cut,
     leaf,
 )
@@ -416,11 +416,13 @@ def at_queries(rule: Rule, index: Int[Array, "B T"]) -> Rule:
 
     Windows and documents stay rules of their own kind, which the kernels know.
     """
-    if isinstance(rule, And):
-        return at_queries(rule.a, index) & at_queries(rule.b, index)
-    if isinstance(rule, Window | Everything):
-        return at_positions(rule, index) if isinstance(rule, Window) else rule
-    if isinstance(rule, Documents):
-        ids = jnp.broadcast_to(rule.q_ids, (index.shape[0], rule.q_ids.shape[1]))
-        return Documents(jnp.take_along_axis(ids, index, axis=1), rule.kv_ids)
-    return Chosen((rule,), index)
+
+    def one(rule: Rule) -> Rule:
+        if isinstance(rule, Window):
+            return at_positions(rule, index)
+        if isinstance(rule, Documents):
+            ids = jnp.broadcast_to(rule.q_ids, (index.shape[0], rule.q_ids.shape[1]))
+            return Documents(jnp.take_along_axis(ids, index, axis=1), rule.kv_ids)
+        return Chosen((rule,), index)
+
+    return combine(map(one, conjuncts(rule)))

@@ -434,3 +434,10 @@ def check_fits(rule: Rule, B: int, N: int, T: int, S: int) -> None:
 def combine(rules: Any) -> Rule:
     """All of them at once: the & of any number of rules."""
     return functools.reduce(lambda a, b: a & b, rules, EVERYTHING)
+
+
+def conjuncts(rule: Rule) -> list[Rule]:
+    """The rules whose & a rule is, none for `everything()`: `combine` of them is the rule again."""
+    if isinstance(rule, And):
+        return [*conjuncts(rule.a), *conjuncts(rule.b)]
+    return [] if isinstance(rule, Everything) else [rule]

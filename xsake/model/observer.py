@@ -11,16 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 
 from xsake.block_mask import BlockMask
 from xsake.hads import Certify, Profile, calibrate, certified_attention, corrected_attention
 from xsake.hads.chunks import Softmax
 from xsake.hads.subject import Bare
-from xsake.model import Transformer
+from xsake.model import Transformer, cross_entropy
 from xsake.model.attend import by_mask, by_window, narrowed
 from xsake.model.positions import document_positions
 from xsake.parallel import sharding
+
+LOSS_TOKENS = 512  # whose logits are in memory at once
 
 
 class Observer(Bare):
@@ -85,7 +87,9 @@ class Observer(Bare):
                 return out + change[layer].astype(out.dtype), state
 
             hidden, _ = model.run(tokens, document_positions(1, T), changed)
-            return _summed_loss(model, hidden[0], jnp.asarray(tokens)[0])
+            states, targets = hidden[0, :-1], jnp.asarray(tokens)[0, 1:]
+            given = (states, model.head_kernel(), targets, jnp.ones(T - 1))
+            return cross_entropy.summed(LOSS_TOKENS, *given, config.final_soft_cap)
 
         shape = (config.layers, T, config.heads, config.head_size)
         return sharding.everywhere(jax.grad(loss)(jnp.zeros(shape, jnp.float32)), model.mesh)
@@ -175,21 +179,3 @@ class Observer(Bare):
 def _kernel_and_softmax(model: Transformer, layer: Any) -> tuple[Array, Softmax]:
     own = model.layer(layer).out.kernel[...], model.softmax(layer)
     return sharding.everywhere(own, model.mesh)
-
-
-def _summed_loss(model: Transformer, hidden: Array, tokens: Array, at_once: int = 512) -> Array:
-    """Σ -ln p(next token), with the logits of `at_once` tokens in memory at a time."""
-    count = -(-(len(tokens) - 1) // at_once)
-    padding = count * at_once - (len(tokens) - 1)
-    hidden = jnp.pad(hidden[:-1], ((0, padding), (0, 0)))
-    targets = jnp.pad(tokens[1:], (0, padding))
-    real = jnp.arange(count * at_once) < len(tokens) - 1
-
-    @jax.checkpoint
-    def part(some: tuple[Array, Array, Array]) -> Array:
-        hidden, targets, real = some
-        likely = jax.nn.log_softmax(model.logits(hidden), axis=-1)
-        return -jnp.where(real, jnp.take_along_axis(likely, targets[:, None], 1)[:, 0], 0).sum()
-
-    parts = (x.reshape(count, at_once, *x.shape[1:]) for x in (hidden, targets, real))
-    return lax.map(part, tuple(parts)).sum()

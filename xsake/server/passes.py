@@ -27,6 +27,7 @@ from xsake import block_scores, dot_product_attention, selection
 from xsake.hads import chunks
 from xsake.hads.chunks import Chunk, Chunks, Softmax
 from xsake.hads.statistics import AnyArray
+from xsake.model import Transformer
 from xsake.model.attend import by_mask
 from xsake.model.observer import Observer
 from xsake.model.positions import document_positions
@@ -35,6 +36,8 @@ from xsake.parallel import sharding
 # Where a sparse pass has its blocks from: given, or ranked on each layer's own input.
 SOURCES = ("given", "mean_query", "mass")
 ROWS_AT_ONCE = 256  # of logits, which are vocab_size floats each
+# (layer, q, k, softmax) -> the blocks that the layer visits
+Chosen = Callable[[Any, Array, Array, Softmax], Bool[Array, "N n n"]]
 
 
 class Seen(NamedTuple):
@@ -188,23 +191,28 @@ def sparse(
     """
     model, P = nnx.merge(subject.graph, weights), len(tokens)
     chosen = _chosen(counts, given, source, length, block, band)
+    attend = _by_chosen(model, chosen, block, subject.implementation)
+    return model.run(tokens[None], document_positions(1, P), attend)[0][0]
+
+
+def _by_chosen(
+    model: Transformer, chosen: Chosen, block: int, implementation: str | None
+) -> Callable[..., tuple[Array, Any]]:
+    """The attention of a layer with all queries, for `Transformer.run`."""
 
     def attend(
         layer: Any, q: Array, k: Array, v: Array, state: Any, *sinks: Array
     ) -> tuple[Array, Any]:
-        seen = sharding.everywhere((q[0], k[0]), model.mesh)
+        P, seen = q.shape[1], sharding.everywhere((q[0], k[0]), model.mesh)
         mask = selection.to_mask(chosen(layer, *seen, model.softmax(layer)), P, block)
-        how: Any = {"implementation": subject.implementation, "mesh": model.mesh}
-        by_chosen = by_mask(model.config, mask, 1, P, **how)
-        return by_chosen(layer, q, k, v, state, *sinks)
+        how: Any = {"implementation": implementation, "mesh": model.mesh}
+        return by_mask(model.config, mask, 1, P, **how)(layer, q, k, v, state, *sinks)
 
-    return model.run(tokens[None], document_positions(1, P), attend)[0][0]
+    return attend
 
 
-def _chosen(
-    counts: Array, given: Array, source: Any, length: Any, block: int, band: int
-) -> Callable[[Any, Array, Array, Softmax], Bool[Array, "N n n"]]:
-    """(layer, q, k, softmax) -> the blocks that a layer visits, by one of SOURCES."""
+def _chosen(counts: Array, given: Array, source: Any, length: Any, block: int, band: int) -> Chosen:
+    """The blocks by one of SOURCES."""
 
     def by_query(q: Array, k: Array, layer: Any, softmax: Softmax) -> Array:
         queries = block_scores.filled(q, length, block)
@@ -242,19 +250,18 @@ def sparse_last(
     rows = functools.partial(
         lax.dynamic_slice_in_dim, start_index=row * block, slice_size=block, axis=1
     )
+    of_all = _by_chosen(model, chosen, block, subject.implementation)
 
     def attend(
         layer: Any, q: Array, k: Array, v: Array, state: Any, *sinks: Array
     ) -> tuple[Array, Any]:
-        softmax, is_last = model.softmax(layer), q.shape[1] < P
+        if q.shape[1] == P:  # not the last layer, unless the text is one row block
+            return of_all(layer, q, k, v, state, *sinks)
+        softmax = model.softmax(layer)
         # scores of a row block depend on its own queries only: the others may be zeros
         zeros = jnp.zeros((1, P, *q.shape[2:]), q.dtype)
-        queries = lax.dynamic_update_slice_in_dim(zeros, q, row * block, 1) if is_last else q
+        queries = lax.dynamic_update_slice_in_dim(zeros, q, row * block, 1)
         blocks = chosen(layer, queries[0], k[0], softmax)
-        if not is_last:
-            mask: Any = selection.to_mask(blocks, P, block)
-            by_chosen = by_mask(model.config, mask, 1, P, implementation=subject.implementation)
-            return by_chosen(layer, q, k, v, state, *sinks)
         own, key = row * block + jnp.arange(block)[:, None], jnp.arange(P)[None]
         near = key <= own if softmax.window is None else (key <= own) & (key > own - softmax.window)
         mask = jnp.repeat(blocks[:, row], block, axis=-1)[:, None] & near

@@ -23,12 +23,12 @@ from jax.sharding import Mesh
 
 from xsake import parallel
 from xsake.data.stream import Batch
-from xsake.model import Transformer, parameter_axes
+from xsake.model import Transformer, cross_entropy, parameter_axes
 from xsake.model.attend import Order
 from xsake.parallel import sharding
 from xsake.parallel.context import LEAST_BLOCK
 from xsake.parallel.mesh import sizes_of
-from xsake.train import cross_entropy, optimizer
+from xsake.train import optimizer
 from xsake.train.config import Config
 
 

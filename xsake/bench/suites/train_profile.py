@@ -98,7 +98,7 @@ def class_of(kernel: str, origin: Origin | None) -> str:
         return "not known"
     if "jvp" not in source.op_name:
         return "optimizer"
-    if source.file.endswith(("train/step.py", "train/cross_entropy.py")):
+    if source.file.endswith(("train/step.py", "model/cross_entropy.py")):
         return "loss"
     return "other backward" if backward else "other forward"
 

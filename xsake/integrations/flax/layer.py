@@ -30,7 +30,7 @@ from xsake.hads import corrected_attention
 from xsake.hads.chunks import Softmax
 from xsake.integrations.flax.attend import Attend, check_call
 from xsake.masks.positional import Window
-from xsake.masks.rule import And, Everything, Rule, combine
+from xsake.masks.rule import Everything, Rule, combine, conjuncts
 
 __all__ = ["Layer"]
 
@@ -107,7 +107,7 @@ class Layer:
                 raise ValueError(
                     f"layer {self.number} has a BlockMask, which is for one length; give its rule"
                 )
-        parts = list(_parts(self.rule))
+        parts = conjuncts(self.rule)
         if other := [x for x in parts if not isinstance(x, Window)]:
             raise ValueError(
                 f"layer {self.number} has the rule {other[0]}, but HADS plans causal attention and "
@@ -124,7 +124,7 @@ class Layer:
         """The layer's soft cap and window."""
         cap = self.own.settings.get("logits_soft_cap")
         sizes = [
-            x.left + 1 for x in _parts(self.rule) if isinstance(x, Window) and x.left is not None
+            x.left + 1 for x in conjuncts(self.rule) if isinstance(x, Window) and x.left is not None
         ]
         return Softmax(
             None if cap is None else jnp.float32(cap),
@@ -222,10 +222,3 @@ def _known(number: int, function: AttentionFn, computes: Mapping[AttentionFn, At
         f"layer {number} has the attention_fn {name}, and what it computes is not known; pass "
         "observed(…, computes={function: attention(…)}) with its rule, scale and soft cap"
     )
-
-
-def _parts(rule: Rule) -> list[Rule]:
-    """The rules whose conjunction a rule is."""
-    if isinstance(rule, And):
-        return [*_parts(rule.a), *_parts(rule.b)]
-    return [] if isinstance(rule, Everything) else [rule]

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.sharding import get_abstract_mesh
 
 from xsake import _jax
-from xsake.backends import Call, accumulator, reverse_only, run_forward
+from xsake.backends import Call, accumulator, merged, reverse_only, run_forward
 from xsake.backends.choice import BACKENDS
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
@@ -192,16 +192,3 @@ def fetched(settings: Settings, arrays: Any, step: Any, sign: int = 1) -> Any:
 
 
 permuted = lax.ppermute  # what sends; tests count its calls
-
-
-def merged(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Softmax over two sets of keys from (out, logsumexp) of each: weights exp(L - L of both)."""
-    (out, a), (other, b) = one, two
-    m = lax.stop_gradient(jnp.maximum(a, b))
-    m = jnp.where(m == -jnp.inf, 0, m)  # of nothing and nothing: -inf - -inf would be NaN
-    one_share, other_share = jnp.exp(a - m), jnp.exp(b - m)
-    total = one_share + other_share
-    some = total > 0
-    total = jnp.where(some, total, 1)
-    out = out * (one_share / total)[..., None] + other * (other_share / total)[..., None]
-    return out, jnp.where(some, m + jnp.log(total), -jnp.inf)

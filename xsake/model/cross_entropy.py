@@ -88,7 +88,7 @@ summed.defvjp(_summed_fwd, _summed_bwd)
 def _parts(at_once: int, *arrays: Any) -> tuple[Array, ...]:
     """[M, …] -> [parts, at_once, …], padded with zeros, whose weight is 0."""
     M = len(arrays[0])
-    at_once = min(at_once or M, M)
+    at_once = max(min(at_once or M, M), 1)  # M is 0 for a text of one token
     padding = -M % at_once
     return tuple(
         jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, at_once, *x.shape[1:])

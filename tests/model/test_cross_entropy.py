@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xsake.train import cross_entropy
+from xsake.model import cross_entropy
 
 M, WIDTH, VOCAB = 37, 16, 50
 
@@ -73,3 +73,12 @@ def test_tokens_of_weight_0_have_no_gradient():
     slope = jax.grad(cross_entropy.summed, argnums=1)(8, hidden, kernel, targets, weights)
     assert not slope[5].any()
     assert slope[6].any()
+
+
+def test_a_text_of_one_token_predicts_nothing():
+    hidden, kernel, targets, weights = (x[:0] if len(x) == M else x for x in draw())
+    found = jax.value_and_grad(cross_entropy.summed, argnums=(1, 2))
+    value, slopes = found(8, hidden, kernel, targets, weights)
+    assert value == 0
+    assert slopes[0].shape == (0, WIDTH)
+    assert not slopes[1].any()
