@@ -49,6 +49,10 @@ class XlaSteps:
 class ForwardTiling:
     """Tuning parameters of the Hopper forward. They change results by rounding at most."""
 
+    # Queries of a work tile. None: a row block of the mask. 192: three compute warpgroups instead
+    # of two, where the mask is a rule without arrays that all heads share, heads have up to 64
+    # channels, and there is neither a bias nor statistics; elsewhere as None.
+    rows: Literal[192] | None = None
     # Keys per product; divides the mask's kv block. None: the block, or 64 with a head of 256.
     step: int | None = None
     # K and V tiles in flight, each. None: 4 of 64 keys where they fit, else 2.
@@ -58,13 +62,17 @@ class ForwardTiling:
     order: Order = "sections"
     schedule: Schedule = "counter"
     overlap: bool = True  # issue the scores of the next visit before the values of this one
-    # The two compute warpgroups alternate at the tensor cores; never with row blocks of 64.
+    # The compute warpgroups alternate at the tensor cores; never with row blocks of 64.
     alternate_products: bool = True
     # Rescale acc only when the maximum grew by more than this power of two; 0: always.
     lazy_rescale: float = 0.0
     compute_registers: int = 232
     memory_registers: int = 40
     l2_bytes: int = 24 << 20  # K and V of the heads that run together should fit here
+
+    def __post_init__(self) -> None:
+        if self.rows not in (None, 192):
+            raise ValueError(f"ForwardTiling.rows must be 192 or None, got {self.rows}")
 
 
 @dataclasses.dataclass(frozen=True)

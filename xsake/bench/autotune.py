@@ -25,7 +25,7 @@ from xsake import _files, masks
 from xsake.backends import Sizes, hopper
 from xsake.backends.hopper import tilings as tiling_table
 from xsake.backends.options import BackwardTiling, ForwardTiling, Options
-from xsake.bench.cases import Case, hopper_case
+from xsake.bench.cases import Case, RunCase, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.measure import CAUSAL, visited_pairs
 from xsake.bench.timing import provenance, time_interleaved
@@ -47,6 +47,12 @@ FORWARD: tuple[Fields, ...] = (
     ),
     {"persistent": False, "lazy_rescale": 8.0, "alternate_products": False},
     *({"overlap": False, **order} for order in (SECTIONS, FEWER_HEADS, NATURAL)),
+    *(
+        {"rows": 192, **order, "alternate_products": alternate, "lazy_rescale": 8.0}
+        for order in (SECTIONS, FEWER_HEADS)
+        for alternate in (True, False)
+    ),
+    {"rows": 192, "overlap": False},
 )
 BACKWARD: tuple[Fields, ...] = tuple(
     {"fused": fused, "cast": cast, "persistent": persistent, **order}
@@ -75,9 +81,11 @@ def groups() -> Iterator[dict[str, list[Case]]]:
             window = dataclasses.replace(
                 causal, name=f"{B}·16·{T}·{H} window", rule=masks.sliding_window(1023, 0)
             )
+            packed = RunCase("", B, T, seed=1, mean_document=1200).arguments()["mask"]
+            documents = dataclasses.replace(causal, name=f"{B}·16·{T}·{H} documents", rule=packed)
             # Its list is sparse in a long sequence only.
             windows = [[window]] if T >= tiling_table.LONG else []
-            for classes in (random, [[causal]], windows):
+            for classes in (random, [[causal]], [[documents]], windows):
                 sizes = Sizes(B, T, T, 16, 16, H, H)
                 yield {
                     tiling_table.call_class(sizes, mask_of(cases[0])): cases for cases in classes
@@ -108,6 +116,8 @@ def autotune(out: Path, only: str = "", report: Callable[[str], None] = print) -
             asked = {name: cases for name, cases in group.items() if only in f"{direction} {name}"}
             if not asked:
                 continue
+            if not all(name.startswith("64 ") and name.endswith(" static") for name in asked):
+                candidates = tuple(fields for fields in candidates if "rows" not in fields)
             tilings = [kind(**fields) for fields in candidates]
             speeds = _speeds(
                 direction, tilings, [case for cases in asked.values() for case in cases]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -248,6 +251,7 @@ def test_one_launch_prepares_the_same_as_several(
 
     at_once = prepared()
     monkeypatch.setattr(work_table.HeadTables, "fits", lambda *_: False)
+    monkeypatch.setattr(work_table, "TAIL_TILES", 0)
     one_by_one = prepared()
     used = int(mask.kv_count.sum(-1).min())
     table = np.array(one_by_one.table)
@@ -263,6 +267,54 @@ def test_one_launch_prepares_the_same_as_several(
     one, other = (np.asarray(x.row_blocks).reshape(6, -1)[:, :used] for x in (at_once, one_by_one))
     np.testing.assert_array_equal(one, other)
     assert not np.asarray(at_once.zeros).any()
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "rule", "tiling"),
+    [
+        (1000, (4, 2), masks.causal(), {}),
+        (4096, (2, 1), masks.causal(), {"alternate_products": False, "lazy_rescale": 8.0}),
+        (777, (1, 1), masks.sliding_window(300, 40), {"overlap": False}),
+        (1500, (3, 3), masks.chunked(400) & masks.causal(), {"persistent": False}),
+        (192, (2, 2), masks.causal() & (masks.first(4) | masks.sliding_window(50)), {}),
+        (100, (2, 2), masks.everything(), {"stages": 3}),
+    ],
+    ids=str,
+)
+@pytest.mark.gpu
+@needs_gpu
+def test_work_tiles_of_192_rows_agree(length, heads, rule, tiling):
+    """Three compute warpgroups; heads of 48 channels are padded, and the soft cap is theirs too."""
+    rng = np.random.default_rng(length)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, length, n, 48)), jnp.bfloat16)
+        for n in (heads[0], heads[1], heads[1])
+    )
+    mask = BlockMask.from_rule(rule, (length, length))
+    run = functools.partial(
+        xsake.dot_product_attention, q, k, v, mask=mask, logits_soft_cap=5.0, return_residual=True
+    )
+    options = Options(hopper_forward=ForwardTiling(rows=192, **tiling))
+    for _ in range(10):  # a missing barrier does not show every time
+        got = run(implementation="hopper", options=options)
+        for x, y in zip(got, run(implementation="reference"), strict=True):
+            assert oracle.relative_error(np.asarray(x), np.asarray(y)) <= 1e-2
+
+
+@pytest.mark.slow
+@needs_interpreter
+def test_work_tiles_of_192_rows_agree_when_interpreted():
+    """In a process of its own, whose threads are enough for four warpgroups: tests/tall_rows.py."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tall_rows"],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count(": ok") == 2
 
 
 @pytest.mark.gpu

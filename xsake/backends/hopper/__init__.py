@@ -246,6 +246,8 @@ def run_forward(
     tiling = settings.options.hopper_forward or tilings.measured_forward(Sizes.of(q, k, v), mask)
     if settings.statistics:  # a grid that is not persistent would keep T · S / 128 logarithms
         tiling = dataclasses.replace(tiling, persistent=True)
+    if settings.statistics is None and bias is None:
+        mask = _in_rows(mask, tiling.rows, max(q.shape[-1], v.shape[-1]))
     results = forward_kernel.forward(
         q,
         k,
@@ -261,6 +263,13 @@ def run_forward(
         sinks=sinks,
     )
     return _jax.vary(unaliased(*results), _jax.varying_axes(q))
+
+
+def _in_rows(mask: BlockMask, rows: int | None, head_size: int) -> BlockMask:
+    """The mask in row blocks of the work tiles that `ForwardTiling.rows` asks for."""
+    if rows is None or head_size > limits.TALL_HEAD_SIZE or not tilings.is_static(mask):
+        return mask
+    return BlockMask.from_rule(mask.rule, mask.shape, block=(rows, mask.block[1]))
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="wants_bias")

@@ -3,7 +3,9 @@
     all kernels    0            Mosaic: all threads of the CTA
                    1 + w        Mosaic: the threads of warpgroup w
     forward        4, 5         TURN + w: compute warpgroup w may issue its products
-                   6 …          FREE + slot: the slots of K's ring, then those of V's ring
+                   6 …          the slots of K's ring, then those of V's ring
+    with three     5, 6, 7      the same
+    compute wgs    8 …          the same
     backward       5            COMPUTE: both compute warpgroups
                    6            CAST: the warpgroup that casts dq
 
@@ -20,7 +22,6 @@ from xsake.backends.hopper.layouts import COMPUTE_WGS, THREADS
 from xsake.backends.hopper.ptx import asm
 
 TURN = 4
-FREE = TURN + COMPUTE_WGS
 COMPUTE, CAST = 5, 6
 
 

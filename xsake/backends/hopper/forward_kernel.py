@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -51,6 +52,7 @@ from xsake.block_mask.lists import Lists
 # memory together with Q, K and V.
 OUT_COLUMNS = 128
 DEFAULT_TILING = ForwardTiling()
+SHARERS = 2  # warpgroups at the barrier of a turn: the one that waits and the one that passes it
 
 
 def forward(
@@ -182,7 +184,7 @@ class _Kernel(BlockKernel):
             q_ready=plgpu.Barrier(),
             k_ready=ready,
             v_ready=ready,
-            q_free=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            q_free=plgpu.Barrier(num_arrivals=self.compute_wgs),
             k_free=free,
             v_free=free,
         )
@@ -214,24 +216,35 @@ class _Kernel(BlockKernel):
 
     # Barriers
 
+    @property
+    def first_turn(self) -> int:
+        """The named barrier of warpgroup 0's turn, after Mosaic's own."""
+        return barriers.TURN + self.compute_wgs - COMPUTE_WGS
+
+    @property
+    def first_free(self) -> int:
+        """The named barrier of slot 0 of K's ring."""
+        return self.first_turn + self.compute_wgs
+
     def k_slots(self, scratch):
         """Signals that slots of K's ring are free."""
-        return barriers.FreeSlots(scratch.k_free, barriers.FREE, self.consumers, self.interpret)
+        return barriers.FreeSlots(scratch.k_free, self.first_free, self.consumers, self.interpret)
 
     def v_slots(self, scratch):
         """Signals that slots of V's ring are free."""
-        first = barriers.FREE + self.stages
+        first = self.first_free + self.stages
         return barriers.FreeSlots(scratch.v_free, first, self.consumers, self.interpret)
 
     def await_turn(self, wg):
         """Waits until the other compute warpgroup has issued its products."""
         if self.alternate_products:
-            barriers.sync(barriers.TURN + wg, COMPUTE_WGS)
+            barriers.sync(self.first_turn + wg, SHARERS)
 
     def pass_turn(self, wg):
         """Lets the other compute warpgroup issue its products."""
         if self.alternate_products:
-            barriers.arrive(barriers.TURN + 1 - wg, COMPUTE_WGS)
+            following = lax.rem(wg + 1, jnp.int32(self.compute_wgs))
+            barriers.arrive(self.first_turn + following, SHARERS)
 
     # Memory warpgroup
 
@@ -274,8 +287,8 @@ class _Kernel(BlockKernel):
             return after
 
         # Warpgroup 0 issues products first. It waits once more at the end, below, to consume the
-        # last arrival of warpgroup 1 at the barrier.
-        pl.when(wg == 1)(lambda: self.pass_turn(wg))
+        # arrival of the last warpgroup at the barrier.
+        pl.when(wg == self.compute_wgs - 1)(lambda: self.pass_turn(wg))
         self.scheduler.for_each_tile(work, compute_tile, 0)
         pl.when(wg == 0)(lambda: self.await_turn(wg))
         plgpu.wait_smem_to_gmem(0)

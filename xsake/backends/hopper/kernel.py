@@ -6,6 +6,7 @@ tokens of one product:
 
     tiles of 128 tokens   warpgroup 0 has rows 0-63, warpgroup 1 has rows 64-127; both compute
                           every step
+    tiles of 192 tokens   the same with three compute warpgroups, forward only
     tiles of 64 tokens    both have the same rows and compute alternating steps (`alternate`); at
                           the end warpgroup 1 hands its sums to warpgroup 0 (handover.py)
 """
@@ -17,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backends.hopper.bias_tile import BiasTile
 from xsake.backends.hopper.layouts import COMPUTE_WGS, ROWS
+from xsake.backends.hopper.limits import TALL
 from xsake.backends.hopper.rule_tile import RuleTile
 from xsake.backends.hopper.scheduler import Scheduler
 
@@ -31,6 +33,7 @@ class BlockKernel:
     """
 
     warpgroups = COMPUTE_WGS + 1
+    compute_wgs = COMPUTE_WGS
     descending = False  # whether full blocks are visited from the last to the first
     record_slots = 2  # for the records of the current and of the next work tile
 
@@ -50,7 +53,10 @@ class BlockKernel:
         self.splits = self.visit_block // step  # steps per visit
         self.alternate = self.tile_block == ROWS
         self.stride = COMPUTE_WGS if self.alternate else 1  # from a warpgroup's step to its next
-        self.consumers = 1 if self.alternate else COMPUTE_WGS  # warpgroups that compute a step
+        if self.tile_block == TALL:
+            self.compute_wgs = TALL // ROWS
+            self.warpgroups = self.compute_wgs + 1
+        self.consumers = 1 if self.alternate else self.compute_wgs  # that compute a step
         blocks = (shape.row_blocks, shape.kv_blocks)[axis]
         self.scheduler = Scheduler(
             shape.sizes.B * shape.sizes.N * blocks,
@@ -101,24 +107,25 @@ class BlockKernel:
         """
         tiling = self.tiling
         wg = lax.axis_index("wg")
-        registers = tiling.compute_registers
-        if cast is not None:
-            rest = REGISTERS - tiling.memory_registers - tiling.cast_registers
-            registers = min(registers, rest // COMPUTE_WGS // 8 * 8)
+        registers, memory_registers = tiling.compute_registers, tiling.memory_registers
+        if self.compute_wgs > COMPUTE_WGS:
+            memory_registers = min(memory_registers, 32)
+        rest = REGISTERS - memory_registers - (0 if cast is None else tiling.cast_registers)
+        registers = min(registers, rest // self.compute_wgs // 8 * 8)
 
-        @pl.when(wg < COMPUTE_WGS)
+        @pl.when(wg < self.compute_wgs)
         def _():
             plgpu.set_max_registers(registers, action="increase")
             compute(wg)
 
-        @pl.when(wg == COMPUTE_WGS)
+        @pl.when(wg == self.compute_wgs)
         def _():
-            plgpu.set_max_registers(tiling.memory_registers, action="decrease")
+            plgpu.set_max_registers(memory_registers, action="decrease")
             memory()
 
         if cast is not None:
 
-            @pl.when(wg > COMPUTE_WGS)
+            @pl.when(wg > self.compute_wgs)
             def _():
                 plgpu.set_max_registers(tiling.cast_registers, action="decrease")
                 cast()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from xsake.backends import Sizes
@@ -25,7 +26,7 @@ class Shape:
         B, T, S, _, K, H, Hv = sizes
         if k.shape != (B, S, K, H):
             raise ValueError(f"key is {k.shape}; this query and value need {(B, S, K, H)}")
-        check_sizes(block, H, Hv)
+        check_sizes([x for x in block if x != limits.TALL], H, Hv)
         shape = cls(sizes, tuple(block), k.dtype.itemsize)
         if lists.kv_count.shape[-1] != shape.row_blocks:
             raise ValueError(
@@ -81,7 +82,7 @@ class Shape:
         return self.sizes.T * ((H + Hv) * self.itemsize + H * 4)
 
 
-def check_sizes(block: tuple[int, ...], *head_sizes: int) -> None:
+def check_sizes(block: Iterable[int], *head_sizes: int) -> None:
     """Raises for a block size or a head size that the kernels do not have."""
     for tokens in block:
         if tokens not in limits.BLOCKS:

@@ -41,6 +41,7 @@ MAX_COMPARED = 4096  # work tiles of a run that is sorted by comparing each with
 MAX_COUNTED = 1024  # row blocks of all tail heads: every tail CTA reads the lists of them all
 WIDTH = 8  # integers of a record
 TAIL_TILES = 4  # work tiles per multiprocessor in the tail, at least
+HEAD_TAIL_TILES = 2  # the same in `HeadTables`, where every CTA of the tail reads all its lists
 
 
 def work_table(
@@ -249,7 +250,7 @@ class HeadTables:
 
     def _tail_heads(self, row_blocks: int) -> int:
         """How many heads at the end are sorted together."""
-        tail = min(pl.cdiv(TAIL_TILES * _jax.multiprocessors(), self.columns), self.heads)
+        tail = min(pl.cdiv(HEAD_TAIL_TILES * _jax.multiprocessors(), self.columns), self.heads)
         return tail if self.is_sorted and tail > 1 and tail * row_blocks <= MAX_COUNTED else 0
 
     def run(self, head, refs, smem):

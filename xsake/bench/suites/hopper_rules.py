@@ -42,6 +42,7 @@ SHAPES = (  # B, N, K, T, H
 # keys in the window, mean tokens of a document
 RULES = {"causal": (None, None), "window": (1024, None), "documents": (None, 1200)}
 DIRECTIONS = ("forward", "backward")
+TURNS = 6  # of every call
 MADE_BEFORE, WHOLE_CALL = "xsake, mask made before", "xsake, whole call"
 
 Timed = tuple[Callable[[], Any], Callable[[Any], Any]]  # a call, and what waits for its result
@@ -140,14 +141,15 @@ def attend_whole(case: RunCase, q: Array, k: Array, v: Array, ids: Array) -> Arr
 
 
 def times_of(calls: dict[str, Timed]) -> dict[str, float]:
-    """Median seconds of each call; they take turns, each time from another one on.
+    """Median seconds of each call; they take turns, each time from another one on, and back.
 
     The first round of a turn does not count: the GPU's clock still follows the call before it.
     """
     names, found = list(calls), {name: list[float]() for name in calls}
     with alone():
-        for turn in range(3):
-            for name in names[turn:] + names[:turn]:
+        for turn in range(TURNS):
+            first = turn % len(names)
+            for name in (names[first:] + names[:first])[:: -1 if turn % 2 else 1]:
                 call, wait = calls[name]
-                found[name] += time_queued(call, seconds=0.06, rounds=3, wait=wait).seconds[1:]
+                found[name] += time_queued(call, seconds=0.04, rounds=2, wait=wait).seconds[1:]
     return {name: statistics.median(seconds) for name, seconds in found.items()}

@@ -1,0 +1,80 @@
+"""The Hopper forward with three compute warpgroups, interpreted: `python -m tests.tall_rows`.
+
+A process of its own: the interpreter runs every warpgroup in a thread of XLA, and there are as many
+of these as devices. Prints one line for each case, and ends with 1 if one disagrees or races.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+
+if __name__ == "__main__":  # pytest imports this file too, to look for doctests
+    eight = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {eight}"
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests import oracle
+from xsake import BlockMask, _jax, masks
+from xsake.backends import kernel_rule
+from xsake.backends.hopper.limits import TALL
+from xsake.backends.options import ForwardTiling
+
+LENGTH, HEADS, SCALE = 330, 2, 0.125
+CASES = {
+    "causal": (masks.causal(), ("causal",), {}),
+    "window": (masks.sliding_window(100, 0), ("sliding_window", 100, 0), {"overlap": False}),
+}
+
+
+def agrees(rule, spec, tiling) -> bool:
+    """Whether output and logsumexp are those of the oracle, and no warpgroup races another."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import forward_kernel
+
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((1, LENGTH, n, 64)), jnp.bfloat16) for n in (HEADS, 1, 1)
+    )
+    mask = BlockMask.from_rule(rule, (LENGTH, LENGTH), block=(TALL, 128))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        out, lse = forward_kernel.forward(
+            q,
+            k,
+            v,
+            mask.lists,
+            block=mask.block,
+            rule=kernel_rule.by_query(mask),
+            scale=SCALE,
+            tiling=ForwardTiling(**tiling),
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        )
+        out, lse = np.asarray(out, np.float64), np.asarray(lse)
+    want, want_lse = oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(spec, 1, HEADS, LENGTH, LENGTH),
+        scale=SCALE,
+    )
+    return (
+        oracle.relative_error(out, want) <= 1e-2
+        and oracle.relative_error(np.moveaxis(lse, 1, 2), want_lse) <= 1e-4
+        and "RACE" not in printed.getvalue()
+    )
+
+
+def main() -> int:
+    _jax.multiprocessors = lambda: 1
+    found = {name: agrees(*case) for name, case in CASES.items()}
+    for name, fine in found.items():
+        print(f"{name}: {'ok' if fine else 'WRONG'}")
+    return 0 if all(found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
