@@ -110,10 +110,9 @@ def run(example, names):
 
 @pytest.mark.parametrize(
     "examples",
-    [(APPLY, LOCAL), (NATIVE, GIVEN)],
+    [pytest.param((APPLY, LOCAL), marks=pytest.mark.slow), (NATIVE, GIVEN)],
     ids=["apply", "native"],
 )
-@pytest.mark.slow
 def test_the_examples_run_as_written(examples):
     """Values are ones, so each branch gives ones where a query sees anything."""
     names = Names()
