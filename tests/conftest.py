@@ -5,6 +5,7 @@
     pytest --slow                the long sweeps too
     pytest --sample 5            `by_version`, `second_python`, and a fifth of the rest: the same
                                  fifth each time
+    pytest --jaxtyping-packages= without the checks of types, as `make pytest SAMPLE=n` runs
 
 `make test` runs what is marked `optimized` with the optimiser and the rest without it.
 """

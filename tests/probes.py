@@ -19,6 +19,11 @@ every_backend = pytest.mark.parametrize(
     "backend",
     [pytest.param(x, marks=[pytest.mark.slow] * (x == "reference")) for x in BACKENDS],
 )
+# `dense` too knows nothing of blocks, lists and loops; test_conformance.py and test_properties.py
+# compare it with the oracle.
+by_blocks = pytest.mark.parametrize(
+    "backend", [pytest.param(x, marks=[pytest.mark.slow] * (x != "xla")) for x in BACKENDS]
+)
 by_own_gradient = pytest.mark.parametrize("backend", ["xla", "dense"])
 OUTPUT, GRADIENT = 2e-6, 1e-5  # float32, as a share of the largest number of the reference
 

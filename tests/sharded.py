@@ -1,7 +1,8 @@
-"""Attention under shard_map over batch and heads on 8 CPU devices: `python -m tests.sharded`.
+"""Attention under shard_map over batch and heads on 8 devices: `python -m tests.sharded [--all]`.
 
 A process of its own, because the number of devices is settled when JAX starts. Prints one line for
-each case, and ends with 1 if any shard disagrees with the oracle.
+each case, and ends with 1 if any shard disagrees with the oracle. By default one case has all rules
+with arrays at once; --all runs them one by one too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ B, T, S, N, K, H = 4, 40, 56, 4, 2, 8  # on 4 x 2 devices: one row, two query he
 BLOCK = (16, 8)
 
 
-def specs():
+def specs(with_single_rules=False):
     rng = np.random.default_rng(0)
     q_ids, kv_ids = (rng.integers(-1, 2, (B, n)).astype(np.int32) for n in (T, S))
     table = rng.integers(-9, 30, (B, N)).astype(np.int32)
@@ -36,12 +37,17 @@ def specs():
     b_and_n = ("and", ("function", rows_differ), ("function", later_heads_look_further))
     b_and_n = ("and", b_and_n, ("random", 0.5, 7, 8))
     numbers = np.arange(B, dtype=np.int32), np.arange(N, dtype=np.int32)
-    return {
+    alone = {
         "causal, without data": ("causal",),
         "documents": ("documents", q_ids, kv_ids),
         "a table of b and n": ("function", shifted_by_table, (table,), "positions"),
         "an array": ("array", rng.random((B, N, T, S)) < 0.5),
         "positions": ("positions", ("causal",), positions, None),
+    }
+    causal, documents, by_table, array, at_positions = alone.values()
+    every = ("or", ("and", documents, array), ("and", by_table, at_positions))
+    return (alone if with_single_rules else {}) | {
+        "documents, a table, an array and positions": ("and", causal, every),
         "numbered functions of b and n, random": ("numbered", b_and_n, *numbers),
         "functions of b and n, random, without masks.numbered": b_and_n,
     }
@@ -83,11 +89,11 @@ def run_case(spec, backend, mesh) -> float:
     )
 
 
-def main() -> int:
+def main(flag: str = "") -> int:
     assert len(jax.devices()) == 8
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
     worst = 0.0
-    for name, spec in specs().items():
+    for name, spec in specs(with_single_rules=flag == "--all").items():
         # Backends share the mask's code and compiling is slow: one case covers the second backend.
         for backend in ("xla", "reference") if name.startswith("numbered") else ("xla",):
             try:
@@ -102,4 +108,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -236,7 +236,7 @@ def test_algebra():
     """The laws of sets, at every token, over every two of a few rules; one program for all."""
     sizes = SIZES[0]
     everything = masks.everything()
-    some = [to_rule(zoo(*sizes)[name]) for name in ("causal", "documents", "random", "array")]
+    some = [to_rule(zoo(*sizes)[name]) for name in ("causal", "documents", "array")]
     at = [jnp.asarray(x) for x in np.ix_(*map(range, sizes))]
 
     def tokens_of(rule):
@@ -255,9 +255,9 @@ def test_algebra():
         return jnp.stack(held), jnp.stack([tokens_of(x).mean() for x in (everything, *some)])
 
     held, shares = map(np.asarray, laws(some))
-    assert held.tolist() == [True] * (4 * 7 + 6 * 5)
+    assert held.tolist() == [True] * (3 * 7 + 3 * 5)
     assert shares[0] == 1
-    assert len(set(shares)) == 5  # else the laws would hold of anything
+    assert len(set(shares)) == 4  # else the laws would hold of anything
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import xsake
 from tests.probes import (
     assert_near,
     assert_same_bits,
+    by_blocks,
     by_own_gradient,
     every_backend,
     fast,
@@ -70,7 +71,15 @@ def test_a_nan_that_is_seen_is_not_hidden(backend, where):
 
 
 @every_backend
-@pytest.mark.parametrize("rule", ["lengths", "documents", "causal", "array"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "lengths",
+        "array",
+        pytest.param("documents", marks=pytest.mark.slow),
+        pytest.param("causal", marks=pytest.mark.slow),
+    ],
+)
 def test_a_masked_key_of_a_visited_block_cannot_leak(backend, rule):
     """1e9 in keys and values that the rule masks inside visited blocks: not one bit changes."""
     T = 40
@@ -96,7 +105,7 @@ def test_a_masked_key_of_a_visited_block_cannot_leak(backend, rule):
         assert not poisoned[4][:, hidden].any()
 
 
-@every_backend
+@by_blocks
 def test_no_gradient_reaches_the_future(backend):
     q, k, v, d_out, d_lse = random_arrays(1, 40, 40, 2, 1, 8)
     mask = BlockMask.from_rule(masks.causal(), (40, 40), block=16)
@@ -146,7 +155,7 @@ def test_a_query_without_keys_has_output_0_and_logsumexp_minus_infinity(backend,
 # ---------------------------------------------------------------- lengths, documents, heads
 
 
-@every_backend
+@by_blocks
 @pytest.mark.parametrize("window", [(15, 0), (17, 3), (None, 5)])
 def test_windows_need_not_align_with_blocks(backend, window):
     x = random_arrays(1, 53, 53, 2, 2, 8)
@@ -155,7 +164,7 @@ def test_windows_need_not_align_with_blocks(backend, window):
     assert_near(run(backend, *x, mask=mask), from_oracle(spec, *x))
 
 
-@every_backend
+@by_blocks
 @pytest.mark.parametrize("lengths", [(20, 75), (75, 20), (1, 33)])
 def test_queries_and_keys_may_differ_in_length(backend, lengths):
     T, S = lengths
@@ -163,7 +172,7 @@ def test_queries_and_keys_may_differ_in_length(backend, lengths):
     assert_near(run(backend, *x, is_causal=True), from_oracle(("causal",), *x))
 
 
-@every_backend
+@by_blocks
 def test_packed_documents_equal_documents_run_alone(backend):
     lengths = [13, 20, 13]
     x = random_arrays(1, sum(lengths), sum(lengths), 4, 2, 8)
@@ -177,7 +186,7 @@ def test_packed_documents_equal_documents_run_alone(backend):
     assert_near(packed, [np.concatenate(parts, axis=1) for parts in zip(*alone, strict=True)])
 
 
-@every_backend
+@by_blocks
 def test_per_head_masks_equal_single_head_calls(backend):
     q, k, v, d_out, d_lse = random_arrays(1, 48, 48, 4, 4, 8)
     bits = np.random.default_rng(2).random((4, 3, 3)) < 0.6

@@ -7,7 +7,6 @@ and 8 random signatures; `make fuzz` draws more of those.
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -194,9 +193,3 @@ def test_results_match_the_oracle_for_random_signatures(seed):
     rng = np.random.default_rng(seed)
     signature, contents = draw_signature(rng), draw_contents(rng)
     assert not check(signature, contents), (describe(signature), contents)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _forget_programs():
-    yield
-    jax.clear_caches()

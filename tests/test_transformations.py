@@ -19,6 +19,7 @@ from tests.probes import (
     OUTPUT,
     assert_near,
     assert_same_bits,
+    by_blocks,
     by_own_gradient,
     every_backend,
     fast,
@@ -55,7 +56,7 @@ def test_a_traced_mask_does_not_recompile(backend):
     assert len(seen) == 4, "contents do matter"
 
 
-@every_backend
+@by_blocks
 def test_vmap(backend):
     """Over q, k, v with one mask, over the mask with one q, and over both."""
     q, k, v, *_ = random_arrays(3, 40, 40, 2, 1, 8)
@@ -78,7 +79,7 @@ def test_vmap(backend):
                 assert oracle.relative_error(x[i], y) <= GRADIENT
 
 
-@every_backend
+@by_blocks
 def test_scan_and_checkpoint(backend):
     """Two layers with a mask each: scanned, rematerialised and unrolled, with gradients."""
     q, k, v, *_ = random_arrays(1, 40, 40, 2, 2, 8)
@@ -130,7 +131,7 @@ def test_eval_shape(backend):
 
 
 @pytest.mark.by_version
-@every_backend
+@by_blocks
 def test_export(backend):
     """Serialised, read back, called and differentiated with other contents."""
     q, k, v, *_ = random_arrays(1, 40, 40, 2, 1, 8)
@@ -288,7 +289,7 @@ def test_empty_axes_give_what_jax_nn_gives(backend, sizes):
     assert [x.shape for x in pull_back(out)] == [q.shape, k.shape, v.shape]
 
 
-@every_backend
+@by_blocks
 def test_two_runs_are_bit_equal(backend):
     x = random_arrays(2, 75, 75, 4, 2, 16)
     mask = BlockMask.from_dense(random_bits(2, 4, 5, 5), masks.causal(), shape=(75, 75), block=16)
@@ -311,7 +312,7 @@ def test_sums_are_float32_whatever_the_dtype(backend):
     assert grad.item() == pytest.approx(2 * 4 * 152, rel=2**-8)
 
 
-@every_backend
+@by_blocks
 def test_partial_results_merge_by_their_logsumexp(backend):
     """Attention over two halves of the keys, merged, is attention over all; gradients too."""
     q, k, v, d_out, _ = random_arrays(1, 30, 64, 2, 1, 8)
@@ -342,11 +343,17 @@ def test_partial_results_merge_by_their_logsumexp(backend):
         assert oracle.relative_error(x, y) <= (GRADIENT if i else OUTPUT)
 
 
-@pytest.mark.second_python
-def test_shard_map_over_batch_and_heads():
+@pytest.mark.parametrize(
+    ("flags", "cases"),
+    [
+        pytest.param([], 4, marks=pytest.mark.second_python, id="rules together"),
+        pytest.param(["--all"], 9, marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_shard_map_over_batch_and_heads(flags, cases):
     """On 8 devices, with rules that depend on the batch and head index: see tests/sharded.py."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sharded"],
+        [sys.executable, "-m", "tests.sharded", *flags],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
@@ -354,4 +361,4 @@ def test_shard_map_over_batch_and_heads():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert done.stdout.count(": ok") == 8
+    assert done.stdout.count(": ok") == cases

@@ -125,6 +125,27 @@ FOR_HOPPER = {
     "kv blocks of 64, heads of 256",
     "more row blocks than a GPU takes at once",
 }
+# Cases with one kind of input, which other cases here have beside another, and test_properties.py
+# or test_probes.py have on `xla` too.
+REPEATED_ON_XLA = {
+    "causal",
+    "window",
+    "first keys and window",
+    "more keys than queries",
+    "more queries than keys",
+    "two batch rows, odd sizes",
+    "values narrower than keys",
+    "grouped heads",
+    "head blocks, no rule",
+    "token mask, shared",
+    "documents",
+    "bias",
+    "bias per head",
+    "soft cap",
+    "sinks",
+    "bfloat16",
+    "float16",
+}
 # Three loops are compiled with XLA's optimiser: one case for each kind of input.
 IN_THREE_LOOPS = {
     "head blocks",
@@ -135,6 +156,7 @@ IN_THREE_LOOPS = {
 assert {case.name for case in CONFORMANCE} >= IN_LARGE_STEPS
 assert IN_LARGE_STEPS >= LARGE_STEPS_ON_A_CPU
 assert {case.name for case in CONFORMANCE} >= DENSE_ON_A_CPU | FOR_HOPPER | IN_THREE_LOOPS
+assert {case.name for case in CONFORMANCE} >= REPEATED_ON_XLA
 assert DENSE_ON_A_CPU >= REFERENCE_ON_A_CPU
 
 
@@ -145,7 +167,7 @@ def marks_of(case: Case, way: str) -> list[pytest.MarkDecorator]:
         LARGE_STEPS: case.name in LARGE_STEPS_ON_A_CPU,
         "dense": case.name in DENSE_ON_A_CPU,
         "reference": case.name in REFERENCE_ON_A_CPU,
-        "xla": case.name not in FOR_HOPPER,
+        "xla": case.name not in FOR_HOPPER | REPEATED_ON_XLA,
         "tpu": _jax.platform() == "tpu",  # tests/backends/tpu/ interprets the kernels
     }
     return [] if is_here.get(way, True) or _jax.platform() == "gpu" else [pytest.mark.slow]
@@ -309,10 +331,15 @@ def exact_jax_nn(*args, **named):
         {"is_causal": True},
         {"local_window_size": (9, 3)},
         {"local_window_size": 12, "is_causal": True},
-        {"key_value_seq_lengths": np.array([50, 64], np.int32), "scale": 0.3},
-        {"query_seq_lengths": np.array([7, 64], np.int32)},
-        {"bias": np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(1, 1, 64, 64)},
-        {"mask": np.arange(64 * 64).reshape(64, 64) % 3 != 1},
+        {
+            "query_seq_lengths": np.array([7, 64], np.int32),
+            "key_value_seq_lengths": np.array([50, 64], np.int32),
+            "scale": 0.3,
+        },
+        {
+            "bias": np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(1, 1, 64, 64),
+            "mask": np.arange(64 * 64).reshape(64, 64) % 3 != 1,
+        },
     ],
     ids=lambda extra: "+".join(extra) or "plain",
 )

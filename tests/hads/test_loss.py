@@ -84,7 +84,7 @@ def loss_of(model, tokens, layer, change):
     return -jnp.take_along_axis(likely, tokens[1:, None], 1).sum()
 
 
-@pytest.mark.parametrize("family", ["llama", "mixed windows"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "mixed windows"])
 def test_gradients_are_those_of_the_summed_loss(family):
     """Against central differences of the loss along random directions, in every layer."""
     model = random_model(FAMILIES[family])
@@ -101,6 +101,7 @@ def test_gradients_are_those_of_the_summed_loss(family):
         np.testing.assert_allclose((ahead - behind) / (2 * step), (direction**2).sum(), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_profile_has_the_cost_of_dropping_blocks_in_every_layer(model):
     """The gradient by another route, the change of the output by attention over kept blocks."""
     tokens = jnp.asarray(random_tokens(LLAMA, 64))
@@ -227,15 +228,22 @@ def test_the_oracle_of_the_loss_ranks_by_the_gradient_on_the_input(model, profil
     assert needle._sources(other, every) == ("given",)  # no backward pass for other methods
     assert needle._sources(oracle, every) == every == ("given", "loss_sensitivity")
     slopes = jax.jit(subject.bare.loss_gradients)(subject.weights, jnp.asarray(tokens)[None])
-    given, kept = [], []
 
-    def fold(layer, seen, carry):
-        given.append((seen.q[0], seen.k[0], seen.v[0], seen.kernel))
-        how = {"block": BLOCK, "curves": (), "gradient": slopes[layer]}
-        scores = measure(*given[-1], **how).loss_sensitivity
-        kept.append(selection.keep_top(scores, oracle.counts[layer]))
+    @jax.jit
+    def observed(weights, tokens, slopes):
+        """(q, k, v, kernel) of every layer, and the blocks that it keeps."""
+        given, kept = [], []
 
-    subject.observe(subject.weights, tokens[None], fold, None)
+        def fold(layer, seen, carry):
+            given.append((seen.q[0], seen.k[0], seen.v[0], seen.kernel))
+            how = {"block": BLOCK, "curves": (), "gradient": slopes[layer]}
+            scores = measure(*given[-1], **how).loss_sensitivity
+            kept.append(selection.keep_top(scores, oracle.counts[layer]))
+
+        subject.observe(weights, tokens[None], fold, None)
+        return given, kept
+
+    given, kept = observed(subject.weights, tokens, slopes)
     for layer, seen in enumerate(given):
         seen = methods.Activations(*seen, gradient=slopes[layer])
         np.testing.assert_array_equal(oracle.blocks(layer, seen, BLOCK), kept[layer])

@@ -109,8 +109,7 @@ def slow(*values):
     "names",
     [
         ["none"],
-        ["causal"],
-        *(slow([x]) for x in ("function", "documents", "two intervals")),
+        *(slow([x]) for x in ("causal", "function", "documents", "two intervals")),
         list(RULES),
     ],
     ids=len,
@@ -127,7 +126,7 @@ def test_every_rule_lowers_for_cuda(names):
     ("block", "sizes"),
     [
         slow((128, 128), (40, 40)),
-        ((128, 128), (64, 128)),
+        slow((128, 128), (64, 128)),
         slow((128, 128), (128, 64)),
         slow((128, 128), (192, 256)),
         slow((64, 128), (64, 64)),

@@ -31,17 +31,17 @@ def decoded(mask: BlockMask, by_column: bool, in_order):
     @jax.jit
     def one(launch):
         found = visits.visits_of(mask, layout, has_partial=True, in_order=in_order)
-        return found.launches, *found.of_launch(launch)
+        table, total = found.of_launch(launch)
+        visit = layout.at(table, jnp.arange(layout.steps))
+        wanted = visit.x, visit.g, visit.i, visit.j, visit.kind, visit.is_first, visit.is_last
+        return found.launches, table, total, [jnp.broadcast_to(x, layout.steps) for x in wanted]
 
     launches = []
     for launch in range(int(one(0)[0])):
-        _, table, total = one(launch)
+        _, table, total, wanted = one(launch)
         assert table.size <= visits.MOST_WORDS
         assert 0 < total <= layout.steps
-        visit = layout.at(table, jnp.arange(total))
-        wanted = visit.x, visit.g, visit.i, visit.j, visit.kind, visit.is_first, visit.is_last
-        wanted = [np.broadcast_to(np.asarray(x), total) for x in wanted]
-        launches.append(list(zip(*(x.tolist() for x in wanted), strict=True)))
+        launches.append(list(zip(*(np.asarray(x)[:total].tolist() for x in wanted), strict=True)))
     return layout, launches
 
 

@@ -121,6 +121,7 @@ def test_a_row_that_drops_a_block_cannot_see_it_in_a_large_step(options):
         assert np.isnan(y[:, 32:]).all(), "the other rows do see it"
 
 
+@pytest.mark.slow
 def test_a_new_mask_does_not_recompile_large_steps():
     x = random_arrays(1, 64, 64, 2, 2, 8)
     programs, seen = run._cache_size(), set()
