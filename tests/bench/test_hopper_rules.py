@@ -214,5 +214,5 @@ def test_calls_take_turns_from_another_one_on(monkeypatch):
 
     monkeypatch.setattr(hopper_rules, "time_queued", time_queued)
     found = hopper_rules.times_of({name: (functools.partial(str, name), str) for name in "abc"})
-    assert "".join(asked) == "abcbcacab"
-    assert found == {"a": 6.0, "b": 4.0, "c": 5.0}
+    assert "".join(asked) == "abcacbcabcbabcabac"
+    assert found == {"a": 10.0, "b": 10.0, "c": 8.5}
