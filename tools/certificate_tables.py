@@ -13,17 +13,22 @@ Record = dict[str, Any]
 def speed(report: Record) -> Cells:
     """suites.certificate speed, or model: times ÷ that of dense attention in the same run.
 
-    The last form has the bound with random inputs, and a threshold with a model's activations.
+    The last form has the bound with random inputs, and a threshold with a model's activations. A
+    file without times of the certificate alone has no column for them.
     """
     rows = [row for row in report["rows"] if row["kind"] == "speed"]
     limits = dict.fromkeys(row["threshold"] for row in rows if "threshold" in row)
     last = "threshold" if limits else "bound"
     shown = f"threshold {' or '.join(f'{x:g}' for x in limits)}" if limits else "bound"
-    names = ("selection", "selection_and_sparse", "certificate", f"certificate_with_{last}")
+    names = ["selection", "selection_and_sparse", f"certificate_with_{last}"]
+    alone = any("certificate_over_dense" in row for row in rows)
+    if alone:
+        names.insert(2, "certificate")
     head = (
         "B·N·T·H | block | selector | density | dense ms | selection ÷ dense | selection + sparse"
     )
-    return [*head.split(" | "), "+ certificate", f"+ certificate with {shown}"], (
+    more = ["+ certificate"] if alone else []
+    return [*head.split(" | "), *more, f"+ certificate with {shown}"], (
         [
             row["shape"],
             str(row["block"]),

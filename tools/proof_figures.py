@@ -29,6 +29,12 @@ SHOWN = {
     "bigbird": "BigBird",
     "seed_entropy": "earlier XSAKE",
 }
+TASK_STYLES = {
+    "oracle/output": ("oracle", "C2^--"),
+    "outlier_queries/output": ("HADS, outlier_queries", "C0o-"),
+    "outlier_queries/output certified, error 0.2": ("the same, certified (asked for)", "C1D"),
+    "sink_window": ("sink + window", "C3s:"),
+}
 
 Save = Callable[[Any, str], None]
 
@@ -69,28 +75,32 @@ def quality_figure(save: Save) -> None:
 
 
 def tasks_figure(save: Save) -> None:
-    """Share of dense attention's right answers against density, at each length."""
-    figure, axes = _axes((5.6, 3.9), "density", "right answers ÷ dense attention's")
-    axes.set_xlabel("density that was visited")
+    """Share of dense attention's right answers against density, a panel for each length.
+
+    Certified attention is drawn at the density that it visited, labelled with the one asked for.
+    """
     means = summarise(_load(TASKS)["rows"])
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for mean in means:
-        most = max(
-            len(x["families"])
-            for x in means
-            if (x["length"], x["method"]) == (mean["length"], mean["method"])
-        )
-        # points of all families that were measured, so that they can be compared
-        if len(mean["families"]) < max(most, 3):
-            continue
-        name = f"{mean['method'].replace('/output', '')}, {mean['length']:,} tokens"
-        point = (mean["realised_density_ratio"], mean["share_of_dense"])
-        lines.setdefault(name, []).append(point)
-    for name, points in lines.items():
-        style = ":" if name.startswith("sink") else "--" if " certified" in name else "-"
-        axes.plot(*zip(*sorted(points), strict=True), style, marker="o", ms=4, label=name)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.legend(fontsize=7)
+    lengths = sorted({mean["length"] for mean in means})
+    figure, panels = plt.subplots(1, 3, figsize=(10, 3.9), sharey=True, layout="constrained")
+    for axes, length in zip(panels, lengths, strict=True):
+        for method, (name, style) in TASK_STYLES.items():
+            found = [x for x in means if (x["length"], x["method"]) == (length, method)]
+            most = max((len(x["families"]) for x in found), default=0)
+            # points of all families that were measured, so that they can be compared
+            full = [x for x in found if len(x["families"]) >= max(most, 3)]
+            points = [(x["realised_density_ratio"], x["share_of_dense"]) for x in full]
+            x, y = zip(*sorted(points), strict=True) if points else ((), ())
+            axes.plot(x, y, style, ms=5, label=name)
+            if " certified" in method:
+                for mean, point in zip(full, points, strict=True):
+                    place = (2, 5) if mean["density"] >= 0.3 else (2, -11)
+                    label = f"{mean['density']:g}"
+                    axes.annotate(label, point, place, textcoords="offset points", fontsize=7)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.grid(alpha=0.3)
+        axes.set(title=f"{length:,} tokens", xlabel="density that was visited", xlim=(0.05, 0.65))
+    panels[0].set_ylabel("right answers ÷ dense attention's")
+    panels[0].legend(fontsize=7, loc="center left")
     save(figure, "proof-tasks.png")
 
 

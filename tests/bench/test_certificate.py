@@ -3,12 +3,14 @@
 import json
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from tests.hads.test_plan import profile_of
 from xsake.bench.suites import certificate
+from xsake.hads import make
 from xsake.model import Config, Transformer
 
 
@@ -43,3 +45,16 @@ def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypa
     dense, first, second = visited
     assert dense is None
     assert first < second
+
+
+def test_the_certificate_that_is_timed_computes_its_sample():
+    """A program that returned the output alone would be compiled without the sample."""
+    profile = profile_of(1, 2)
+    plan = make(profile, 0.6, "output", "mean_query")
+    q = jnp.ones((1, profile.facts.length, 2, 4))
+    forms = certificate._forms(0.2)
+    counted = {
+        name: jax.jit(forms[name]).lower(plan, 0, q, q, q).compile().cost_analysis()["flops"]
+        for name in ("selection_and_sparse", "certificate")
+    }
+    assert counted["certificate"] > 1.01 * counted["selection_and_sparse"]

@@ -150,26 +150,75 @@ def test_tables_of_several_methods_are_merged_cell_by_cell(tmp_path):
     assert len(found["parts"]) == 1
 
 
-def test_certified_methods_are_shown_with_the_density_that_they_visited():
-    def row(method, density, right, used):
-        accuracy, given = right.count("1") / 4, {"length": 64, "family": "f"}
-        given |= {"method": method, "density": density, "accuracy": accuracy}
-        given |= {"accuracy_difference": accuracy - 1.0, "loss_difference": 0.0}
-        errors = {f"{x}_difference_standard_error": 0.1 for x in ("accuracy", "loss")}
-        return given | errors | {"right_by_prompt": right, "realised_density_ratio": used}
+def cell(method, density, right, used=None, family="f"):
+    """A record of four prompts, all of which dense attention answers right."""
+    accuracy, given = right.count("1") / 4, {"length": 64, "family": family}
+    given |= {"method": method, "density": density, "accuracy": accuracy}
+    given |= {"accuracy_difference": accuracy - 1.0, "loss_difference": 0.0}
+    errors = {f"{x}_difference_standard_error": 0.1 for x in ("accuracy", "loss")}
+    given |= {"right_by_prompt": right, "loss_by_prompt": [1.0 - int(x) for x in right]}
+    return given | errors | {"realised_density_ratio": density if used is None else used}
 
+
+def lines_of(table):
+    head, lines = table
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+@pytest.mark.parametrize("block", ["", ", blocks of 128"])
+def test_certified_methods_are_shown_with_the_density_that_they_visited(block):
     rows = [
-        row("dense", 1.0, "1111", 1.0),
-        row("a/output", 0.2, "1000", 0.2),
-        row("sink_window", 0.2, "0000", 0.2),
-        row("a/output certified, error 0.2", 0.2, "1111", 0.61),
+        cell("dense", 1.0, "1111"),
+        cell(f"a/output{block}", 0.2, "1000"),
+        cell(f"sink_window{block}", 0.2, "0000"),
+        cell(f"a/output certified, error 0.2{block}", 0.2, "1111", 0.61),
     ]
-    head, lines = task_tables.certified({"rows": rows})
-    lines = [dict(zip(head, line, strict=True)) for line in lines]
-    assert [x["method"] for x in lines] == ["a/output", "a/output certified, error 0.2"]
+    lines = sorted(lines_of(task_tables.certified({"rows": rows})), key=lambda x: x["visited"])
+    names = [f"a/output{block}", f"a/output certified, error 0.2{block}"]
+    assert [x["method"] for x in lines] == names
     assert [x["visited"] for x in lines] == ["0.20", "0.61"]
     assert [x["share of dense"] for x in lines] == ["0.250", "1.000"]
     assert [x["p"] for x in lines] == ["0.250", "1.000"]
+    assert lines[0]["family with the smallest p"] == "f -3 of 4, p = 0.250"
+
+
+def test_methods_are_compared_prompt_by_prompt():
+    """Only on families that both have; a family that dense attention cannot do does not count."""
+    rows = [
+        *(cell("dense", 1.0, right, family=f) for f, right in (("f", "1111"), ("g", "1000"))),
+        *(cell("outlier_queries/loss", 0.2, "1110", family=f) for f in "fg"),
+        *(cell("outlier_queries/output", 0.2, "1001", family=f) for f in "fg"),
+        cell("outlier_queries/output", 0.3, "1111"),
+    ]
+    (line,) = lines_of(task_tables.pairs({"rows": rows}))
+    assert (line["method"], line["density"]) == ("outlier_queries/loss", "0.2")
+    assert (line["families"], line["lost, won"]) == ("1", "1, 2")
+    assert line["difference, points"].startswith("+25.0 ± ")
+    assert line["loss difference"].startswith("-0.250 ± ")
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(0.43, 0.43), (0.43, 0.2)])
+def test_blocks_are_compared_at_equal_density_and_at_equal_time(wide, narrow):
+    both = [("128", wide, "1100"), ("64", narrow, "1111")]
+    rows = [cell("dense", 1.0, "1111")]
+    rows += [cell(f"outlier_queries/output, blocks of {b}", d, right) for b, d, right in both]
+    (line,) = task_tables.pairs({"rows": rows})[1]
+    assert line[2:5:2] == [f"{wide:g}", f"{narrow:g}"]
+    assert line[7] == "2, 0"
+
+
+def test_floors_and_goals_are_judged():
+    families = ("f", "g", "h")
+    rows = [cell("dense", 1.0, "1111", family=f) for f in families]
+    for density, first in ((0.1, "1110"), (0.2, "1110"), (0.43, "1111")):
+        for f, right in zip(families, (first, "1111", "1111"), strict=True):
+            rows.append(cell("outlier_queries/output", density, right, family=f))
+    lines = lines_of(task_tables.floors({"rows": rows}))
+    assert [(x["floor"], x["goal"]) for x in lines] == [
+        ("", "at least 0.80 of dense: met"),
+        ("at least 0.90 of dense: met", "at least 0.97 of dense: missed"),
+        ("at most 2 points below: met", ""),
+    ]
 
 
 def test_times_on_activations_are_shown_with_their_threshold():
@@ -179,6 +228,10 @@ def test_times_on_activations_are_shown_with_their_threshold():
     head, lines = certificate_tables.speed({"rows": [row]})
     assert head[-1] == "+ certificate with threshold 0.2"
     assert [len(line) for line in lines] == [len(head)]
+    del row["certificate_over_dense"]
+    fewer, lines = certificate_tables.speed({"rows": [row]})
+    assert [x for x in head if x not in fewer] == ["+ certificate"]
+    assert [len(line) for line in lines] == [len(fewer)]
 
 
 def test_one_head_at_a_time_is_changed(tmp_path, asked, monkeypatch):
