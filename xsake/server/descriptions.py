@@ -57,7 +57,7 @@ DESCRIPTIONS: dict[str, Description] = {
     ),
     "cpu-jax-0.10": Description("The suite cpu with JAX 0.10.", _CAUSAL),
     "first-step-cpu": Description("First training step of a small model beside two busy loops."),
-    "first-step-h200": Description("First calls on an H200, by stage, and with a compilation cache."),
+    "first-step-h200": Description("First calls on an H200 by stage, also with a cache."),
     "hads-64": Description(
         "SmolLM2-135M-Instruct, blocks of 64: perplexity, KL and kept mass of HADS, "
         "fixed patterns and the oracle at equal density.",
