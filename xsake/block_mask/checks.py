@@ -55,15 +55,19 @@ def largest_capacity(rule: Rule, grid: Grid) -> int:
     if (spans := bound.spans(grid)) is not None:
         lo, hi = (np.clip(x, 0, grid.counts[1]) for x in spans[:2])
         return max(1, int(np.maximum(hi - lo, 0).sum()))
-    with jax.ensure_compile_time_eval():
-        return max(1, int(_most_live(bound, grid)))
+    return max(1, _most_live(bound, grid))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _most_live(bound: Rule, grid: Grid) -> Array:
+@functools.lru_cache(maxsize=1024)
+def _most_live(bound: Rule, grid: Grid) -> int:
     """The largest number of blocks that a head can list, under a rule without arrays."""
-    live = jnp.broadcast_to(bound.classify(grid)[0], (1, 1, *grid.counts))
-    return live.sum((-2, -1)).max()
+
+    def most() -> Array:
+        live = jnp.broadcast_to(bound.classify(grid)[0], (1, 1, *grid.counts))
+        return live.sum((-2, -1)).max()
+
+    # Compiled as one program, also while another one is traced.
+    return int(jax.jit(most).lower().compile()())
 
 
 def carried_sizes(rule: Rule) -> tuple[int, int]:
