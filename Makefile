@@ -51,7 +51,7 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## install into .venv/VERSION what constraints.txt pins; EXTRAS=cuda adds extras
 
-# The pip that comes with Python 3.11 and 3.12 takes twice as long as newer ones, so it is renewed.
+# The pip that comes with Python 3.11 and 3.12 takes longer than newer ones, so it is renewed.
 # --no-compile: Python compiles what is imported when it is imported; pip would compile everything,
 # which takes as long as all the rest of the set-up.
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile

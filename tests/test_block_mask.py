@@ -249,3 +249,13 @@ def test_overflow_under_jit_sets_the_overflow_flag(capacity, overflows):
     assert not build(jnp.eye(4, dtype=bool)).overflow
     turned = jax.jit(lambda mask: mask.transpose())(mask)
     assert bool(turned.overflow) == overflows, "transpose keeps the overflow flag"
+
+
+def test_a_mask_of_a_rule_without_spans_is_made_without_jit():
+    """Its capacity is a compiled program all the same; the grid is of no other test."""
+    rule = masks.strided(7) & masks.causal()
+    with jax.disable_jit():
+        mask = BlockMask.from_rule(rule, (67, 59), block=16)
+    np.testing.assert_array_equal(
+        mask.blocks(), jax.jit(lambda: BlockMask.from_rule(rule, (67, 59), block=16))().blocks()
+    )

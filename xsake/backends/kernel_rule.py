@@ -139,6 +139,19 @@ def _with_constant_intervals(mask: BlockMask) -> Rule | None:
     return None if is_simpler else rule
 
 
+def is_causal_alone(mask: BlockMask) -> bool:
+    """Whether the mask is a causal rule and nothing else, for all batch rows and heads.
+
+    A query then sees all keys up to its own index, or up to a fixed number of keys after it.
+    """
+    if not mask.is_rule or mask.kv_count.shape[:2] != (1, 1):
+        return False
+    match _window_and_tiles(mask.rule):
+        case ((left, right), ()):
+            return left == FAR and 0 <= right < FAR
+    return False
+
+
 def _given_intervals(mask: BlockMask) -> dict[str, Any]:
     always = intervals.always_intervals(mask.rule)
     otherwise = None if always else translate(mask.rule, *mask.shape)

@@ -50,8 +50,8 @@ class ForwardTiling:
     """Tuning parameters of the Hopper forward. They change results by rounding at most."""
 
     # Queries of a work tile. None: a row block of the mask. 192: three compute warpgroups instead
-    # of two, where the mask is a rule without arrays that all heads share, heads have up to 64
-    # channels, and there is neither a bias nor statistics; elsewhere as None.
+    # of two, where the mask is causal and nothing else, heads have up to 64 channels, and there is
+    # neither a bias nor statistics; elsewhere as None.
     rows: Literal[192] | None = None
     # Keys per product; divides the mask's kv block. None: the block, or 64 with a head of 256.
     step: int | None = None

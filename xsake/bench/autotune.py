@@ -116,7 +116,7 @@ def autotune(out: Path, only: str = "", report: Callable[[str], None] = print) -
             asked = {name: cases for name, cases in group.items() if only in f"{direction} {name}"}
             if not asked:
                 continue
-            if not all(name.startswith("64 ") and name.endswith(" static") for name in asked):
+            if not all(name.startswith("64 ") and name.endswith(" causal") for name in asked):
                 candidates = tuple(fields for fields in candidates if "rows" not in fields)
             tilings = [kind(**fields) for fields in candidates]
             speeds = _speeds(

@@ -66,8 +66,9 @@ def _most_live(bound: Rule, grid: Grid) -> int:
         live = jnp.broadcast_to(bound.classify(grid)[0], (1, 1, *grid.counts))
         return live.sum((-2, -1)).max()
 
-    # Compiled as one program, also while another one is traced.
-    return int(jax.jit(most).lower().compile()())
+    # Compiled as one program, also while another one is traced, and where nothing else is jitted.
+    with jax.disable_jit(False):
+        return int(jax.jit(most).lower().compile()())
 
 
 def carried_sizes(rule: Rule) -> tuple[int, int]:

@@ -183,8 +183,12 @@ def scores_of(source: str, seen: Activations, block: int) -> Float[Array, "N n n
             "the scores of oracle/loss need Activations.gradient, which is None; pass the gradient "
             "of the loss, or name the sources without loss_sensitivity"
         )
+    if source == "sensitivity" and seen.kernel is None:
+        raise ValueError(
+            "the scores of oracle/output need Activations.kernel, the output projection, which is "
+            "None; pass it, or name the sources without sensitivity"
+        )
     if source == "sensitivity":
-        assert seen.kernel is not None
         return block_sensitivity(*seen[:4], block, seen.softmax)
     if source == "loss_sensitivity":
         how: Any = {"block": block, "curves": (), "softmax": seen.softmax}

@@ -58,7 +58,10 @@ class Subject(Protocol):
 
 @runtime_checkable
 class SubjectWithGradients(Subject, Protocol):
-    """One that also has the gradient of its loss: for the policy `loss` and its oracle."""
+    """One that also has the gradient of its loss: for the policy `loss` and its oracle.
+
+    The class defines `loss_gradients`; one that delegates by `__getattr__` does not count.
+    """
 
     def loss_gradients(self, weights: Any, tokens: Array) -> Array:
         """Of Σ -ln p(next token) of tokens [1, T]: float32 [layers, T, N, Hv].

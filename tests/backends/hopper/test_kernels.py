@@ -17,7 +17,8 @@ from tests import oracle
 from tests.backends.hopper.test_hopper import FORWARD, FUSED, mask_of, own_lists
 from tests.conditions import needs_gpu, needs_interpreter
 from xsake import BlockMask, Options, _jax, masks
-from xsake.backends import Call, hopper, kernel_rule
+from xsake.backends import Call, Sizes, hopper, kernel_rule
+from xsake.backends.hopper import tilings
 from xsake.backends.options import BackwardTiling, ForwardTiling
 
 
@@ -272,35 +273,43 @@ def test_one_launch_prepares_the_same_as_several(
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "rule", "tiling"),
+    ("length", "keys", "heads", "tiling"),
     [
-        (1000, (4, 2), masks.causal(), {}),
-        (4096, (2, 1), masks.causal(), {"alternate_products": False, "lazy_rescale": 8.0}),
-        (777, (1, 1), masks.sliding_window(300, 40), {"overlap": False}),
-        (1500, (3, 3), masks.chunked(400) & masks.causal(), {"persistent": False}),
-        (192, (2, 2), masks.causal() & (masks.first(4) | masks.sliding_window(50)), {}),
-        (100, (2, 2), masks.everything(), {"stages": 3}),
+        (1000, 1000, (4, 2), {}),
+        (4096, 4096, (2, 1), {"alternate_products": False, "lazy_rescale": 8.0}),
+        (777, 900, (1, 1), {"overlap": False}),
+        (1500, 700, (3, 3), {"persistent": False}),
+        (192, 192, (2, 2), {"step": 64, "stages": 4}),
+        (100, 100, (2, 2), {"stages": 3}),
     ],
     ids=str,
 )
 @pytest.mark.gpu
 @needs_gpu
-def test_work_tiles_of_192_rows_agree(length, heads, rule, tiling):
-    """Three compute warpgroups; heads of 48 channels are padded, and the soft cap is theirs too."""
+def test_work_tiles_of_192_rows_agree(length, keys, heads, tiling):
+    """Three compute warpgroups; heads of 48 channels are padded, and the soft cap is theirs too.
+
+    Keys from the middle row block on are NaN for the rows before it, which drop them.
+    """
     rng = np.random.default_rng(length)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((2, length, n, 48)), jnp.bfloat16)
-        for n in (heads[0], heads[1], heads[1])
+        jnp.asarray(rng.standard_normal((2, size, n, 48)), jnp.bfloat16)
+        for size, n in ((length, heads[0]), (keys, heads[1]), (keys, heads[1]))
     )
-    mask = BlockMask.from_rule(rule, (length, length))
+    mask = BlockMask.from_rule(masks.causal(), (length, keys))
     run = functools.partial(
-        xsake.dot_product_attention, q, k, v, mask=mask, logits_soft_cap=5.0, return_residual=True
+        xsake.dot_product_attention, mask=mask, logits_soft_cap=5.0, return_residual=True
     )
     options = Options(hopper_forward=ForwardTiling(rows=192, **tiling))
-    for _ in range(10):  # a missing barrier does not show every time
-        got = run(implementation="hopper", options=options)
-        for x, y in zip(got, run(implementation="reference"), strict=True):
-            assert oracle.relative_error(np.asarray(x), np.asarray(y)) <= 1e-2
+    want = [np.asarray(x) for x in run(q, k, v, implementation="reference")]
+    middle = length // 256 * 128
+    for dropped in [keys, middle] * 5:  # a missing barrier does not show every time
+        poisoned = (x.at[:, dropped:].set(jnp.nan) for x in (k, v))
+        got = run(q, *poisoned, implementation="hopper", options=options)
+        rows = slice(length if dropped == keys else middle)
+        for x, y in zip(got, want, strict=True):
+            if y[:, rows].size:
+                assert oracle.relative_error(np.asarray(x)[:, rows], y[:, rows]) <= 1e-2
 
 
 @pytest.mark.slow
@@ -316,7 +325,42 @@ def test_work_tiles_of_192_rows_agree_when_interpreted():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert done.stdout.count(": ok") == 2
+    assert done.stdout.count(": ok") == 3
+
+
+@pytest.mark.parametrize(("T", "S"), [(500, 500), (300, 700), (700, 300)])
+def test_row_blocks_of_192_hold_what_the_rule_allows(T, S):
+    """Causal masks alone, and heads of up to 64 channels."""
+    causal = BlockMask.from_rule(masks.causal(), (T, S))
+    tall = hopper._in_rows(causal, 192, 64)
+    assert tall.block == (192, 128)
+    np.testing.assert_array_equal(tall.to_dense(), causal.to_dense())
+    for mask, rows, size in (
+        (causal, 192, 128),
+        (causal, None, 64),
+        (BlockMask.from_rule(masks.sliding_window(100, 0), (T, S)), 192, 64),
+        (BlockMask.from_rule(masks.prefix(9) | masks.causal(), (T, S)), 192, 64),
+        (BlockMask.from_dense(causal.blocks() > 0, masks.causal(), shape=(T, S)), 192, 64),
+        (causal & masks.documents(np.arange(T) // 90, np.arange(S) // 90), 192, 64),
+    ):
+        assert hopper._in_rows(mask, rows, size) is mask
+
+
+def test_classes_of_calls_know_causal_masks_and_lists_that_heads_share():
+    """Of which a tiling is measured."""
+    sizes = Sizes(2, 4096, 4096, 4, 4, 64, 64)
+    shape = (4096, 4096)
+    ids = np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), axis=1)
+    names = {
+        "64 short causal": BlockMask.from_rule(masks.causal(), shape),
+        "64 short one": BlockMask.from_rule(masks.causal() & masks.documents(ids), shape),
+        "64 short one sparse": BlockMask.from_rule(masks.sliding_window(200, 0), shape),
+        "64 short mixed": BlockMask.from_dense(np.ones((4, 32, 32), bool), masks.causal()),
+    }
+    for name, mask in names.items():
+        assert tilings.call_class(sizes, mask) == name
+    assert tilings.measured_forward(sizes, names["64 short causal"]).rows == 192
+    assert tilings.measured_forward(sizes, names["64 short one"]).rows is None
 
 
 @pytest.mark.gpu

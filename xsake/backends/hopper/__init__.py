@@ -267,7 +267,7 @@ def run_forward(
 
 def _in_rows(mask: BlockMask, rows: int | None, head_size: int) -> BlockMask:
     """The mask in row blocks of the work tiles that `ForwardTiling.rows` asks for."""
-    if rows is None or head_size > limits.TALL_HEAD_SIZE or not tilings.is_static(mask):
+    if rows is None or head_size > limits.TALL_HEAD_SIZE or not kernel_rule.is_causal_alone(mask):
         return mask
     return BlockMask.from_rule(mask.rule, mask.shape, block=(rows, mask.block[1]))
 

@@ -9,7 +9,7 @@
     backward       5            COMPUTE: both compute warpgroups
                    6            CAST: the warpgroup that casts dq
 
-Mosaic has barriers 0 to 3 in a kernel of three warpgroups, such as the forward, and 0 to 4 in one
+Mosaic has barriers 0 to 3 in a kernel of three warpgroups, such as most forwards, and 0 to 4 in one
 of four, such as the backward that casts dq. The interpreter runs no inline PTX: it uses mbarriers.
 """
 
@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import llvm
 from xsake.backends.hopper.layouts import COMPUTE_WGS, THREADS
 from xsake.backends.hopper.ptx import asm
 
+COUNT = 16  # named barriers of a CTA
 TURN = 4
 COMPUTE, CAST = 5, 6
 

@@ -1,7 +1,7 @@
 """Block-sparse attention forward on Hopper (sm90), in Pallas Mosaic GPU.
 
-A work tile is a row block of 128 queries of one head (64: see kernel.py). A CTA computes work tiles
-one after another:
+A work tile is a row block of 128 queries of one head (64 and 192: see kernel.py). A CTA computes
+work tiles one after another:
 
     warpgroup 2, memory      record ─ kv_index[t] ─ TMA ─▶ K ring, V ring         (runs ahead)
     warpgroup 0, rows  0-63  ─┐ S = Q Kᵀ ─ softmax ─ acc += P V                   (0 and 1 alternate
@@ -164,6 +164,9 @@ class _Kernel(BlockKernel):
         self.stages = tiling.stages or (4 if step == 64 and not large else 2)
         super().__init__(shape, rule, tiling, axis=0, step=step, **static)
         self.check_stages(self.stages)
+        if self.first_free + 2 * self.stages > barriers.COUNT:
+            most = (barriers.COUNT - self.first_free) // 2
+            raise ValueError(f"stages can be at most {most} here, got {self.stages}")
         # Whether the compute warpgroups alternate at the tensor cores.
         self.alternate_products = (
             tiling.alternate_products and not self.alternate and not self.interpret
@@ -236,12 +239,12 @@ class _Kernel(BlockKernel):
         return barriers.FreeSlots(scratch.v_free, first, self.consumers, self.interpret)
 
     def await_turn(self, wg):
-        """Waits until the other compute warpgroup has issued its products."""
+        """Waits until the compute warpgroup before this one has issued its products."""
         if self.alternate_products:
             barriers.sync(self.first_turn + wg, SHARERS)
 
     def pass_turn(self, wg):
-        """Lets the other compute warpgroup issue its products."""
+        """Lets the next compute warpgroup issue its products."""
         if self.alternate_products:
             following = lax.rem(wg + 1, jnp.int32(self.compute_wgs))
             barriers.arrive(self.first_turn + following, SHARERS)
@@ -279,6 +282,8 @@ class _Kernel(BlockKernel):
             if self.alternate:  # a warpgroup without a step of its own waits for Q too
                 pl.when(tile.count > 0)(lambda: plgpu.barrier_wait(scratch.q_ready))
             acc, m, l = steps.overlapped() if self.tiling.overlap else steps.in_sequence()
+            if self.compute_wgs > COMPUTE_WGS:
+                steps.leave_out(tile.count * self.splits)
             if not self.alternate:
                 self.store(tile, wg, acc, m, l, for_mass, outs, scratch)
                 return after
@@ -325,6 +330,20 @@ class _Kernel(BlockKernel):
         own_steps = self.own_steps(wg, tile, done)
         loads = load_bias, load_words
         return TileSteps(self, wg, done, own_steps, decides, loads, mask, keep, q_rows, scratch)
+
+    def own_steps(self, wg, work_tile, done):
+        """As of all kernels; but of 192 rows, a warpgroup leaves out the steps that it cannot see.
+
+        A row block of the mask may drop what the work tile visits for other rows, and that may be
+        NaN. The rule is causal, so these steps are the last ones, and the first one is seen.
+        """
+        first, full, count = super().own_steps(wg, work_tile, done)
+        if self.compute_wgs == COMPUTE_WGS:
+            return first, full, count
+        last_row = jnp.minimum(self.first_row(work_tile, wg) + ROWS, self.shape.sizes.T) - 1
+        _, end = self.rule.bounds(last_row)
+        seen = lax.div(end + (self.step - 1), jnp.int32(self.step))
+        return first, full, jnp.minimum(count, seen)
 
     def store(self, tile, wg, acc, m, l, for_mass, outs, scratch):
         """out = acc / l and logsumexp = m + log l; zeros and -inf in rows that saw no key."""

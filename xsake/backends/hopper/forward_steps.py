@@ -173,6 +173,18 @@ class TileSteps:
             carry = lax.fori_loop(jnp.maximum(first, begin), end, masked_step, carry)
         return carry
 
+    def leave_out(self, end):
+        """Takes part in all barriers of the steps from this warpgroup's last one to `end`."""
+
+        @pl.loop(self.count, end)
+        def _(t):
+            self.await_k(t)
+            self.free_k(t)
+            self.await_v(t)
+            self.free_v(t)
+            self.kernel.await_turn(self.wg)
+            self.kernel.pass_turn(self.wg)
+
     # Softmax
 
     def init(self):

@@ -1,6 +1,6 @@
 """What the forward and both backward kernels share: the launch, the roles and the steps.
 
-A CTA has two compute warpgroups, a third one that copies (pipeline.py), and sometimes a fourth one
+A CTA has two or three compute warpgroups, another one that copies (pipeline.py), and sometimes one
 that casts dq (dq_cast.py). A visit of a block takes one or more steps; a step processes the
 tokens of one product:
 
@@ -101,9 +101,9 @@ class BlockKernel:
         )(*operands)
 
     def run_roles(self, compute, memory, cast=None):
-        """compute(wg) on the first two warpgroups, memory() on the third, cast() on a fourth.
+        """compute(wg) on the first warpgroups, memory() on the next, cast() on one more.
 
-        With a fourth one, the compute warpgroups get only the registers that the others leave.
+        The compute warpgroups get only the registers that the others leave.
         """
         tiling = self.tiling
         wg = lax.axis_index("wg")

@@ -1,7 +1,7 @@
 """Which CTA computes which work tile.
 
-A work tile is a block of 128 or 64 tokens of one head. It visits the blocks of the other axis that
-its list names:
+A work tile is a block of 64, 128 or 192 tokens of one head. It visits the blocks of the other axis
+that its list names:
 
     index[start : start + full]           full blocks, without masking
     index[start + full : start + count]   partial blocks: the rule decides, token by token

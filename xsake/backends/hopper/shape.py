@@ -26,7 +26,8 @@ class Shape:
         B, T, S, _, K, H, Hv = sizes
         if k.shape != (B, S, K, H):
             raise ValueError(f"key is {k.shape}; this query and value need {(B, S, K, H)}")
-        check_sizes([x for x in block if x != limits.TALL], H, Hv)
+        is_tall = block[0] == limits.TALL and max(H, Hv) <= limits.TALL_HEAD_SIZE
+        check_sizes(block[1:] if is_tall else block, H, Hv)
         shape = cls(sizes, tuple(block), k.dtype.itemsize)
         if lists.kv_count.shape[-1] != shape.row_blocks:
             raise ValueError(

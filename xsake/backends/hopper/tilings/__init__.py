@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xsake import _jax
-from xsake.backends import Sizes
+from xsake.backends import Sizes, kernel_rule
 from xsake.backends.hopper import limits
 from xsake.backends.options import BackwardTiling, ForwardTiling
 from xsake.block_mask import BlockMask
@@ -28,28 +28,19 @@ def call_class(sizes: Sizes, mask: BlockMask) -> str:
     """What is known of a call when it is compiled: "128 short sparse".
 
     The kernel's head size; the length; and the lists. "one": all heads share a list, e.g. of
-    documents, "one sparse" if its capacity is below 15% of all blocks, e.g. a window, "static" if
-    it is known, e.g. of a causal mask. Otherwise "sparse" or "mixed".
+    documents, "one sparse" if its capacity is below 15% of all blocks, e.g. a window, "causal" if
+    the mask is causal and nothing else. Otherwise "sparse" or "mixed".
     """
     size = limits.padded_head_size(max(sizes.H, sizes.Hv))
     length = "short" if sizes.T < LONG else "long"
     row_blocks, kv_blocks = mask.grid.counts
     is_sparse = mask.kv_index.shape[-1] < SPARSE * row_blocks * kv_blocks
     if mask.kv_count.shape[1] == 1:
-        lists = "one sparse" if is_sparse else "static" if is_static(mask) else "one"
+        is_causal = kernel_rule.is_causal_alone(mask)
+        lists = "one sparse" if is_sparse else "causal" if is_causal else "one"
     else:
         lists = "sparse" if is_sparse else "mixed"
     return f"{size} {length} {lists}"
-
-
-def is_static(mask: BlockMask) -> bool:
-    """Whether the mask is a rule without arrays that all batch rows and heads share."""
-    return (
-        mask.is_rule
-        and mask.kv_count.shape[:2] == (1, 1)
-        and not mask.rule.has_data
-        and mask.rule.spans(mask.grid) is not None
-    )
 
 
 def measured_forward(sizes: Sizes, mask: BlockMask) -> ForwardTiling:
@@ -64,8 +55,8 @@ def measured_backward(sizes: Sizes, mask: BlockMask) -> BackwardTiling:
 
 def _fields(direction: str, sizes: Sizes, mask: BlockMask) -> dict[str, Any]:
     name, records = call_class(sizes, mask), _table()[direction]
-    size_and_length = name.rsplit(" ", 2 if name.endswith("one sparse") else 1)[0]
-    record = records.get(name) or records.get(f"{size_and_length} one")
+    like = name.replace("one sparse", "one").replace("causal", "one")
+    record = records.get(name) or records.get(like)
     return {} if record is None else dict(record["tiling"])
 
 
