@@ -93,9 +93,9 @@ def tasks_figure(save: Save) -> None:
             axes.plot(x, y, style, ms=5, label=name)
             if " certified" in method:
                 for mean, point in zip(full, points, strict=True):
-                    place = (2, 5) if mean["density"] >= 0.3 else (2, -11)
+                    offset = (2, 5) if mean["density"] >= 0.3 else (2, -11)
                     label = f"{mean['density']:g}"
-                    axes.annotate(label, point, place, textcoords="offset points", fontsize=7)
+                    axes.annotate(label, point, offset, textcoords="offset points", fontsize=7)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.grid(alpha=0.3)
         axes.set(title=f"{length:,} tokens", xlabel="density that was visited", xlim=(0.05, 0.65))

@@ -132,11 +132,11 @@ def floors(report: Record) -> Cells:
             return ""
         kind, least = limit
         if kind == "points":
-            said = f"at most {least:g} points below"
+            limit_text = f"at most {least:g} points below"
             holds = -100 * mean["accuracy_difference"] <= least
         else:
-            said, holds = f"at least {least:.2f} of dense", mean["share_of_dense"] >= least
-        return f"{said}: {'met' if holds else 'missed'}"
+            limit_text, holds = f"at least {least:.2f} of dense", mean["share_of_dense"] >= least
+        return f"{limit_text}: {'met' if holds else 'missed'}"
 
     def lines() -> Iterator[list[str]]:
         for mean in summarise(report["rows"]):

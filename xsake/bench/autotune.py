@@ -24,6 +24,7 @@ from jax import Array
 from xsake import _files, masks
 from xsake.backends import Sizes, hopper
 from xsake.backends.hopper import tilings as tiling_table
+from xsake.backends.hopper.limits import TALL
 from xsake.backends.options import BackwardTiling, ForwardTiling, Options
 from xsake.bench.cases import Case, RunCase, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
@@ -48,11 +49,11 @@ FORWARD: tuple[Fields, ...] = (
     {"persistent": False, "lazy_rescale": 8.0, "alternate_products": False},
     *({"overlap": False, **order} for order in (SECTIONS, FEWER_HEADS, NATURAL)),
     *(
-        {"rows": 192, **order, "alternate_products": alternate, "lazy_rescale": 8.0}
+        {"rows": TALL, **order, "alternate_products": alternate, "lazy_rescale": 8.0}
         for order in (SECTIONS, FEWER_HEADS)
         for alternate in (True, False)
     ),
-    {"rows": 192, "overlap": False},
+    {"rows": TALL, "overlap": False},
 )
 BACKWARD: tuple[Fields, ...] = tuple(
     {"fused": fused, "cast": cast, "persistent": persistent, **order}

@@ -41,7 +41,7 @@ LABEL = "from text"  # of methods that are calibrated on plain text only
 DENSITIES = (0.20, 0.43, 0.10, 0.30, 0.60)  # the first two for everything, then the others
 METHODS = ("outlier_queries/output", "sink_window", "oracle/output")
 CURVES = ("outlier_queries", "oracle")
-CELL = ("length", "family", "method", "density")  # tells the records of a table apart
+CELL = ("length", "family", "method", "density")  # these fields identify a record of a table
 
 
 def prepare(
