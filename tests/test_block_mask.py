@@ -10,7 +10,9 @@ import pytest
 from tests import oracle
 from tests.block_masks import CASES, PAIRS, SOME, build, full_size, listed_blocks, seen, true_blocks
 from tests.specs import to_rule, zoo
-from xsake import BlockMask, masks
+from xsake import BlockMask, _jax, masks
+from xsake.block_mask import lists
+from xsake.masks.rule import Grid
 
 
 @pytest.mark.parametrize(("case", "name"), PAIRS)
@@ -259,3 +261,16 @@ def test_a_mask_of_a_rule_without_spans_is_made_without_jit():
     np.testing.assert_array_equal(
         mask.blocks(), jax.jit(lambda: BlockMask.from_rule(rule, (67, 59), block=16))().blocks()
     )
+
+
+def test_lists_are_the_same_by_sums_as_by_a_cumulative_sum(monkeypatch):
+    """On GPUs, short rows of blocks are counted by sums."""
+    grid = Grid((2000, 1700), (128, 128), 2, 3)
+    live = np.random.default_rng(0).random((2, 3, *grid.counts)) < 0.4
+    full = live & (np.random.default_rng(1).random(live.shape) < 0.5)
+    both = []
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(_jax, "platform", lambda platform=platform: platform)
+        both.append(lists.lists_from_map(jnp.asarray(live), jnp.asarray(full), grid, 120))
+    for name, one, other in zip(lists.Lists._fields, *both, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)

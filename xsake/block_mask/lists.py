@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from xsake import _jax
 from xsake.masks.integers import integers
 from xsake.masks.rule import EVERYTHING, Grid, Rule, Spans, Tokens
+
+MOST_SUMMED = 1 << 22  # elements that sums instead of a cumulative sum add up
 
 
 class Lists(NamedTuple):
@@ -236,7 +239,7 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
     full = full & live & whole[None, None, None]
     full_count, partial_count, before = _counted(full, live & ~full)
     count = full_count + partial_count
-    start = starts_of(count)
+    start = _sum_before(count)
     rank = jnp.where(full, before[0], full_count[..., None] + before[1])
     offset = jnp.where(live, start[..., None] + rank, capacity)  # dropped
 
@@ -254,20 +257,34 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
 def _counted(full: Array, partial: Array) -> tuple[Array, Array, tuple[Array, Array]]:
     """How many of each kind are in every row, and how many of each are before every block.
 
-    A row of fewer than 2¹⁵ blocks takes one cumulative sum, which is several launches on a GPU:
-    full blocks count in the lower 16 bits, partial ones in the upper 16.
+    A row of fewer than 2¹⁵ blocks takes one sum: full blocks count in the lower 16 bits, partial
+    ones in the upper 16.
     """
+    full, partial = full.astype(jnp.int32), partial.astype(jnp.int32)
     if full.shape[-1] < 1 << 15:
-        unit = full.astype(jnp.int32) + (partial.astype(jnp.int32) << 16)
-        seen = jnp.cumsum(unit, axis=-1, dtype=jnp.int32)
-        last, before = seen[..., -1], seen - unit
+        unit = full + (partial << 16)
+        before = _sum_before(unit)
+        last = before[..., -1] + unit[..., -1]
         return last & 0xFFFF, last >> 16, (before & 0xFFFF, before >> 16)
-    seen_full, seen_partial = (jnp.cumsum(x, axis=-1, dtype=jnp.int32) for x in (full, partial))
+    before_full, before_partial = map(_sum_before, (full, partial))
     return (
-        seen_full[..., -1],
-        seen_partial[..., -1],
-        (seen_full - full.astype(jnp.int32), seen_partial - partial.astype(jnp.int32)),
+        before_full[..., -1] + full[..., -1],
+        before_partial[..., -1] + partial[..., -1],
+        (before_full, before_partial),
     )
+
+
+def _sum_before(x: Array) -> Array:
+    """The sum of the elements before each one, on the last axis.
+
+    A cumulative sum is several launches on a GPU, and slow ones if it is short; sums of all
+    elements are one.
+    """
+    size = x.shape[-1]
+    if _jax.platform() != "gpu" or x.size * size > MOST_SUMMED:
+        return starts_of(x)
+    index = jnp.arange(size)
+    return jnp.where(index[:, None] > index, x[..., None, :], 0).sum(-1, dtype=jnp.int32)
 
 
 def rows_of_entries(start: Array | np.ndarray, entries: int, xp: Any = jnp) -> Any:

@@ -272,6 +272,70 @@ def test_one_launch_prepares_the_same_as_several(
     assert not np.asarray(at_once.zeros).any()
 
 
+@pytest.mark.parametrize("order", ["natural", "heads"])
+@pytest.mark.parametrize("shared", ["documents", "causal", "one list for two heads"])
+@pytest.mark.gpu
+@needs_gpu
+def test_heads_that_share_lists_are_prepared_in_one_launch(shared, order, monkeypatch):
+    """The same lists, records and intervals; of the tail only the order differs.
+
+    The ids of the second batch row are out of order: its intervals are marked.
+    """
+    from xsake.backends.hopper import prepare as hopper_prepare
+    from xsake.backends.hopper import work_table
+    from xsake.backends.hopper.scheduler import WorkTile
+    from xsake.backends.hopper.shape import Shape
+    from xsake.masks import intervals
+
+    B, T, S, N = 2, 2000, 1700, 6
+    rng = np.random.default_rng(3)
+    ids = np.stack([np.arange(T) // 230, np.arange(T) % 7])
+    rules = {
+        "documents": masks.documents(ids, ids[:, :S]) & masks.causal(),
+        "causal": masks.causal(),
+    }
+    if shared in rules:
+        mask = BlockMask.from_rule(rules[shared], (T, S), batch=B)
+    else:
+        blocks = rng.random((1, 3, 16, 14)) < 0.4
+        mask = BlockMask.from_dense(blocks, masks.causal(), shape=(T, S))
+    q, k = (jnp.asarray(rng.standard_normal((B, x, N, 64)), jnp.bfloat16) for x in (T, S))
+    lse = jnp.asarray(rng.standard_normal((B, N, T)), jnp.float32)
+    shape = Shape.of(q, k, k, mask.lists, mask.block)
+    pairs = None if mask.intervals is None else mask.intervals[:, 0]
+
+    def prepared():
+        return jax.jit(
+            lambda: hopper_prepare.prepare(
+                q, lse, q, None, mask.lists, shape, BackwardTiling(order=order),
+                zeros=64, pairs=pairs,
+            )
+        )()  # fmt: skip
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 20)
+    at_once = prepared()
+    monkeypatch.setattr(work_table.HeadTables, "fits", lambda *_: False)
+    monkeypatch.setattr(work_table, "TAIL_TILES", 0)
+    one_by_one = prepared()
+    assert at_once.intervals is None if pairs is None else one_by_one.intervals is None
+    if pairs is not None:
+        want = intervals.transposed(mask.intervals, S)[:, 0]
+        assert (np.asarray(want)[:, 0, 0] < 0).tolist() == [False, True]
+        np.testing.assert_array_equal(at_once.intervals, want)
+    tables = [np.asarray(x.table) for x in (at_once, one_by_one)]
+    tail = -(-4 * 20 // shape.kv_blocks) * shape.kv_blocks  # work tiles of whole heads
+    want = tables[1].copy()
+    last = want[-1 - tail : -1]
+    last[:] = last[np.argsort(-last[:, WorkTile._fields.index("count")], kind="stable")]
+    np.testing.assert_array_equal(tables[0], want)
+    lists = np.prod(mask.kv_count.shape[:2])
+    entries = [np.asarray(x.row_blocks).reshape(lists, -1) for x in (at_once, one_by_one)]
+    used = np.arange(entries[0].shape[1]) < np.asarray(mask.kv_count).sum(-1).reshape(lists, 1)
+    np.testing.assert_array_equal(*(x[used] for x in entries))
+    for name in ("lse", "delta"):
+        np.testing.assert_array_equal(*(getattr(x, name) for x in (at_once, one_by_one)))
+
+
 @pytest.mark.parametrize(
     ("length", "keys", "heads", "tiling"),
     [

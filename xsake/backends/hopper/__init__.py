@@ -20,6 +20,7 @@
     forward_kernel.py      the forward; its steps are in forward_steps.py
     statistics_tile.py     entropy and block mass, by-products of the forward
     prepare.py, delta.py   what the backward needs before its products
+    interval_transpose.py  intervals of queries for each key
     backward_kernel.py     the backward: calls the two kernels below
     gradient_kernel.py     what both of them share
     backward_columns.py    dk, dv, fused dq: backward_steps.py, backward_dq.py, dq_cast.py

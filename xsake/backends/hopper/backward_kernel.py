@@ -93,8 +93,11 @@ def backward(
             tiling,
             zeros=H if fused else None,
             counts=fused and tiling.cast == "kernel",
+            pairs=_traced_intervals(row_rule),
             interpret=interpret,
         )
+    if prepared.intervals is not None:  # XLA drops its own computation of them
+        rule = rule._replace(columns=(prepared.intervals,))
     padded = tuple(pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (q, k, v, d_out))
     common = dict(
         scale=1 / math.sqrt(H) if scale is None else scale,
@@ -133,6 +136,14 @@ def backward(
     d_bias = _reduced(d_bias, bias) if wants_bias else None
     dk, dv = (_sum_heads(gradients[x][:, :S], shape.group) for x in ("dk", "dv"))
     return gradients["dq"][:, :T], dk, dv, d_bias
+
+
+def _traced_intervals(row_rule):
+    """The intervals of keys for each query, unless they are constants or there are none."""
+    if row_rule is None or not row_rule.is_interval or not row_rule.rows:
+        return None
+    (pairs,) = row_rule.rows
+    return pairs if isinstance(pairs, jax.core.Tracer) else None
 
 
 def _bias_zeros(bias, shape, in_order):

@@ -2,12 +2,13 @@
 
     lists ── transposed lists ── work table      (transpose.py, work_table.py)
     out, d_out, lse ── delta, lse in base 2      (delta.py)
+    intervals by query ── intervals by key       (interval_transpose.py)
     zeros to add dq to, counters for its cast
 
-This is one launch if every head has its own lists, and work tiles are sorted within each head or
-not at all (see also MAX_ROW_BLOCKS and `HeadTables.fits`). One CTA per head makes its transposed
-lists and its part of the table; the other CTAs do the delta pass. In separate launches, the lists
-and the table would each occupy few multiprocessors.
+This is one launch if work tiles are sorted within each head or not at all (see also MAX_ROW_BLOCKS
+and `HeadTables.fits`). One CTA per head makes its transposed lists and its part of the table, some
+transpose intervals, the others do the delta pass. In separate launches, all but the last would each
+occupy few multiprocessors.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from xsake.backends.hopper.delta import (
     operands,
     statistics,
 )
+from xsake.backends.hopper.interval_transpose import IntervalTranspose
 from xsake.backends.hopper.layouts import ALIGNED, LOG2E, THREADS, WARP, round_up
 from xsake.backends.hopper.shape import Shape
 from xsake.backends.hopper.transpose import transpose_lists
@@ -50,6 +52,7 @@ class Prepared(NamedTuple):
     row_blocks: Array  # flat index of the transposed lists
     zeros: Array | None  # to add dq to, float32 [B, T, N, H]
     counters: Array | None  # for each row block, minus its number of visits
+    intervals: Array | None = None  # by key, if they were asked for and this is one launch
 
 
 def prepare(
@@ -63,12 +66,14 @@ def prepare(
     *,
     zeros: int | None,
     counts: bool = False,
+    pairs: Array | None = None,
     interpret: Any = False,
 ) -> Prepared:
     """Computes what the backward kernels read and add to.
 
     zeros: head size of the zeros to add dq to; None: there are none. counts: compute counters.
-    Where T is not a multiple of 8, plain XLA computes delta and the zeros.
+    pairs: intervals by query [B|1, 2|4, T] that are to be transposed. Where T is not a multiple of
+    8, plain XLA computes delta and the zeros.
     """
     B, N = shape.sizes.B, shape.sizes.N
     # Work tiles are per query head, so L2 groups are sized by q, d_out and dq of a query head.
@@ -77,11 +82,13 @@ def prepare(
         found = _statistics_by_xla(out, lse, d_out, d_lse, shape.padded_rows, zeros)
     else:
         run = work_table.run_length(shape.kv_blocks, *sizes, tiling)
-        by_head = work_table.HeadTables.fits(lists, shape.kv_blocks, B, N, run)
+        by_head = work_table.HeadTables.fits(lists, shape.kv_blocks, run)
         if by_head and not interpret and shape.row_blocks <= MAX_ROW_BLOCKS:
-            tables = work_table.HeadTables(lists, shape.kv_blocks, run, counts)
+            tables = work_table.HeadTables(lists, shape.kv_blocks, B, N, run, counts)
             delta_pass = DeltaPass(out, d_lse is not None, shape.padded_rows, zeros)
-            return _in_one_launch(tables, delta_pass, operands(out, d_out, lse, d_lse))
+            intervals = None if pairs is None else IntervalTranspose(pairs, shape.sizes.S)
+            pass_operands = operands(out, d_out, lse, d_lse)
+            return _in_one_launch(tables, intervals, delta_pass, pass_operands)
         found = statistics(
             out,
             d_out,
@@ -100,23 +107,37 @@ def prepare(
     return Prepared(lse, delta, table, by_column.kv_index.reshape(-1), added_to, counters)
 
 
-def _in_one_launch(tables: Any, delta_pass: Any, pass_operands: tuple[Array, ...]) -> Prepared:
-    """The first CTAs build the tables, one head each; the others run the delta pass."""
-    first = tables.heads
+def _in_one_launch(
+    tables: Any, intervals: Any, delta_pass: Any, pass_operands: tuple[Array, ...]
+) -> Prepared:
+    """The first CTAs build the tables, one head each, the next transpose intervals, if any."""
+    transposing = 0 if intervals is None else intervals.ctas
+    first = tables.heads + transposing
     sms = _jax.multiprocessors()
     ctas = min(delta_pass.units, max(sms * delta_pass.per_sm - first, sms))
-    reads = len(tables.operands), len(pass_operands)
-    writes = len(tables.out_type), len(delta_pass.out_type)
+    pairs, pairs_out = (), ()
+    if intervals is not None:
+        pairs, pairs_out = intervals.operands, intervals.out_type
+    reads = len(tables.operands), len(pairs), len(pass_operands)
+    writes = len(tables.out_type), len(pairs_out), len(delta_pass.out_type)
 
     def body(*refs, union, ready):
-        tables_in, pass_in, tables_out, pass_out = _split(refs, *reads, *writes)
+        tables_in, pairs_in, pass_in, tables_out, pairs_out, pass_out = _split(
+            refs, *reads, *writes
+        )
         (tables_smem, pass_smem) = union
         cta = lax.axis_index("cta")
 
-        @pl.when(cta < first)
+        @pl.when(cta < tables.heads)
         def _():
             smem = dict(zip(tables.smem, tables_smem, strict=True))
             tables.run(cta, (*tables_in, *tables_out), smem)
+
+        if intervals is not None:
+
+            @pl.when((cta >= tables.heads) & (cta < first))
+            def _():
+                intervals.run(cta - tables.heads, (*pairs_in, *pairs_out))
 
         @pl.when(cta >= first)
         def _():
@@ -125,7 +146,7 @@ def _in_one_launch(tables: Any, delta_pass: Any, pass_operands: tuple[Array, ...
 
     results = plgpu.kernel(
         body,
-        out_type=(*tables.out_type, *delta_pass.out_type),
+        out_type=(*tables.out_type, *pairs_out, *delta_pass.out_type),
         scratch_types=dict(
             union=plgpu.RefUnion([*tables.smem.values()], [*delta_pass.smem.values()]),
             ready=delta_pass.barriers,
@@ -137,10 +158,17 @@ def _in_one_launch(tables: Any, delta_pass: Any, pass_operands: tuple[Array, ...
         compiler_params=dataclasses.replace(
             COMPILER_PARAMS, reduction_scratch_bytes=THREADS // WARP * 4
         ),
-    )(*tables.operands, *pass_operands)
-    (row_blocks, table, *counters), (lse, delta, *zeros) = _split(results, *writes)
-    table = table.reshape(-1, work_table.WIDTH)
-    return Prepared(lse, delta, table, row_blocks, *(zeros or [None]), *(counters or [None]))
+    )(*tables.operands, *pairs, *pass_operands)
+    (row_blocks, table, *counters), by_key, (lse, delta, *zeros) = _split(results, *writes)
+    return Prepared(
+        lse,
+        delta,
+        table.reshape(-1, work_table.WIDTH),
+        row_blocks,
+        *(zeros or [None]),
+        *(counters or [None]),
+        intervals=None if intervals is None else by_key[0].reshape(intervals.shape),
+    )
 
 
 def _split(values: Any, *sizes: int) -> list[Any]:

@@ -77,7 +77,18 @@ def transpose_smem(row_blocks: int) -> dict[str, Any]:
 
 
 def transpose_columns(
-    head, part, operands, indices, lists, kv_blocks, write, *, units, shared, count_rows=None
+    head,
+    part,
+    operands,
+    indices,
+    lists,
+    kv_blocks,
+    write,
+    *,
+    units,
+    shared,
+    count_rows=None,
+    writes_entries=True,
 ):
     """Transposes columns 128 · part … 128 · part + 127 of one head, a lane each.
 
@@ -88,7 +99,8 @@ def transpose_columns(
     The sum of units[:i, j] is the rank of row block i in column j's list: among the full entries in
     its low 16 bits, among the partial ones in its high bits. The entries go to `indices`;
     write(column, start, count, full) gets every lane's list. count_rows(row, count), if given, gets
-    the visits of every row block, 128 at a time.
+    the visits of every row block, 128 at a time. writes_entries: otherwise another CTA writes the
+    same entries.
     """
     row_blocks, capacity = lists.kv_count.shape[-1], lists.kv_index.shape[-1]
     first = part * THREADS
@@ -127,11 +139,14 @@ def transpose_columns(
         scatter(indices, at, every_lane(0) + row)
         return above + unit
 
-    for_each_row(write_row)
+    @pl.when(writes_entries)
+    def _():
+        for_each_row(write_row)
+
     write(first + lane, column_start, column_count, full_count)
 
     # Entries past the lists are never read, but must be valid indices.
-    @pl.when(first + THREADS >= kv_blocks)
+    @pl.when(writes_entries & (first + THREADS >= kv_blocks))
     def _():
         used = live.sum()
 

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
 from xsake.backends.hopper.lanes import (
+    UNROLL,
     add_one,
     div_rem_lanes,
     every_lane,
@@ -32,13 +33,14 @@ from xsake.backends.hopper.lanes import (
     launch,
     scatter,
 )
-from xsake.backends.hopper.layouts import THREADS, div_rem
+from xsake.backends.hopper.layouts import THREADS, div_rem, round_up
 from xsake.backends.hopper.scheduler import COUNTER, WorkTile
 from xsake.backends.hopper.transpose import MAX_ROW_BLOCKS, transpose_columns, transpose_smem
 from xsake.block_mask.lists import Lists
 
 MAX_COMPARED = 4096  # work tiles of a run that is sorted by comparing each with all others
 MAX_COUNTED = 1024  # row blocks of all tail heads: every tail CTA reads the lists of them all
+KEYS = 1 << 14  # more than the work tiles that one CTA compares
 WIDTH = 8  # integers of a record
 TAIL_TILES = 4  # work tiles per multiprocessor in the tail, at least
 HEAD_TAIL_TILES = 2  # the same in `HeadTables`, where every CTA of the tail reads all its lists
@@ -76,7 +78,7 @@ def work_table(
         [jax.ShapeDtypeStruct(((tiles + 1) * WIDTH,), jnp.int32)],
         dict(part=pl.cdiv(tiles, THREADS)),
         [x.reshape(-1) for x in (lists.kv_start, lists.kv_count, lists.full_count)],
-        shared=plgpu.SMEM((pl.cdiv(compared, THREADS) * THREADS,), jnp.int32),
+        shared=plgpu.SMEM((round_up(compared, UNROLL * THREADS),), jnp.int32),
     )
     return table.reshape(tiles + 1, WIDTH)
 
@@ -152,25 +154,32 @@ def _rank_tiles(start, count, full, table, *, shared, lists, B, N, runs, end):
     its_start, its_count, its_full = (gather(x, list_of(tile)) for x in (start, count, full))
     last = jnp.minimum(first + (THREADS - 1), tiles - 1)
     begin, end_of_runs = runs.begin(first), runs.end(last)
-    its_begin = runs.begin(tile)
+    its_begin, its_end = runs.begin(tile) - begin, runs.end(tile) - begin
 
-    @pl.loop(0, lax.div(end_of_runs - begin + (THREADS - 1), jnp.int32(THREADS)))
-    def _(part):
-        other = jnp.minimum(begin + part * THREADS + lane, tiles - 1)
-        shared[pl.ds(part * THREADS, THREADS)] = gather(count, list_of(other))
+    def key(visits, offset):
+        """The larger, the earlier: by visits, then by index."""
+        return jnp.minimum(visits, (1 << 31) // KEYS - 1) * KEYS - offset
 
+    def share(parts, state):
+        others = [part * THREADS + lane for part in parts]
+        visits = [gather(count, list_of(jnp.minimum(begin + x, tiles - 1))) for x in others]
+        for part, other, its_visits in zip(parts, others, visits, strict=True):
+            shared[pl.ds(part * THREADS, THREADS)] = key(its_visits, other)
+        return state
+
+    compared = end_of_runs - begin
+    for_each(lax.div(compared + (THREADS - 1), jnp.int32(THREADS)), share, None)
     plgpu.commit_smem()
+    own = key(its_count, tile - begin)
 
-    def compare(offsets, rank):
-        others = [begin + offset for offset in offsets]
-        counts = [shared[offset] for offset in offsets]
-        for other, other_count in zip(others, counts, strict=True):
-            earlier = _comes_before(other, other_count, tile, its_count)
-            same = (runs.begin(other) == its_begin) & (other < end_of_runs)
-            rank += jnp.where(earlier & same, 1, 0)
+    def compare(others, rank):
+        keys = [shared[other] for other in others]
+        for other, its_key in zip(others, keys, strict=True):
+            same_run = (other >= its_begin) & (other < its_end)
+            rank += jnp.where((its_key > own) & same_run, 1, 0)
         return rank
 
-    rank = for_each(end_of_runs - begin, compare, its_begin)
+    rank = for_each(compared, compare, runs.begin(tile))
     its_start += list_head * lists.kv_index.shape[-1]
     record = WorkTile(b, n, i, its_start, its_count, its_full)
     _write_records(table, record, rank, first + lane < tiles)
@@ -216,19 +225,21 @@ def _table_by_xla(lists: Lists, B: int, N: int, runs: _Runs, end: np.ndarray) ->
 class HeadTables:
     """Transposed lists and their work table, by one CTA for each head.
 
-    Requires separate lists for every head, at most 128 columns (kv blocks), and an order that sorts
-    work tiles within each head or not at all (see `fits`).
+    Requires at most 128 columns (kv blocks), and an order that sorts work tiles within each head or
+    not at all (see `fits`). Heads that share lists transpose them together: each for its own
+    records, the first one to memory.
 
-    If they are sorted, those of the last heads (the tail) are sorted together: the work ends with
-    the shortest work tiles of several heads, and all multiprocessors finish at about the same time.
-    There is no tail where dq is cast inside the kernel (`counts`): the row blocks of all tail heads
-    would be complete only at the very end.
+    The work tiles of the last heads (the tail) are sorted together: the work ends with the
+    shortest work tiles of several heads, and all multiprocessors finish at about the same time.
+    Heads with lists of their own that are not sorted have no tail. There is none, too, where dq is
+    cast inside the kernel (`counts`): the row blocks of all tail heads would be complete only at
+    the very end.
     """
 
-    def __init__(self, lists: Lists, columns: int, run: int, counts: bool):
+    def __init__(self, lists: Lists, columns: int, B: int, N: int, run: int, counts: bool):
         self.lists, self.columns, self.is_sorted = lists, columns, run > 1
-        B, self.N, row_blocks = lists.kv_count.shape
-        self.heads = B * self.N  # of all batch rows
+        self.N, self.heads = N, B * N  # of one batch row, of all
+        row_blocks = lists.kv_count.shape[-1]
         self.tiles = self.heads * columns
         self.end = _end_record(self.tiles)
         self.tail = 0 if counts else self._tail_heads(row_blocks)
@@ -242,16 +253,35 @@ class HeadTables:
         self.operands = tuple(x.reshape(-1) for x in lists[:4])
 
     @staticmethod
-    def fits(lists: Lists, columns: int, B: int, N: int, run: int) -> bool:
+    def fits(lists: Lists, columns: int, run: int) -> bool:
         """Whether one CTA can do all that a head needs."""
         row_blocks = lists.kv_count.shape[-1]
-        own = lists.kv_count.shape[:2] == (B, N)
-        return own and run in (1, columns) and columns <= THREADS and row_blocks <= MAX_ROW_BLOCKS
+        return run in (1, columns) and columns <= THREADS and row_blocks <= MAX_ROW_BLOCKS
 
     def _tail_heads(self, row_blocks: int) -> int:
         """How many heads at the end are sorted together."""
-        tail = min(pl.cdiv(HEAD_TAIL_TILES * _jax.multiprocessors(), self.columns), self.heads)
-        return tail if self.is_sorted and tail > 1 and tail * row_blocks <= MAX_COUNTED else 0
+        batch, heads, _ = self.lists.kv_count.shape
+        own = batch * heads == self.heads
+        if own and not self.is_sorted:
+            return 0
+        wanted = (HEAD_TAIL_TILES if own else TAIL_TILES) * _jax.multiprocessors()
+        tail = min(pl.cdiv(wanted, self.columns), self.heads)
+        return tail if tail > 1 and tail * row_blocks <= MAX_COUNTED else 0
+
+    def _list_of(self, head, divide=div_rem):
+        """The index of a head's lists; batch rows and heads may share them."""
+        batch, heads, _ = self.lists.kv_count.shape
+        if batch == heads == 1:
+            return head * 0
+        if batch == 1:
+            _, head = divide(head, self.N)
+        return divide(head, self.N // heads)[0]
+
+    def _writes_lists(self, head):
+        """Whether this head is the first one that has its lists."""
+        batch, heads, _ = self.lists.kv_count.shape
+        is_first = lax.rem(head, jnp.int32(self.N // heads)) == 0
+        return is_first & (head < self.N) if batch == 1 else is_first
 
     def run(self, head, refs, smem):
         """Writes one head's flat transposed index, its records and its row blocks' counters.
@@ -261,10 +291,11 @@ class HeadTables:
         operands, (indices, table, *counters) = refs[:4], refs[4:]
         row_blocks, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
         b, n = div_rem(head, self.N)
+        list_head = self._list_of(head)
 
         def write(column, start, count, full):
             b_n = (every_lane(0) + x for x in (b, n))
-            record = WorkTile(*b_n, column, head * capacity + start, count, full)
+            record = WorkTile(*b_n, column, list_head * capacity + start, count, full)
 
             def put(row):
                 _write_records(table, record, row, column < self.columns)
@@ -291,7 +322,7 @@ class HeadTables:
             scatter(counters[0], jnp.where(row < row_blocks, head * row_blocks + row, -1), -count)
 
         transpose_columns(
-            head,
+            list_head,
             jnp.int32(0),
             operands,
             indices,
@@ -301,6 +332,7 @@ class HeadTables:
             units=smem["units"],
             shared=smem["shared"],
             count_rows=count_rows if counters else None,
+            writes_entries=self._writes_lists(head),
         )
         pl.when(head == 0)(functools.partial(_write_end, table, self.tiles, self.end))
 
@@ -325,11 +357,12 @@ class HeadTables:
         def _(part):
             row = part * THREADS + lane
             valid, row = row < all_rows, jnp.minimum(row, all_rows - 1)
-            tail_head = lax.div(row, jnp.int32(row_blocks))
-            at = self.first_tail * row_blocks + row
+            tail_head, its_row = div_rem_lanes(row, row_blocks)
+            its_list = self._list_of(self.first_tail + tail_head, div_rem_lanes)
+            at = its_list * row_blocks + its_row
             its_start, its_count = (gather(x, at) for x in (start, count))
             its_count = jnp.where(valid, its_count, 0)
-            head_offset = (self.first_tail + tail_head) * capacity
+            head_offset = its_list * capacity
 
             def add(_, entry, valid, state):
                 add_one(visits, jnp.where(valid, tail_head * self.columns + entry, -1))

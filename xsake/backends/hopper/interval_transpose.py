@@ -1,0 +1,66 @@
+"""Intervals of keys for each query as intervals of queries for each key, on Hopper (sm90).
+
+The same as `masks.intervals.transposed`, where XLA needs several launches: a lane has one key, and
+halves the range of the query that it searches in every step.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from xsake.backends.hopper.lanes import every_lane, gather, lane_index, scatter
+from xsake.backends.hopper.layouts import THREADS, div_rem
+from xsake.masks.intervals import NOT_AN_INTERVAL
+
+PARTS = 4  # of 128 keys that a CTA searches for side by side
+
+
+class IntervalTranspose:
+    """pairs [B|1, 2|4, T] -> [B|1, 2|4, keys], which some CTAs of a launch compute."""
+
+    def __init__(self, pairs: jax.Array, keys: int):
+        self.batch, self.ends, self.queries = pairs.shape
+        self.keys = keys
+        self.units = pl.cdiv(keys, PARTS * THREADS)  # CTAs of a batch row
+        self.ctas = self.batch * self.units
+        self.operands = (pairs.reshape(-1),)
+        self.shape = self.batch, self.ends, keys
+        self.out_type = (jax.ShapeDtypeStruct((self.batch * self.ends * keys,), jnp.int32),)
+
+    def run(self, cta, refs):
+        """The keys of CTA number `cta`."""
+        pairs, found = refs
+        b, unit = div_rem(cta, self.units)
+        first = b * self.ends * self.queries
+        is_marked = gather(pairs, every_lane(0) + first) < 0
+        lane = lane_index()
+        keys = [unit * (PARTS * THREADS) + part * THREADS + lane for part in range(PARTS)]
+        # The first query whose hi is beyond the key, and the first one whose lo is.
+        sources = [end + 1 if end % 2 == 0 else end - 1 for end in range(self.ends)]
+        wanted = [(end, key) for end in range(self.ends) for key in keys]
+        offsets = [first + sources[end] * self.queries for end, _ in wanted]
+
+        def halve(_, ranges):
+            """Queries before `low` are not beyond the key, those from `high` on are."""
+            middles = [lax.shift_right_logical(low + high, 1) for low, high in ranges]
+            values = [
+                gather(pairs, offset + jnp.minimum(middle, self.queries - 1))
+                for offset, middle in zip(offsets, middles, strict=True)
+            ]
+            halves = []
+            for (low, high), middle, value, (_, key) in zip(
+                ranges, middles, values, wanted, strict=True
+            ):
+                is_beyond = (value > key) | (middle >= high)
+                halves.append(
+                    (jnp.where(is_beyond, low, middle + 1), jnp.where(is_beyond, middle, high))
+                )
+            return halves
+
+        everything = [(every_lane(0), every_lane(self.queries)) for _ in wanted]
+        ranges = lax.fori_loop(0, self.queries.bit_length(), halve, everything)
+        for (end, key), (low, _) in zip(wanted, ranges, strict=True):
+            at = (b * self.ends + end) * self.keys + key
+            value = jnp.where(is_marked, NOT_AN_INTERVAL, low)
+            scatter(found, jnp.where(key < self.keys, at, -1), value)
