@@ -249,7 +249,8 @@ class HeadTables:
         self.out_type = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
         self.smem = transpose_smem(row_blocks)
         if self.tail:
-            self.smem["tail"] = plgpu.SMEM((self.tail * columns,), jnp.int32)
+            _, lists_counted = self._tail_lists(self.tail)
+            self.smem["tail"] = plgpu.SMEM((lists_counted * columns,), jnp.int32)
         self.operands = tuple(x.reshape(-1) for x in lists[:4])
 
     @staticmethod
@@ -266,7 +267,14 @@ class HeadTables:
             return 0
         wanted = (HEAD_TAIL_TILES if own else TAIL_TILES) * _jax.multiprocessors()
         tail = min(pl.cdiv(wanted, self.columns), self.heads)
-        return tail if tail > 1 and tail * row_blocks <= MAX_COUNTED else 0
+        _, lists_counted = self._tail_lists(tail)
+        return tail if tail > 1 and lists_counted * row_blocks <= MAX_COUNTED else 0
+
+    def _tail_lists(self, tail: int) -> tuple[int, int]:
+        """(the first list, how many from it on) that the last `tail` heads have."""
+        heads = range(self.heads - tail, self.heads)
+        found = {self._list_of(head, divmod) for head in heads}
+        return min(found), max(found) - min(found) + 1
 
     def _list_of(self, head, divide=div_rem):
         """The index of a head's lists; batch rows and heads may share them."""
@@ -313,9 +321,16 @@ class HeadTables:
 
             @pl.when(head >= self.first_tail)
             def _():
-                self._count_tail(operands, smem["tail"])
+                first_list, lists_counted = self._tail_lists(self.tail)
+                self._count_visits(operands, smem["tail"], first_list, lists_counted)
+
+                def at(other):
+                    tail_head, column = div_rem(other, self.columns)
+                    its_list = self._list_of(self.first_tail + tail_head) - first_list
+                    return its_list * self.columns + column
+
                 own = (head - self.first_tail) * self.columns + column
-                rank = _rank_among(smem["tail"], self.tail * self.columns, own, count)
+                rank = _rank_among(smem["tail"], self.tail * self.columns, own, count, at)
                 put(self.first_tail * self.columns + rank)
 
         def count_rows(row, count):
@@ -336,14 +351,14 @@ class HeadTables:
         )
         pl.when(head == 0)(functools.partial(_write_end, table, self.tiles, self.end))
 
-    def _count_tail(self, operands, visits):
-        """The visits of all columns of the tail heads, to shared memory.
+    def _count_visits(self, operands, visits, first_list, lists_counted):
+        """The visits of all columns of these lists, to shared memory.
 
         A lane reads one row block's list at a time.
         """
         start, count, _full, index = operands
         row_blocks, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
-        all_columns, all_rows = (self.tail * x for x in (self.columns, row_blocks))
+        all_columns, all_rows = (lists_counted * x for x in (self.columns, row_blocks))
         lane = lane_index()
 
         @pl.loop(0, pl.cdiv(all_columns, THREADS))
@@ -357,15 +372,14 @@ class HeadTables:
         def _(part):
             row = part * THREADS + lane
             valid, row = row < all_rows, jnp.minimum(row, all_rows - 1)
-            tail_head, its_row = div_rem_lanes(row, row_blocks)
-            its_list = self._list_of(self.first_tail + tail_head, div_rem_lanes)
-            at = its_list * row_blocks + its_row
+            its_list = lax.div(row, jnp.int32(row_blocks))
+            at = first_list * row_blocks + row
             its_start, its_count = (gather(x, at) for x in (start, count))
             its_count = jnp.where(valid, its_count, 0)
-            head_offset = its_list * capacity
+            head_offset = (first_list + its_list) * capacity
 
             def add(_, entry, valid, state):
-                add_one(visits, jnp.where(valid, tail_head * self.columns + entry, -1))
+                add_one(visits, jnp.where(valid, its_list * self.columns + entry, -1))
                 return state
 
             for_each_entry(index, head_offset, its_start, its_count, capacity, add, None)
@@ -373,11 +387,14 @@ class HeadTables:
         plgpu.commit_smem()
 
 
-def _rank_among(visits, columns, own, count):
-    """The rank of every lane's column, number `own` of `columns`, by visits."""
+def _rank_among(visits, columns, own, count, at=lambda other: other):
+    """The rank of every lane's column, number `own` of `columns`, by visits.
+
+    at(other): where the visits of a column are.
+    """
 
     def compare(others, rank):
-        loaded = [visits[jnp.minimum(other, columns - 1)] for other in others]
+        loaded = [visits[at(jnp.minimum(other, columns - 1))] for other in others]
         for other, other_visits in zip(others, loaded, strict=True):
             earlier = _comes_before(other, other_visits, own, count)
             rank += jnp.where(earlier & (other < columns), 1, 0)
