@@ -272,12 +272,14 @@ def test_one_launch_prepares_the_same_as_several(
     assert not np.asarray(at_once.zeros).any()
 
 
-@pytest.mark.parametrize("order", ["natural", "heads"])
+@pytest.mark.parametrize(
+    ("order", "counts"), [("natural", False), ("heads", False), ("natural", True)]
+)
 @pytest.mark.parametrize("shared", ["documents", "causal", "one list for two heads"])
 @pytest.mark.gpu
 @needs_gpu
-def test_heads_that_share_lists_are_prepared_in_one_launch(shared, order, monkeypatch):
-    """The same lists, records and intervals; of the tail only the order differs.
+def test_heads_that_share_lists_are_prepared_in_one_launch(shared, order, counts, monkeypatch):
+    """The same lists, records, counters and intervals; of the tail only the order differs.
 
     The ids of the second batch row are out of order: its intervals are marked.
     """
@@ -308,7 +310,7 @@ def test_heads_that_share_lists_are_prepared_in_one_launch(shared, order, monkey
         return jax.jit(
             lambda: hopper_prepare.prepare(
                 q, lse, q, None, mask.lists, shape, BackwardTiling(order=order),
-                zeros=64, pairs=pairs,
+                zeros=64, counts=counts, pairs=pairs,
             )
         )()  # fmt: skip
 
@@ -323,16 +325,16 @@ def test_heads_that_share_lists_are_prepared_in_one_launch(shared, order, monkey
         assert (np.asarray(want)[:, 0, 0] < 0).tolist() == [False, True]
         np.testing.assert_array_equal(at_once.intervals, want)
     tables = [np.asarray(x.table) for x in (at_once, one_by_one)]
-    tail = -(-4 * 20 // shape.kv_blocks) * shape.kv_blocks  # work tiles of whole heads
+    tail = 0 if counts else -(-4 * 20 // shape.kv_blocks) * shape.kv_blocks  # of whole heads
     want = tables[1].copy()
-    last = want[-1 - tail : -1]
+    last = want[len(want) - 1 - tail : -1]
     last[:] = last[np.argsort(-last[:, WorkTile._fields.index("count")], kind="stable")]
     np.testing.assert_array_equal(tables[0], want)
     lists = np.prod(mask.kv_count.shape[:2])
     entries = [np.asarray(x.row_blocks).reshape(lists, -1) for x in (at_once, one_by_one)]
     used = np.arange(entries[0].shape[1]) < np.asarray(mask.kv_count).sum(-1).reshape(lists, 1)
     np.testing.assert_array_equal(*(x[used] for x in entries))
-    for name in ("lse", "delta"):
+    for name in ("lse", "delta", *["counters"] * counts):
         np.testing.assert_array_equal(*(getattr(x, name) for x in (at_once, one_by_one)))
 
 
