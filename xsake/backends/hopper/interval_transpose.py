@@ -17,19 +17,28 @@ PARTS = 4  # of 128 keys that a CTA searches for side by side
 
 
 class IntervalTranspose:
-    """pairs [B|1, 2|4, T] -> [B|1, 2|4, keys], which some CTAs of a launch compute."""
+    """pairs [B|1, 2|4, T] -> [B|1, 2|4, keys], which some CTAs of a launch compute.
 
-    def __init__(self, pairs: jax.Array, keys: int):
-        self.batch, self.ends, self.queries = pairs.shape
+    Without pairs there are no such CTAs, no operands and no results.
+    """
+
+    def __init__(self, pairs: jax.Array | None, keys: int):
+        self.batch, self.ends, self.queries = (0, 2, 1) if pairs is None else pairs.shape
         self.keys = keys
         self.units = pl.cdiv(keys, PARTS * THREADS)  # CTAs of a batch row
         self.ctas = self.batch * self.units
-        self.operands = (pairs.reshape(-1),)
-        self.shape = self.batch, self.ends, keys
-        self.out_type = (jax.ShapeDtypeStruct((self.batch * self.ends * keys,), jnp.int32),)
+        self.operands = () if pairs is None else (pairs.reshape(-1),)
+        size = self.batch * self.ends * keys
+        self.out_type = (jax.ShapeDtypeStruct((size,), jnp.int32),) if size else ()
+
+    def result(self, results) -> jax.Array | None:
+        """What the launch has computed, in the shape of pairs."""
+        return results[0].reshape(self.batch, self.ends, self.keys) if results else None
 
     def run(self, cta, refs):
         """The keys of CTA number `cta`."""
+        if not self.ctas:
+            return
         pairs, found = refs
         b, unit = div_rem(cta, self.units)
         first = b * self.ends * self.queries

@@ -86,7 +86,7 @@ def prepare(
         if by_head and not interpret and shape.row_blocks <= MAX_ROW_BLOCKS:
             tables = work_table.HeadTables(lists, shape.kv_blocks, B, N, run, counts)
             delta_pass = DeltaPass(out, d_lse is not None, shape.padded_rows, zeros)
-            intervals = None if pairs is None else IntervalTranspose(pairs, shape.sizes.S)
+            intervals = IntervalTranspose(pairs, shape.sizes.S)
             pass_operands = operands(out, d_out, lse, d_lse)
             return _in_one_launch(tables, intervals, delta_pass, pass_operands)
         found = statistics(
@@ -108,18 +108,17 @@ def prepare(
 
 
 def _in_one_launch(
-    tables: Any, intervals: Any, delta_pass: Any, pass_operands: tuple[Array, ...]
+    tables: work_table.HeadTables,
+    intervals: IntervalTranspose,
+    delta_pass: DeltaPass,
+    pass_operands: tuple[Array, ...],
 ) -> Prepared:
-    """The first CTAs build the tables, one head each, the next transpose intervals, if any."""
-    transposing = 0 if intervals is None else intervals.ctas
-    first = tables.heads + transposing
+    """The first CTAs build the tables, one head each, the next ones transpose intervals."""
+    first = tables.heads + intervals.ctas  # CTA of the delta pass
     sms = _jax.multiprocessors()
     ctas = min(delta_pass.units, max(sms * delta_pass.per_sm - first, sms))
-    pairs, pairs_out = (), ()
-    if intervals is not None:
-        pairs, pairs_out = intervals.operands, intervals.out_type
-    reads = len(tables.operands), len(pairs), len(pass_operands)
-    writes = len(tables.out_type), len(pairs_out), len(delta_pass.out_type)
+    reads = len(tables.operands), len(intervals.operands), len(pass_operands)
+    writes = len(tables.out_type), len(intervals.out_type), len(delta_pass.out_type)
 
     def body(*refs, union, ready):
         tables_in, pairs_in, pass_in, tables_out, pairs_out, pass_out = _split(
@@ -133,11 +132,9 @@ def _in_one_launch(
             smem = dict(zip(tables.smem, tables_smem, strict=True))
             tables.run(cta, (*tables_in, *tables_out), smem)
 
-        if intervals is not None:
-
-            @pl.when((cta >= tables.heads) & (cta < first))
-            def _():
-                intervals.run(cta - tables.heads, (*pairs_in, *pairs_out))
+        @pl.when((cta >= tables.heads) & (cta < first))
+        def _():
+            intervals.run(cta - tables.heads, (*pairs_in, *pairs_out))
 
         @pl.when(cta >= first)
         def _():
@@ -146,7 +143,7 @@ def _in_one_launch(
 
     results = plgpu.kernel(
         body,
-        out_type=(*tables.out_type, *pairs_out, *delta_pass.out_type),
+        out_type=(*tables.out_type, *intervals.out_type, *delta_pass.out_type),
         scratch_types=dict(
             union=plgpu.RefUnion([*tables.smem.values()], [*delta_pass.smem.values()]),
             ready=delta_pass.barriers,
@@ -158,16 +155,16 @@ def _in_one_launch(
         compiler_params=dataclasses.replace(
             COMPILER_PARAMS, reduction_scratch_bytes=THREADS // WARP * 4
         ),
-    )(*tables.operands, *pairs, *pass_operands)
+    )(*tables.operands, *intervals.operands, *pass_operands)
     (row_blocks, table, *counters), by_key, (lse, delta, *zeros) = _split(results, *writes)
     return Prepared(
-        lse,
-        delta,
-        table.reshape(-1, work_table.WIDTH),
-        row_blocks,
-        *(zeros or [None]),
-        *(counters or [None]),
-        intervals=None if intervals is None else by_key[0].reshape(intervals.shape),
+        lse=lse,
+        delta=delta,
+        table=table.reshape(-1, work_table.WIDTH),
+        row_blocks=row_blocks,
+        zeros=zeros[0] if zeros else None,
+        counters=counters[0] if counters else None,
+        intervals=intervals.result(by_key),
     )
 
 

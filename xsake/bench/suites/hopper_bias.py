@@ -123,21 +123,48 @@ def records(case: Case, done: list[Record]) -> Iterator[Record]:
                 if name == "xsake":
                     raise
                 failed[direction, name] = f"{type(problem).__name__}: {problem}"[:300]
+    checks = Checks.of(case, shapes)
     with alone():
-        yield from _timed(case, compiled, failed)
+        yield from _timed(case, compiled, checks, failed)
+
+
+class Checks(NamedTuple):
+    """What a cell's results are compared with, compiled before its turn."""
+
+    sample: Callable[[], dict[str, Array]]
+    expected: Callable[..., dict[str, Array]]
+    errors: dict[str, Callable[..., Array]]  # by direction
+
+    @classmethod
+    def of(cls, case: Case, shapes: dict[str, Any]) -> Checks:
+        """Compiles them for arrays of these shapes."""
+        # As an argument, so that XLA does not fold T × T constants.
+        allowed = shapes.get("mask", jax.ShapeDtypeStruct((1, 1, 1, 1), bool))
+        want = jax.eval_shape(expected, shapes, allowed)
+        by_direction = directions(IMPLEMENTATIONS["jax_nn_xla"], "bias" in shapes)
+        return cls(
+            jax.jit(functools.partial(sampled, case)).lower().compile(),
+            expected.lower(shapes, allowed).compile(),
+            {
+                name: largest_error.lower(jax.eval_shape(fn, shapes), want).compile()
+                for name, fn in by_direction.items()
+            },
+        )
 
 
 def _timed(
-    case: Case, compiled: dict[tuple[str, str], Any], failed: dict[tuple[str, str], str]
+    case: Case,
+    compiled: dict[tuple[str, str], Any],
+    checks: Checks,
+    failed: dict[tuple[str, str], str],
 ) -> Iterator[Record]:
     """Checks and times what is compiled; a peer that fails gets a record that says why."""
-    given = sampled(case)
-    # As an argument, so that XLA does not fold T × T constants.
-    allowed = given.get("mask", jnp.ones((1, 1, 1, 1), bool))
-    want, errors = expected(given, allowed), {}
+    given = checks.sample()
+    want = checks.expected(given, given.get("mask", jnp.ones((1, 1, 1, 1), bool)))
+    errors: dict[tuple[str, str], float] = {}
     for (direction, name), run in compiled.items():
         try:
-            errors[direction, name] = error_of(run(given), want)
+            errors[direction, name] = float(checks.errors[direction](run(given), want))
         except Exception as problem:  # a peer needs more memory than there is
             if name == "xsake":
                 raise
@@ -227,7 +254,8 @@ def _of_head(given: dict[str, Array], allowed: Array, n: Array) -> dict[str, Arr
 
 
 @jax.jit
-def _error(results: Any, want: dict[str, Array]) -> Array:
+def largest_error(results: Any, want: dict[str, Array]) -> Array:
+    """max |error| ÷ max |reference|, the worst of all results."""
     out, *gradients = results
     found = {"out": out, **(gradients[0] if gradients else {})}
 
@@ -243,8 +271,3 @@ def _error(results: Any, want: dict[str, Array]) -> Array:
     ]
     finite = jnp.stack([jnp.isfinite(x).all() for x in found.values()]).all()
     return jnp.where(finite, jnp.stack(errors).max(), jnp.nan)
-
-
-def error_of(results: Any, want: dict[str, Array]) -> float:
-    """max |error| ÷ max |reference|, the worst of all results."""
-    return float(_error(results, want))
