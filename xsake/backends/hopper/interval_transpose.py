@@ -13,7 +13,7 @@ from xsake.backends.hopper.lanes import every_lane, gather, lane_index, scatter
 from xsake.backends.hopper.layouts import THREADS, div_rem
 from xsake.masks.intervals import NOT_AN_INTERVAL
 
-PARTS = 4  # of 128 keys that a CTA searches for side by side
+PARTS = 4  # of 128 keys that a CTA searches for, one after another
 
 
 class IntervalTranspose:
@@ -44,11 +44,21 @@ class IntervalTranspose:
         first = b * self.ends * self.queries
         is_marked = gather(pairs, every_lane(0) + first) < 0
         lane = lane_index()
-        keys = [unit * (PARTS * THREADS) + part * THREADS + lane for part in range(PARTS)]
-        # The first query whose hi is beyond the key, and the first one whose lo is.
-        sources = [end + 1 if end % 2 == 0 else end - 1 for end in range(self.ends)]
-        wanted = [(end, key) for end in range(self.ends) for key in keys]
-        offsets = [first + sources[end] * self.queries for end, _ in wanted]
+
+        @pl.loop(0, PARTS)
+        def _(part):
+            key = (unit * PARTS + part) * THREADS + lane
+            for run in range(0, self.ends, 2):
+                # The first query whose hi is beyond the key, and the first one whose lo is.
+                offsets = [first + end * self.queries for end in (run + 1, run)]
+                ends = self._first_beyond(pairs, key, offsets)
+                for end, value in enumerate(ends, run):
+                    at = (b * self.ends + end) * self.keys + key
+                    value = jnp.where(is_marked, NOT_AN_INTERVAL, value)
+                    scatter(found, jnp.where(key < self.keys, at, -1), value)
+
+    def _first_beyond(self, pairs, key, offsets):
+        """The first query whose value is larger than the key, for values from each offset on."""
 
         def halve(_, ranges):
             """Queries before `low` are not beyond the key, those from `high` on are."""
@@ -58,18 +68,12 @@ class IntervalTranspose:
                 for offset, middle in zip(offsets, middles, strict=True)
             ]
             halves = []
-            for (low, high), middle, value, (_, key) in zip(
-                ranges, middles, values, wanted, strict=True
-            ):
+            for (low, high), middle, value in zip(ranges, middles, values, strict=True):
                 is_beyond = (value > key) | (middle >= high)
-                halves.append(
-                    (jnp.where(is_beyond, low, middle + 1), jnp.where(is_beyond, middle, high))
-                )
+                low = jnp.where(is_beyond, low, middle + 1)
+                halves.append((low, jnp.where(is_beyond, middle, high)))
             return halves
 
-        everything = [(every_lane(0), every_lane(self.queries)) for _ in wanted]
-        ranges = lax.fori_loop(0, self.queries.bit_length(), halve, everything)
-        for (end, key), (low, _) in zip(wanted, ranges, strict=True):
-            at = (b * self.ends + end) * self.keys + key
-            value = jnp.where(is_marked, NOT_AN_INTERVAL, low)
-            scatter(found, jnp.where(key < self.keys, at, -1), value)
+        everything = [(every_lane(0), every_lane(self.queries)) for _ in offsets]
+        found = lax.fori_loop(0, self.queries.bit_length(), halve, everything)
+        return [low for low, _ in found]

@@ -324,13 +324,15 @@ class HeadTables:
                 first_list, lists_counted = self._tail_lists(self.tail)
                 self._count_visits(operands, smem["tail"], first_list, lists_counted)
 
-                def at(other):
-                    tail_head, column = div_rem(other, self.columns)
-                    its_list = self._list_of(self.first_tail + tail_head) - first_list
-                    return its_list * self.columns + column
-
                 own = (head - self.first_tail) * self.columns + column
-                rank = _rank_among(smem["tail"], self.tail * self.columns, own, count, at)
+
+                def add_head(tail_head, rank):
+                    its_list = self._list_of(self.first_tail + tail_head) - first_list
+                    visits = smem["tail"].at[pl.ds(its_list * self.columns, self.columns)]
+                    own_here = own - tail_head * self.columns
+                    return rank + _rank_among(visits, self.columns, own_here, count)
+
+                rank = lax.fori_loop(0, self.tail, add_head, every_lane(0))
                 put(self.first_tail * self.columns + rank)
 
         def count_rows(row, count):
@@ -387,14 +389,14 @@ class HeadTables:
         plgpu.commit_smem()
 
 
-def _rank_among(visits, columns, own, count, at=lambda other: other):
-    """The rank of every lane's column, number `own` of `columns`, by visits.
+def _rank_among(visits, columns, own, count):
+    """How many of these columns come before every lane's, which has `count` visits.
 
-    at(other): where the visits of a column are.
+    own: its number, which may be that of a column before or after these.
     """
 
     def compare(others, rank):
-        loaded = [visits[at(jnp.minimum(other, columns - 1))] for other in others]
+        loaded = [visits[jnp.minimum(other, columns - 1)] for other in others]
         for other, other_visits in zip(others, loaded, strict=True):
             earlier = _comes_before(other, other_visits, own, count)
             rank += jnp.where(earlier & (other < columns), 1, 0)
