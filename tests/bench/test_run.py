@@ -57,6 +57,12 @@ def test_another_commit_measures_again(parts, tmp_path, monkeypatch, commit):
     assert [record["case"] for record in report["results"]] == ["a", "ab", "c"]
 
 
+def test_several_texts_name_cases(parts, tmp_path):
+    """A case is measured if it has one of them."""
+    run.run_suite("hopper", tmp_path / "r.json", only="b|c")
+    assert parts == ["ab", "c"]
+
+
 def test_an_unknown_case_raises(parts, tmp_path):
     """The error lists the cases."""
     with pytest.raises(ValueError, match=r"no case with 'd' in its name.*'ab'"):

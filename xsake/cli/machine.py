@@ -75,7 +75,8 @@ def bench(
       autotune: instead of a suite, time the candidate tilings of the Hopper kernels on this GPU and
         write the tiling table that the kernels read; `out` defaults to the table of the installed
         package.
-      only: measure the cases with this text in their name (autotune: "DIRECTION CLASS").
+      only: measure the cases with this text in their name, or one of several with | between them
+        (autotune: "DIRECTION CLASS").
       join: measure nothing; merge these result files (autotune: tables) that `only` produced.
       check: instead of a suite, measure the ratios that have limits; nothing is written.
       jobs: processes of a Hopper suite that compile side by side and take turns to time.
