@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -117,6 +118,24 @@ def test_the_work_ends_with_the_shortest_tiles_of_several_heads(monkeypatch):
     for count in visits:  # whichever is free first takes the next work tile
         busy[busy.argmin()] += count
     assert busy.max() <= 1.03 * visits.sum() / sms
+
+
+@pytest.mark.parametrize("shared", [(1, 1), (3, 1), (1, 2), (3, 2), (1, 4), (3, 4)])
+def test_heads_know_which_lists_they_share(shared):
+    """Three batch rows of four heads; every list is written by the first head that has it."""
+    from xsake.backends.hopper import work_table
+
+    batch, heads = shared
+    blocks = np.ones((batch, heads, 3, 3), bool)
+    mask = BlockMask.from_dense(blocks, shape=(192, 192), block=(64, 64))
+    tables = work_table.HeadTables(mask.lists, 3, 3, 4, run=3, counts=False)
+    wanted = [(b % batch) * heads + n // (4 // heads) for b in range(3) for n in range(4)]
+    assert [int(tables._list_of(jnp.int32(head))) for head in range(12)] == wanted
+    writes = [bool(tables._writes_lists(jnp.int32(head))) for head in range(12)]
+    assert writes == [number not in wanted[:head] for head, number in enumerate(wanted)]
+    assert tables.tail == min(12, -(-(2 if batch * heads == 12 else 4) * SMS // 3))
+    first, count = tables._tail_lists(tables.tail)
+    assert {*wanted[-tables.tail :]} <= {*range(first, first + count)}
 
 
 @pytest.mark.gpu
