@@ -75,6 +75,24 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(one, tree) if axes else tree
 
 
+@jax.custom_batching.custom_vmap
+def own_copy(x: Any, others: Any) -> Any:
+    """x, which under `jax.vmap` is mapped as soon as any of `others` is.
+
+    Kernels write to some of their operands: sums, counters. Pallas lets all mapped calls share an
+    operand that is not mapped, and they would write to it together.
+    """
+    return x
+
+
+@own_copy.def_vmap
+def _own_copies(size: int, is_mapped: Any, x: Any, others: Any) -> tuple[Any, Any]:
+    if any(jax.tree.leaves(is_mapped)) and not is_mapped[0]:
+        x = jax.numpy.broadcast_to(x, (size, *x.shape))
+        return own_copy(x, others), True  # a map around this one may need another copy
+    return own_copy(x, others), is_mapped[0]
+
+
 def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:
     """Why kernels for Hopper cannot run here; None where they can."""
     if platform() != "gpu":

@@ -89,7 +89,7 @@ def by_query(mask: BlockMask) -> KernelRule | None:
     """The mask's rule for kernels over row blocks: where it can, an interval of keys a query."""
     T, S = mask.shape
     if (pairs := _intervals(mask)) is not None:
-        return KernelRule(None, rows=(pairs[:, 0],), **_given_intervals(mask))
+        return KernelRule(None, rows=(pairs,), **_given_intervals(mask))
     if (found := _window_and_tiles(mask.rule)) is None:
         return translate(mask.rule, T, S, reads_tiles=True)
     (left, right), tiles = found
@@ -104,7 +104,7 @@ def by_key(mask: BlockMask) -> KernelRule | None:
     """The mask's rule for kernels over kv blocks: where it can, an interval of queries a key."""
     T, S = mask.shape
     if (queries := _intervals(mask, by_key=True)) is not None:
-        return KernelRule(None, columns=(queries[:, 0],), **_given_intervals(mask))
+        return KernelRule(None, columns=(queries,), **_given_intervals(mask))
     if (found := _window_and_tiles(mask.rule)) is None:
         return translate(mask.rule, T, S, reads_tiles=True)
     (left, right), tiles = found
@@ -118,11 +118,13 @@ def by_key(mask: BlockMask) -> KernelRule | None:
 def _intervals(mask: BlockMask, *, by_key: bool = False) -> Array | None:
     """The mask's own intervals, or those of a rule without arrays, unless it is a window.
 
-    by_key: the intervals of queries for each key, instead of keys for each query.
+    [B|1, 2|4, T]; by_key: the intervals of queries for each key, [B|1, 2|4, S].
     """
 
     def as_asked(pairs: Array | None) -> Array | None:
-        return intervals.transposed(pairs, mask.shape[1]) if by_key and pairs is not None else pairs
+        if pairs is None:
+            return None
+        return (intervals.transposed(pairs, mask.shape[1]) if by_key else pairs)[:, 0]
 
     if (rule := _with_constant_intervals(mask)) is None:
         return as_asked(mask.intervals)

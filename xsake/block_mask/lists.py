@@ -17,7 +17,7 @@ from xsake import _jax
 from xsake.masks.integers import integers
 from xsake.masks.rule import EVERYTHING, Grid, Rule, Spans, Tokens
 
-MOST_SUMMED = 1 << 22  # elements that sums instead of a cumulative sum add up
+MOST_SUMMED = 1 << 22  # additions in place of a cumulative sum: some microseconds of a GPU
 
 
 class Lists(NamedTuple):
@@ -231,7 +231,7 @@ def lists_from_spans(spans: Spans, grid: Grid, capacity: int, xp: Any = jnp) -> 
 
 
 def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists:
-    """Lists from every block's class, [B|1, N|1, nq, nk]; a cumulative sum gives the offsets."""
+    """Lists from every block's class, [B|1, N|1, nq, nk]; sums of those before give the offsets."""
     nq, nk = grid.counts
     lead = np.broadcast_shapes(live.shape, full.shape)[:2]
     live, full = (jnp.broadcast_to(x, (*lead, nq, nk)) for x in (live, full))
@@ -277,8 +277,8 @@ def _counted(full: Array, partial: Array) -> tuple[Array, Array, tuple[Array, Ar
 def _sum_before(x: Array) -> Array:
     """The sum of the elements before each one, on the last axis.
 
-    A cumulative sum is several launches on a GPU, and slow ones if it is short; sums of all
-    elements are one.
+    A cumulative sum is several launches on a GPU, and slow ones if it is short. There, each sum is
+    computed by itself, in one launch.
     """
     size = x.shape[-1]
     if _jax.platform() != "gpu" or x.size * size > MOST_SUMMED:

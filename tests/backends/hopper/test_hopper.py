@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 
 import xsake
 from tests.conditions import needs_newer_jax
 from xsake import BlockMask, Options, _jax, masks
 from xsake.backends import Call, hopper
 from xsake.backends.options import BackwardTiling, ForwardTiling
+from xsake.masks import intervals
 
 RULES = {
     "none": None,
@@ -232,6 +234,72 @@ def test_heads_with_their_own_lists_have_one_launch_before_the_products(size, ca
     for order in ("natural", "heads"):
         assert backward_kernels_lowered(mask, size, cast=cast, order=order) == 2
     assert backward_kernels_lowered(mask, size, cast=cast) == FUSED + 1  # delta
+
+
+def kernel_calls(function, *arguments):
+    """The operands' shapes of every kernel that a function runs, in order."""
+
+    def within(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "mpmd_map":
+                yield [x.aval.shape for x in equation.invars]
+            for inner in core.jaxprs_in_params(equation.params):
+                yield from within(inner)
+
+    return list(within(jax.make_jaxpr(function)(*arguments).jaxpr))
+
+
+def gradients_of(mask, **options):
+    """The backward of arrays with heads of 64: a function of q, k, v and d_out."""
+    settings = hopper.Settings(0.1, None, Options(**options))
+
+    def gradients(q, k, v, d_out):
+        lse = jnp.zeros((*q.shape[:1], q.shape[2], q.shape[1]), jnp.float32)
+        return hopper.run_backward(settings, (q, k, v, mask, d_out, lse, None), (d_out, None))
+
+    return gradients
+
+
+@pytest.mark.parametrize("rule", ["documents", *map(slow, ["causal", "two intervals", "chunks"])])
+@needs_newer_jax
+def test_heads_that_share_lists_have_one_launch_before_the_products(rule, monkeypatch):
+    """Intervals of documents are transposed in it; those of rules without arrays are constants."""
+    monkeypatch.setattr(intervals, "are_read", lambda: True)
+    ids = np.arange(504) // 130
+    rules = {
+        "causal": masks.causal(),
+        "documents": masks.documents(ids) & masks.causal(),
+        "two intervals": masks.documents(ids) | masks.first(20),
+        "chunks": masks.chunked(200) & masks.causal(),
+    }
+    mask = mask_of(rules[rule], 504)
+    x = jax.ShapeDtypeStruct((1, 504, 2, 64), jnp.bfloat16)
+    found = kernel_calls(
+        gradients_of(mask, hopper_backward=BackwardTiling(order="heads")), x, x, x, x
+    )
+    assert len(found) == 2
+    runs = {"documents": 1, "two intervals": 2, "chunks": 0, "causal": 0}[rule]
+    flat = [shape[0] for shape in found[0] if len(shape) == 1]
+    assert [size for size in flat if size >= 504] == [2 * 504 * runs] * (runs > 0)
+
+
+@pytest.mark.parametrize("deterministic", [False, slow(True)])
+@needs_newer_jax
+def test_mapped_calls_do_not_share_a_work_table(deterministic):
+    """Kernels count in it; calls of one mask that share it would leave work tiles out."""
+    mask = mask_of(masks.causal(), 500)
+
+    options = {"deterministic": deterministic, "hopper_forward": ForwardTiling()}
+
+    def attend(q, k, v, d_out):
+        settings = hopper.Settings(0.1, None, Options(**options))
+        out = hopper.run_forward(settings, q, k, v, mask)
+        return out, gradients_of(mask, **options)(q, k, v, d_out)
+
+    x = jax.ShapeDtypeStruct((2, 3, 1, 500, 2, 64), jnp.bfloat16)
+    calls = kernel_calls(jax.vmap(jax.vmap(attend)), x, x, x, x)
+    tables = [shape for call in calls for shape in call if shape[-2:] == (9, 8)]
+    assert tables == [(2, 3, 9, 8)] * (3 if deterministic else 2)
 
 
 @needs_newer_jax

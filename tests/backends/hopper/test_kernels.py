@@ -315,7 +315,10 @@ def test_heads_that_share_lists_are_prepared_in_one_launch(shared, order, counts
         )()  # fmt: skip
 
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 20)
-    at_once = prepared()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work_table, "work_table", None)  # that would be a second launch
+        at_once = prepared()
+    assert not np.asarray(at_once.zeros).any()
     monkeypatch.setattr(work_table.HeadTables, "fits", lambda *_: False)
     monkeypatch.setattr(work_table, "TAIL_TILES", 0)
     one_by_one = prepared()
@@ -336,6 +339,30 @@ def test_heads_that_share_lists_are_prepared_in_one_launch(shared, order, counts
     np.testing.assert_array_equal(*(x[used] for x in entries))
     for name in ("lse", "delta", *["counters"] * counts):
         np.testing.assert_array_equal(*(getattr(x, name) for x in (at_once, one_by_one)))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_mapped_calls_agree_with_single_ones():
+    """More work tiles than multiprocessors; the mask is the same for all mapped calls."""
+    rng = np.random.default_rng(5)
+    q, k, v, d_out = (
+        jnp.asarray(rng.standard_normal((3, 1, 2040, 16, 64)), jnp.bfloat16) for _ in range(4)
+    )
+
+    def attend(q, k, v, d_out):
+        run = functools.partial(
+            xsake.dot_product_attention, is_causal=True, implementation="hopper"
+        )
+        out, pull_back = jax.vjp(run, q, k, v)
+        return out, *pull_back(d_out)
+
+    mapped = jax.jit(jax.vmap(attend))(q, k, v, d_out)
+    for i in range(3):
+        for one, of_all in zip(attend(q[i], k[i], v[i], d_out[i]), mapped, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(of_all[i], np.float32), np.asarray(one, np.float32), atol=0.02
+            )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xsake import _jax
 from xsake.backends.hopper.backward_columns import ColumnsKernel
 from xsake.backends.hopper.backward_rows import RowsKernel
 from xsake.backends.hopper.bias_tile import bias_operands
@@ -116,8 +117,9 @@ def backward(
         lists_by_column = prepared.table, prepared.row_blocks
         of_rule = rule_operands(rule, shape, axis=1)
         operands = (*padded, *statistics, *lists_by_column, *of_rule, *bias_operand)
+        written, operands = _own_copies(operands, prepared.zeros, prepared.counters)
         with jax.named_scope("dk_dv_dq" if fused else "_".join(names)):
-            gradients |= columns(operands, prepared.zeros, prepared.counters, interpret)
+            gradients |= columns(operands, *written, interpret)
     if not fused:
         with jax.named_scope("work_table"):
             table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
@@ -129,6 +131,7 @@ def backward(
         lists_by_row = table, lists.kv_index.reshape(-1)
         of_rule = rule_operands(rule, shape, axis=0)
         operands = (*padded, *statistics, *lists_by_row, *of_rule, *bias_operand)
+        (d_bias,), operands = _own_copies(operands, d_bias)
         with jax.named_scope("dq"):
             gradients["dq"], d_bias = rows(operands, d_bias, interpret)
     if by_key:
@@ -136,6 +139,16 @@ def backward(
     d_bias = _reduced(d_bias, bias) if wants_bias else None
     dk, dv = (_sum_heads(gradients[x][:, :S], shape.group) for x in ("dk", "dv"))
     return gradients["dq"][:, :T], dk, dv, d_bias
+
+
+TABLE = 6  # among the operands: the work table, after q, k, v, d_out, lse and delta
+
+
+def _own_copies(operands, *written):
+    """(arrays that the kernel writes to, operands), which mapped calls do not share."""
+    copies = [None if x is None else _jax.own_copy(x, operands) for x in written]
+    table = _jax.own_copy(operands[TABLE], operands)
+    return copies, (*operands[:TABLE], table, *operands[TABLE + 1 :])
 
 
 def _traced_intervals(row_rule):

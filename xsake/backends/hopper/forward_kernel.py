@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xsake import _jax
 from xsake.backends.hopper import barriers
 from xsake.backends.hopper.bias_tile import bias_operands
 from xsake.backends.hopper.forward_steps import TileSteps, over_columns
@@ -97,18 +98,17 @@ def forward(
     )
     if statistics:
         kernel.statistics = StatisticsTile(kernel, statistics == "tokens", sinks is not None)
-    lists_and_rule = table, lists.kv_index.reshape(-1), *rule_operands(rule, shape, axis=0)
+    others = (
+        lists.kv_index.reshape(-1),
+        *rule_operands(rule, shape, axis=0),
+        *bias_operands(bias, shape),
+        *([] if sinks is None else [sinks]),
+    )
+    table = _jax.own_copy(table, (q, k, v, *others))
     out, lse, *more = kernel.launch(
         "xsake_forward",
         kernel.body,
-        (
-            q,
-            k,
-            v,
-            *lists_and_rule,
-            *bias_operands(bias, shape),
-            *([] if sinks is None else [sinks]),
-        ),
+        (q, k, v, table, *others),
         (
             jax.ShapeDtypeStruct((B, q.shape[1], N, Hv), q.dtype),
             # Whole row blocks: the copy of a block's logsumexp needs no guard.

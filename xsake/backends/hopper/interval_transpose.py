@@ -13,7 +13,9 @@ from xsake.backends.hopper.lanes import every_lane, gather, lane_index, scatter
 from xsake.backends.hopper.layouts import THREADS, div_rem
 from xsake.masks.intervals import NOT_AN_INTERVAL
 
-PARTS = 4  # of 128 keys that a CTA searches for, one after another
+# Of 128 keys, which a CTA searches for one after another: about as long as the delta pass takes
+# beside it. More CTAs would take their places on the multiprocessors.
+PARTS = 4
 
 
 class IntervalTranspose:

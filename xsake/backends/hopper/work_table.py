@@ -39,11 +39,11 @@ from xsake.backends.hopper.transpose import MAX_ROW_BLOCKS, transpose_columns, t
 from xsake.block_mask.lists import Lists
 
 MAX_COMPARED = 4096  # work tiles of a run that is sorted by comparing each with all others
-MAX_COUNTED = 1024  # row blocks of all tail heads: every tail CTA reads the lists of them all
+MAX_COUNTED = 1024  # row blocks of the lists of all tail heads: every tail CTA reads them all
 KEYS = 1 << 14  # more than the work tiles that one CTA compares
 WIDTH = 8  # integers of a record
 TAIL_TILES = 4  # work tiles per multiprocessor in the tail, at least
-HEAD_TAIL_TILES = 2  # the same in `HeadTables`, where every CTA of the tail reads all its lists
+HEAD_TAIL_TILES = 2  # the same in `HeadTables` of heads with own lists: a tail CTA reads them all
 
 
 def work_table(
@@ -157,7 +157,7 @@ def _rank_tiles(start, count, full, table, *, shared, lists, B, N, runs, end):
     its_begin, its_end = runs.begin(tile) - begin, runs.end(tile) - begin
 
     def key(visits, offset):
-        """The larger, the earlier: by visits, then by index."""
+        """The larger, the earlier: by visits, then by index; very long lists count as equal."""
         return jnp.minimum(visits, (1 << 31) // KEYS - 1) * KEYS - offset
 
     def share(parts, state):
@@ -226,8 +226,8 @@ class HeadTables:
     """Transposed lists and their work table, by one CTA for each head.
 
     Requires at most 128 columns (kv blocks), and an order that sorts work tiles within each head or
-    not at all (see `fits`). Heads that share lists transpose them together: each for its own
-    records, the first one to memory.
+    not at all (see `fits`). Each head transposes its lists for its own records; the first one of
+    those that share lists writes the entries.
 
     The work tiles of the last heads (the tail) are sorted together: the work ends with the
     shortest work tiles of several heads, and all multiprocessors finish at about the same time.
@@ -243,14 +243,14 @@ class HeadTables:
         self.tiles = self.heads * columns
         self.end = _end_record(self.tiles)
         self.tail = 0 if counts else self._tail_heads(row_blocks)
+        self.first_list, self.lists_counted = self._tail_lists(self.tail) if self.tail else (0, 0)
         self.first_tail = self.heads - self.tail
         counters = [self.heads * row_blocks] * counts
         sizes = [lists.kv_index.size, (self.tiles + 1) * WIDTH, *counters]
         self.out_type = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
         self.smem = transpose_smem(row_blocks)
         if self.tail:
-            _, lists_counted = self._tail_lists(self.tail)
-            self.smem["tail"] = plgpu.SMEM((lists_counted * columns,), jnp.int32)
+            self.smem["tail"] = plgpu.SMEM((self.lists_counted * columns,), jnp.int32)
         self.operands = tuple(x.reshape(-1) for x in lists[:4])
 
     @staticmethod
@@ -321,13 +321,12 @@ class HeadTables:
 
             @pl.when(head >= self.first_tail)
             def _():
-                first_list, lists_counted = self._tail_lists(self.tail)
-                self._count_visits(operands, smem["tail"], first_list, lists_counted)
+                self._count_visits(operands, smem["tail"])
 
                 own = (head - self.first_tail) * self.columns + column
 
                 def add_head(tail_head, rank):
-                    its_list = self._list_of(self.first_tail + tail_head) - first_list
+                    its_list = self._list_of(self.first_tail + tail_head) - self.first_list
                     visits = smem["tail"].at[pl.ds(its_list * self.columns, self.columns)]
                     own_here = own - tail_head * self.columns
                     return rank + _rank_among(visits, self.columns, own_here, count)
@@ -353,14 +352,14 @@ class HeadTables:
         )
         pl.when(head == 0)(functools.partial(_write_end, table, self.tiles, self.end))
 
-    def _count_visits(self, operands, visits, first_list, lists_counted):
-        """The visits of all columns of these lists, to shared memory.
+    def _count_visits(self, operands, visits):
+        """The visits of all columns of the tail's lists, to shared memory.
 
         A lane reads one row block's list at a time.
         """
         start, count, _full, index = operands
         row_blocks, capacity = self.lists.kv_count.shape[-1], self.lists.kv_index.shape[-1]
-        all_columns, all_rows = (lists_counted * x for x in (self.columns, row_blocks))
+        all_columns, all_rows = (self.lists_counted * x for x in (self.columns, row_blocks))
         lane = lane_index()
 
         @pl.loop(0, pl.cdiv(all_columns, THREADS))
@@ -375,10 +374,10 @@ class HeadTables:
             row = part * THREADS + lane
             valid, row = row < all_rows, jnp.minimum(row, all_rows - 1)
             its_list = lax.div(row, jnp.int32(row_blocks))
-            at = first_list * row_blocks + row
+            at = self.first_list * row_blocks + row
             its_start, its_count = (gather(x, at) for x in (start, count))
             its_count = jnp.where(valid, its_count, 0)
-            head_offset = (first_list + its_list) * capacity
+            head_offset = (self.first_list + its_list) * capacity
 
             def add(_, entry, valid, state):
                 add_one(visits, jnp.where(valid, its_list * self.columns + entry, -1))

@@ -117,7 +117,8 @@ def backward(
     # p = 2^(s - lse) is 0 for a slot without a token, and for a query that sees nothing.
     used = (chunks.tiles.limits > 0)[:, None] & (lse > -jnp.inf)
     lse, delta = (jnp.where(used, x, y).reshape(-1) for x, y in ((lse, jnp.inf), (delta, 0.0)))
-    dk, dv = (jax.new_ref(jnp.zeros(x.shape, jnp.float32)) for x in (k, v))
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+    dk, dv = (jax.new_ref(_jax.own_copy(x, (q, k, v, d_rows, lse, delta))) for x in zeros)
 
     def one(at: Array, begin: Array, slots: Array) -> Array:
         part = gradients.parts(
