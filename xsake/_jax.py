@@ -86,7 +86,7 @@ def own_copy(x: Any, others: Any) -> Any:
 
 
 @own_copy.def_vmap
-def _own_copies(size: int, is_mapped: Any, x: Any, others: Any) -> tuple[Any, Any]:
+def _map_own_copy(size: int, is_mapped: Any, x: Any, others: Any) -> tuple[Any, Any]:
     if any(jax.tree.leaves(is_mapped)) and not is_mapped[0]:
         x = jax.numpy.broadcast_to(x, (size, *x.shape))
         return own_copy(x, others), True  # a map around this one may need another copy

@@ -288,7 +288,6 @@ def test_heads_that_share_lists_have_one_launch_before_the_products(rule, monkey
 def test_mapped_calls_do_not_share_a_work_table(deterministic):
     """Kernels count in it; calls of one mask that share it would leave work tiles out."""
     mask = mask_of(masks.causal(), 500)
-
     options = {"deterministic": deterministic, "hopper_forward": ForwardTiling()}
 
     def attend(q, k, v, d_out):

@@ -322,7 +322,8 @@ def test_heads_that_share_lists_are_prepared_in_one_launch(shared, order, counts
     monkeypatch.setattr(work_table.HeadTables, "fits", lambda *_: False)
     monkeypatch.setattr(work_table, "TAIL_TILES", 0)
     one_by_one = prepared()
-    assert at_once.intervals is None if pairs is None else one_by_one.intervals is None
+    assert one_by_one.intervals is None
+    assert (at_once.intervals is None) == (pairs is None)
     if pairs is not None:
         want = intervals.transposed(mask.intervals, S)[:, 0]
         assert (np.asarray(want)[:, 0, 0] < 0).tolist() == [False, True]

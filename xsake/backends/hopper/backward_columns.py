@@ -118,8 +118,8 @@ class ColumnsKernel(GradientKernel):
             return self.run(operands, zeros, counters, interpret)
         B, _, _, N, *_ = self.shape.sizes
         # Where both warpgroups have the same keys, each adds to sums of its own, in order.
-        none = jnp.zeros((COMPUTE_WGS, B, N, self.shape.padded_keys), jnp.float32)
-        sums = jax.new_ref(_jax.own_copy(none, operands))
+        size = COMPUTE_WGS, B, N, self.shape.padded_keys
+        sums = jax.new_ref(_jax.own_copy(jnp.zeros(size, jnp.float32), operands))
         gradients = self.run((*operands, sums), zeros, counters, interpret)
         return gradients | {"bias_sums": jax.freeze(sums).sum(axis=0)}
 

@@ -107,19 +107,18 @@ def backward(
         interpret=interpret,
     )
     bias_operand = bias_operands(bias, shape)
-    statistics = prepared.lse, prepared.delta
+    tokens = *padded, prepared.lse, prepared.delta
     gradients: dict[str, jax.Array] = {}
     together = H + Hv <= MAX_COLUMNS
     for names in (("dk", "dv"),) if together else (("dk",), ("dv",)):
         columns = ColumnsKernel(
             shape, rule, tiling, results=names, fused=fused, sums_bias=by_key, **common
         )
-        lists_by_column = prepared.table, prepared.row_blocks
-        of_rule = rule_operands(rule, shape, axis=1)
-        operands = (*padded, *statistics, *lists_by_column, *of_rule, *bias_operand)
-        written, operands = _own_copies(operands, prepared.zeros, prepared.counters)
+        more = prepared.row_blocks, *rule_operands(rule, shape, axis=1), *bias_operand
+        written = prepared.table, prepared.zeros, prepared.counters
+        table, zeros, counters = _unshared(written, (*tokens, *more))
         with jax.named_scope("dk_dv_dq" if fused else "_".join(names)):
-            gradients |= columns(operands, *written, interpret)
+            gradients |= columns((*tokens, table, *more), zeros, counters, interpret)
     if not fused:
         with jax.named_scope("work_table"):
             table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
@@ -128,12 +127,10 @@ def backward(
         if by_pairs:
             d_bias, adds = _bias_zeros(bias, shape, deterministic or interpret)
         rows = RowsKernel(shape, rule, tiling, adds=adds, **common)
-        lists_by_row = table, lists.kv_index.reshape(-1)
-        of_rule = rule_operands(rule, shape, axis=0)
-        operands = (*padded, *statistics, *lists_by_row, *of_rule, *bias_operand)
-        (d_bias,), operands = _own_copies(operands, d_bias)
+        more = lists.kv_index.reshape(-1), *rule_operands(rule, shape, axis=0), *bias_operand
+        table, d_bias = _unshared((table, d_bias), (*tokens, *more))
         with jax.named_scope("dq"):
-            gradients["dq"], d_bias = rows(operands, d_bias, interpret)
+            gradients["dq"], d_bias = rows((*tokens, table, *more), d_bias, interpret)
     if by_key:
         d_bias = gradients["bias_sums"][:, :, None]
     d_bias = _reduced(d_bias, bias) if wants_bias else None
@@ -141,14 +138,9 @@ def backward(
     return gradients["dq"][:, :T], dk, dv, d_bias
 
 
-TABLE = 6  # among the operands: the work table, after q, k, v, d_out, lse and delta
-
-
-def _own_copies(operands, *written):
-    """(arrays that the kernel writes to, operands), which mapped calls do not share."""
-    copies = [None if x is None else _jax.own_copy(x, operands) for x in written]
-    table = _jax.own_copy(operands[TABLE], operands)
-    return copies, (*operands[:TABLE], table, *operands[TABLE + 1 :])
+def _unshared(written, others):
+    """Arrays or None that a kernel writes to, which mapped calls do not share."""
+    return [None if x is None else _jax.own_copy(x, others) for x in written]
 
 
 def _traced_intervals(row_rule):

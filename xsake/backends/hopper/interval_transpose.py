@@ -27,8 +27,8 @@ class IntervalTranspose:
     def __init__(self, pairs: jax.Array | None, keys: int):
         self.batch, self.ends, self.queries = (0, 2, 1) if pairs is None else pairs.shape
         self.keys = keys
-        self.units = pl.cdiv(keys, PARTS * THREADS)  # CTAs of a batch row
-        self.ctas = self.batch * self.units
+        self.row_ctas = pl.cdiv(keys, PARTS * THREADS)  # CTAs of a batch row
+        self.ctas = self.batch * self.row_ctas
         self.operands = () if pairs is None else (pairs.reshape(-1),)
         size = self.batch * self.ends * keys
         self.out_type = (jax.ShapeDtypeStruct((size,), jnp.int32),) if size else ()
@@ -42,14 +42,14 @@ class IntervalTranspose:
         if not self.ctas:
             return
         pairs, found = refs
-        b, unit = div_rem(cta, self.units)
+        b, part_of_row = div_rem(cta, self.row_ctas)
         first = b * self.ends * self.queries
         is_marked = gather(pairs, every_lane(0) + first) < 0
         lane = lane_index()
 
         @pl.loop(0, PARTS)
         def _(part):
-            key = (unit * PARTS + part) * THREADS + lane
+            key = (part_of_row * PARTS + part) * THREADS + lane
             for run in range(0, self.ends, 2):
                 # The first query whose hi is beyond the key, and the first one whose lo is.
                 offsets = [first + end * self.queries for end in (run + 1, run)]

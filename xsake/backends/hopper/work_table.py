@@ -68,10 +68,10 @@ def work_table(
     tiles = B * N * blocks
     end = _end_record(tiles)
     runs = _Runs.of(tiles, run_length(blocks, B, N, K, kv_bytes, tiling), has_tail)
-    if interpret or runs.length > MAX_COMPARED:
-        return _table_by_xla(lists, B, N, runs, end)
     # A CTA compares its 128 tiles with those of all runs that they belong to.
     compared = min(THREADS + runs.length + max(runs.length, tiles - runs.tail), tiles)
+    if interpret or runs.length > MAX_COMPARED or compared >= KEYS:
+        return _table_by_xla(lists, B, N, runs, end)
     (table,) = launch(
         functools.partial(_rank_tiles, lists=lists, B=B, N=N, runs=runs, end=end),
         "xsake_work_table",
