@@ -40,6 +40,8 @@ from xsake.block_mask.lists import Lists
 
 MAX_COMPARED = 4096  # work tiles of a run that is sorted by comparing each with all others
 MAX_COUNTED = 1024  # row blocks of the lists of all tail heads: every tail CTA reads them all
+TILE_LANES = 4  # lanes that compare one work tile with the others, a quarter of them each
+CTA_TILES = THREADS // TILE_LANES
 KEYS = 1 << 14  # more than the work tiles that one CTA compares
 WIDTH = 8  # integers of a record
 TAIL_TILES = 4  # work tiles per multiprocessor in the tail, at least
@@ -68,17 +70,18 @@ def work_table(
     tiles = B * N * blocks
     end = _end_record(tiles)
     runs = _Runs.of(tiles, run_length(blocks, B, N, K, kv_bytes, tiling), has_tail)
-    # A CTA compares its 128 tiles with those of all runs that they belong to.
-    compared = min(THREADS + runs.length + max(runs.length, tiles - runs.tail), tiles)
+    # A CTA compares its tiles with those of all runs that they belong to.
+    compared = min(CTA_TILES + runs.length + max(runs.length, tiles - runs.tail), tiles)
     if interpret or runs.length > MAX_COMPARED or compared >= KEYS:
         return _table_by_xla(lists, B, N, runs, end)
     (table,) = launch(
         functools.partial(_rank_tiles, lists=lists, B=B, N=N, runs=runs, end=end),
         "xsake_work_table",
         [jax.ShapeDtypeStruct(((tiles + 1) * WIDTH,), jnp.int32)],
-        dict(part=pl.cdiv(tiles, THREADS)),
+        dict(part=pl.cdiv(tiles, CTA_TILES)),
         [x.reshape(-1) for x in (lists.kv_start, lists.kv_count, lists.full_count)],
         shared=plgpu.SMEM((round_up(compared, UNROLL * THREADS),), jnp.int32),
+        ranks=plgpu.SMEM((THREADS,), jnp.int32),
     )
     return table.reshape(tiles + 1, WIDTH)
 
@@ -131,8 +134,8 @@ def _end_record(tiles: int) -> np.ndarray:
     return end
 
 
-def _rank_tiles(start, count, full, table, *, shared, lists, B, N, runs, end):
-    """The kernel body: every lane ranks its work tile among all others of its run."""
+def _rank_tiles(start, count, full, table, *, shared, ranks, lists, B, N, runs, end):
+    """The kernel body: four lanes rank a work tile among all others of its run."""
     list_batch, list_heads, blocks = lists.kv_count.shape
     tiles = B * N * blocks
 
@@ -147,12 +150,13 @@ def _rank_tiles(start, count, full, table, *, shared, lists, B, N, runs, end):
         (_, _, i), list_head = locate(tile)
         return list_head * blocks + i
 
-    first = lax.axis_index("part") * THREADS
+    first = lax.axis_index("part") * CTA_TILES
     lane = lane_index()
-    tile = jnp.minimum(first + lane, tiles - 1)
+    number, quarter = div_rem_lanes(lane, TILE_LANES)
+    tile = jnp.minimum(first + number, tiles - 1)
     (b, n, i), list_head = locate(tile)
     its_start, its_count, its_full = (gather(x, list_of(tile)) for x in (start, count, full))
-    last = jnp.minimum(first + (THREADS - 1), tiles - 1)
+    last = jnp.minimum(first + (CTA_TILES - 1), tiles - 1)
     begin, end_of_runs = runs.begin(first), runs.end(last)
     its_begin, its_end = runs.begin(tile) - begin, runs.end(tile) - begin
 
@@ -172,17 +176,22 @@ def _rank_tiles(start, count, full, table, *, shared, lists, B, N, runs, end):
     plgpu.commit_smem()
     own = key(its_count, tile - begin)
 
-    def compare(others, rank):
-        keys = [shared[other] for other in others]
+    def compare(turns, rank):
+        others = [turn * TILE_LANES + quarter for turn in turns]
+        keys = [gather(shared, other) for other in others]
         for other, its_key in zip(others, keys, strict=True):
             same_run = (other >= its_begin) & (other < its_end)
             rank += jnp.where((its_key > own) & same_run, 1, 0)
         return rank
 
-    rank = for_each(compared, compare, runs.begin(tile))
+    turns = lax.div(compared + (TILE_LANES - 1), jnp.int32(TILE_LANES))
+    ranks[...] = for_each(turns, compare, every_lane(0))
+    plgpu.commit_smem()
+    quarters = (gather(ranks, number * TILE_LANES + x) for x in range(TILE_LANES))
+    rank = sum(quarters, runs.begin(tile))
     its_start += list_head * lists.kv_index.shape[-1]
     record = WorkTile(b, n, i, its_start, its_count, its_full)
-    _write_records(table, record, rank, first + lane < tiles)
+    _write_records(table, record, rank, (first + number < tiles) & (quarter == 0))
 
     pl.when(first == 0)(functools.partial(_write_end, table, tiles, end))
 
