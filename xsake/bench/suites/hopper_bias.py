@@ -13,6 +13,7 @@ forward, 2.5 times that for the backward. Every timed result is compared with a 
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import statistics
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from xsake.attention import dot_product_attention
 from xsake.backends import reference
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.suites import Part, Record
-from xsake.bench.timing import alone, time_queued
+from xsake.bench.timing import alone, beside, time_queued
 
 HEADS = 16
 CHECKED = (0, 5)  # heads whose results are compared with the reference
@@ -115,15 +116,20 @@ def records(case: Case, done: list[Record]) -> Iterator[Record]:
     shapes = jax.eval_shape(functools.partial(sampled, case))
     compiled: dict[tuple[str, str], Any] = {}
     failed: dict[tuple[str, str], str] = {}
-    for name, attend in IMPLEMENTATIONS.items():
-        for direction, fn in directions(attend, "bias" in shapes).items():
+
+    def compile_all(name: str) -> None:
+        for direction, fn in directions(IMPLEMENTATIONS[name], "bias" in shapes).items():
             try:
                 compiled[direction, name] = jax.jit(fn).lower(shapes).compile()
             except Exception as problem:  # another library's, and memory at long lengths
                 if name == "xsake":
                     raise
                 failed[direction, name] = f"{type(problem).__name__}: {problem}"[:300]
-    checks = Checks.of(case, shapes)
+
+    # XLA times candidates on the GPU while it compiles, and needs memory for them.
+    with beside(), concurrent.futures.ThreadPoolExecutor() as pool:
+        checks = Checks.of(case, shapes)
+        list(pool.map(compile_all, IMPLEMENTATIONS))
     with alone():
         yield from _timed(case, compiled, checks, failed)
 
