@@ -47,6 +47,8 @@ FORWARD: tuple[Fields, ...] = (
         for alternate in (True, False)
     ),
     {"persistent": False, "lazy_rescale": 8.0, "alternate_products": False},
+    {**NATURAL, "schedule": "fixed", "lazy_rescale": 8.0},
+    {"overlap": False, **NATURAL, "schedule": "fixed"},
     *({"overlap": False, **order} for order in (SECTIONS, FEWER_HEADS, NATURAL)),
     *(
         {"rows": TALL, **order, "alternate_products": alternate, "lazy_rescale": 8.0}
@@ -86,11 +88,15 @@ def groups() -> Iterator[dict[str, list[Case]]]:
             documents = dataclasses.replace(causal, name=f"{B}·16·{T}·{H} documents", rule=packed)
             # Its list is sparse in a long sequence only.
             windows = [[window]] if T >= tiling_table.LONG else []
-            for classes in (random, [[causal]], [[documents]], windows):
-                sizes = Sizes(B, T, T, 16, 16, H, H)
-                yield {
-                    tiling_table.call_class(sizes, mask_of(cases[0])): cases for cases in classes
-                }
+            biased = Case(
+                f"1·16·{T}·{H} bias", 1, T, N=16, H=H, dtype="bfloat16", bias=(1, 0, 0, 0)
+            )
+            for classes in (random, [[causal]], [[documents]], windows, [[biased]]):
+                yield {_class_of(cases[0]): cases for cases in classes}
+
+
+def _class_of(case: Case) -> str:
+    return tiling_table.call_class(Sizes(*case.sizes), mask_of(case), case.bias is not None)
 
 
 def mask_of(case: Case, capacity: int | None = None) -> BlockMask:
@@ -115,8 +121,8 @@ def autotune(out: Path, only: str = "", report: Callable[[str], None] = print) -
     for group in groups():
         for direction, kind, candidates in _candidates():
             asked = {name: cases for name, cases in group.items() if only in f"{direction} {name}"}
-            if not asked:
-                continue
+            if not asked or (direction == "backward" and any(x.endswith(" bias") for x in asked)):
+                continue  # classes with a bias are of the forward alone
             if not all(name.startswith("64 ") and name.endswith(" causal") for name in asked):
                 candidates = tuple(fields for fields in candidates if "rows" not in fields)
             tilings = [kind(**fields) for fields in candidates]
@@ -212,9 +218,10 @@ def _speeds(direction: str, tilings: list[Tiling], cases: list[Case]) -> dict[st
     """
     given = cases[0].arguments(on_device=True)
     q, k, v = (given[name] for name in ("query", "key", "value"))
+    bias = (given["bias"],) if "bias" in given else ()
     capacity = max(mask_of(case).kv_index.shape[-1] for case in cases)
     block_masks = [mask_of(case, capacity) for case in cases]
-    arguments = [_arguments(direction, q, k, v, mask) for mask in block_masks]
+    arguments = [(*_arguments(direction, q, k, v, mask), *bias) for mask in block_masks]
 
     def compiled(tiling: Tiling) -> Callable[..., Any]:
         return jax.jit(_kernel(direction, q, tiling)).lower(*arguments[0]).compile()

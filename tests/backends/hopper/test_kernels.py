@@ -453,6 +453,10 @@ def test_classes_of_calls_know_causal_masks_and_lists_that_heads_share():
     }
     for name, mask in names.items():
         assert tilings.call_class(sizes, mask) == name
+    full = BlockMask.from_rule(masks.everything(), shape)
+    assert tilings.call_class(sizes, full) == "64 short one"
+    assert tilings.call_class(sizes, full, has_bias=True) == "64 short bias"
+    assert tilings.call_class(sizes, names["64 short causal"], has_bias=True) == "64 short causal"
     assert tilings.measured_forward(sizes, names["64 short causal"]).rows == 192
     assert tilings.measured_forward(sizes, names["64 short one"]).rows is None
 

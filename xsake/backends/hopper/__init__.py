@@ -244,7 +244,8 @@ def run_forward(
     """
     from xsake.backends.hopper import forward_kernel
 
-    tiling = settings.options.hopper_forward or tilings.measured_forward(Sizes.of(q, k, v), mask)
+    tiling = settings.options.hopper_forward
+    tiling = tiling or tilings.measured_forward(Sizes.of(q, k, v), mask, bias)
     if settings.statistics:  # a grid that is not persistent would keep T · S / 128 logarithms
         tiling = dataclasses.replace(tiling, persistent=True)
     if settings.statistics is None and bias is None:

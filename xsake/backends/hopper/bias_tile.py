@@ -1,11 +1,14 @@
 """A bias inside one tile of a kernel, and stores of its gradient (Hopper, sm90).
 
-    bias [B|1, N|1, T, S]   every thread loads its own elements of a tile from global memory; shared
-                            memory has no space for them
+    bias [B|1, N|1, T, S]   every thread loads elements of a tile from global memory; shared memory
+                            has no space for them
     bias [B|1, N|1, 1, S]   one value per key
 
-In kernels over kv blocks a tile is transposed: its rows are keys. A thread then loads pairs of keys
-where it needs pairs of queries, and `movmatrix` transposes 8 × 8 elements of 16 bits at a time.
+Elements of 16 bits are loaded in an arrangement that needs few loads, and exchanged when they are
+added. In kernels over row blocks a thread needs pairs of keys in every group of 8, and loads 8 keys
+in a row; four threads exchange pairs. In kernels over kv blocks a tile is transposed: its rows are
+keys. A thread then loads pairs of keys where it needs pairs of queries, and `movmatrix` transposes
+8 × 8 elements at a time.
 A bias [B|1, N|1, T, 1] moves the logsumexp of a row and nothing else: no kernel reads it.
 """
 
@@ -23,6 +26,7 @@ from xsake.backends.hopper.layouts import COLUMN, ROW, ROWS, TILE, WARP
 from xsake.backends.hopper.ptx import SCALAR, address, asm, i32
 
 WARP_ROWS = 16  # rows of a tile that a warp holds, as two halves of 8
+QUAD = GROUP // OWN  # threads that hold 8 keys of a row
 
 
 class BiasTile:
@@ -57,14 +61,16 @@ class BiasTile:
         if self.interpret:
             rows, columns = pl.ds(first_row, ROWS), pl.ds(first_column, columns)
             return gmem[rows, columns] if self.axis == 0 else gmem[columns, rows].T
+        if self.axis == 0 and self.itemsize == 2:
+            return _load_wide(gmem, first_row, first_column, columns)
         return _load_pairs(gmem, first_row, first_column, columns, self.axis)
 
     def add(self, x, loaded):
         """x + the bias, in float32."""
         if self.per_key:
             loaded = lax.broadcast_in_dim(loaded, x.shape, [1 - self.axis])
-        elif self.axis == 1 and self.itemsize == 2 and not self.interpret:
-            loaded = _transpose_each(loaded)
+        elif self.itemsize == 2 and not self.interpret:
+            loaded = _exchange(loaded) if self.axis == 0 else _transpose_each(loaded)
         return x + loaded.astype(jnp.float32)
 
 
@@ -118,7 +124,7 @@ def add_rows(x, ref, interpret):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
     def emit(_, ref, x):
         warp, lane = warp_and_lane()
-        row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.divui(lane, i32(GROUP // OWN)))
+        row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.divui(lane, i32(QUAD)))
         for half, register in enumerate(x.registers.flat):
             at = arith.addi(row, i32(half * GROUP))
             asm(lines, "l,f", [moved(ref, at, 4), scalar(register)])
@@ -131,6 +137,73 @@ def _of_head(ref, work_tile):
     b = work_tile.b if ref.shape[0] > 1 else 0
     n = work_tile.n if ref.shape[1] > 1 else 0
     return ref.at[b, n]
+
+
+def _load_wide(gmem, first_row, first_column, columns):
+    """A tile [64, columns] of a matrix of 16-bit elements, before its `_exchange`.
+
+    Of 32 keys, a thread has four pairs that follow each other: one load instead of four. Loads of
+    pairs are limited by the rows that each touches.
+    """
+    stride, dtype = gmem.shape[-1], gmem.dtype
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, columns), dtype, layout=TILE),
+    )
+    def emit(_, ref, first_row, first_column):
+        layout = mgpu.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((ROWS, columns)), object)
+        base = _first_address(ref, first_row, first_column, stride, 2, own=QUAD * OWN)
+        pair = ir.VectorType.get((OWN,), ir.MemRefType(ref.type).element_type)
+        for at in _quads(registers):
+            offset = (at[4] * GROUP * stride + at[1] * GROUP) * 2
+            for x, word in enumerate(_read_words(base, offset)):
+                registers[_moved(at, x)] = mgpu.utils.bitcast(word, pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return emit(gmem, first_row, first_column)
+
+
+def _exchange(x):
+    """The tile that `_load_wide` began: in the four threads of a row, pairs are transposed."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE)
+    )
+    def emit(_, x):
+        registers = np.empty_like(x.registers)
+        thread = mgpu.utils.thread_idx()
+        int32 = ir.IntegerType.get_signless(32)
+        for at in _quads(registers):
+            words = [mgpu.utils.bitcast(x.registers[_moved(at, i)], int32) for i in range(QUAD)]
+            for bit in (1, 2):
+                upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, i32(bit)), i32(0))
+                for i in range(QUAD):
+                    if not i & bit:
+                        words[i], words[i | bit] = _swapped(words[i], words[i | bit], bit, upper)
+            for i, word in enumerate(words):
+                registers[_moved(at, i)] = mgpu.utils.bitcast(word, x.registers[at].type)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return emit(x)
+
+
+def _swapped(low, high, bit, upper):
+    """Two words; a thread's high one and the low one of its partner, `upper`, change places."""
+    sent = arith.select(upper, low, high)
+    got = asm([f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, -1;"], "=r,r", [sent])
+    return arith.select(upper, got, low), arith.select(upper, high, got)
+
+
+def _quads(registers):
+    """The first index of every four registers, which hold 32 keys of a row for four threads."""
+    return (at for at in np.ndindex(registers.shape) if at[1] % QUAD == 0)
+
+
+def _moved(at, groups):
+    """The index of the register so many groups of 8 keys further."""
+    return (at[0], at[1] + groups, *at[2:])
 
 
 def _load_pairs(gmem, first_row, first_column, columns, axis):
@@ -182,16 +255,15 @@ def _transpose_each(x):
     return emit(x)
 
 
-def _first_address(ref, first_row, first_column, stride, itemsize, axis=0):
+def _first_address(ref, first_row, first_column, stride, itemsize, axis=0, own=OWN):
     """The address of a thread's first element of a tile, as an int64.
 
-    axis 1: the tile's rows are the matrix's columns.
+    axis 1: the tile's rows are the matrix's columns. own: elements of a thread that follow it.
     """
     first_row, first_column = (x.registers[()] for x in (first_row, first_column))
     warp, lane = warp_and_lane()
-    share = GROUP // OWN  # threads of a row
-    row, pair = arith.divui(lane, i32(share)), arith.remui(lane, i32(share))
-    pair = arith.muli(pair, i32(OWN))
+    row, pair = arith.divui(lane, i32(QUAD)), arith.remui(lane, i32(QUAD))
+    pair = arith.muli(pair, i32(own))
     above = arith.muli(warp, i32(WARP_ROWS))
     if axis == 0:
         row = arith.addi(first_row, arith.addi(above, row))
@@ -239,6 +311,19 @@ def _read(base, offset, kind):
         f"={kind},l",
         has_side_effects=True,
     )
+
+
+def _read_words(base, offset):
+    """Loads four int32 that follow each other, which no thread writes."""
+    int32 = ir.IntegerType.get_signless(32)
+    words = llvm.inline_asm(
+        ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
+        [base],
+        f"ld.global.nc.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];",
+        "=r,=r,=r,=r,l",
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(int32, words, [i]) for i in range(QUAD)]
 
 
 def _i64(number):

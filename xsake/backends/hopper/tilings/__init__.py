@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from xsake import _jax
+from jax import Array
+
+from xsake import _jax, masks
 from xsake.backends import Sizes, kernel_rule
 from xsake.backends.hopper import limits
 from xsake.backends.options import BackwardTiling, ForwardTiling
@@ -24,18 +27,21 @@ LONG = 8192  # a call with at least this many queries is in class "long"
 SPARSE = 0.15  # lists whose capacity is below this fraction of all blocks are "sparse"
 
 
-def call_class(sizes: Sizes, mask: BlockMask) -> str:
+def call_class(sizes: Sizes, mask: BlockMask, has_bias: bool = False) -> str:
     """What is known of a call when it is compiled: "128 short sparse".
 
     The kernel's head size; the length; and the lists. "one": all heads share a list, e.g. of
     documents, "one sparse" if its capacity is below 15% of all blocks, e.g. a window, "causal" if
-    the mask is causal and nothing else. Otherwise "sparse" or "mixed".
+    the mask is causal and nothing else, "bias" if there is no mask but `has_bias`, of every pair.
+    Otherwise "sparse" or "mixed".
     """
     size = limits.padded_head_size(max(sizes.H, sizes.Hv))
     length = "short" if sizes.T < LONG else "long"
     row_blocks, kv_blocks = mask.grid.counts
     is_sparse = mask.kv_index.shape[-1] < SPARSE * row_blocks * kv_blocks
-    if mask.kv_count.shape[1] == 1:
+    if has_bias and mask.is_rule and mask.rule == masks.everything():
+        lists = "bias"
+    elif mask.kv_count.shape[1] == 1:
         is_causal = kernel_rule.is_causal_alone(mask)
         lists = "one sparse" if is_sparse else "causal" if is_causal else "one"
     else:
@@ -43,19 +49,20 @@ def call_class(sizes: Sizes, mask: BlockMask) -> str:
     return f"{size} {length} {lists}"
 
 
-def measured_forward(sizes: Sizes, mask: BlockMask) -> ForwardTiling:
+def measured_forward(sizes: Sizes, mask: BlockMask, bias: Array | None = None) -> ForwardTiling:
     """The fastest tiling measured for this class of calls; the default where none was measured."""
-    return ForwardTiling(**_fields("forward", sizes, mask))
+    has_bias = bias is not None and bias.shape[2] > 1
+    return ForwardTiling(**_fields("forward", call_class(sizes, mask, has_bias)))
 
 
 def measured_backward(sizes: Sizes, mask: BlockMask) -> BackwardTiling:
     """Likewise for the backward."""
-    return BackwardTiling(**_fields("backward", sizes, mask))
+    return BackwardTiling(**_fields("backward", call_class(sizes, mask)))
 
 
-def _fields(direction: str, sizes: Sizes, mask: BlockMask) -> dict[str, Any]:
-    name, records = call_class(sizes, mask), _table()[direction]
-    like = name.replace("one sparse", "one").replace("causal", "one")
+def _fields(direction: str, name: str) -> dict[str, Any]:
+    records = _table()[direction]
+    like = re.sub("one sparse|causal|bias", "one", name)
     record = records.get(name) or records.get(like)
     return {} if record is None else dict(record["tiling"])
 
