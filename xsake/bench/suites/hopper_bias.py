@@ -14,6 +14,7 @@ forward, 2.5 times that for the backward. Every timed result is compared with a 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Iterator
@@ -117,19 +118,24 @@ def records(case: Case, done: list[Record]) -> Iterator[Record]:
     compiled: dict[tuple[str, str], Any] = {}
     failed: dict[tuple[str, str], str] = {}
 
-    def compile_all(name: str) -> None:
+    def compile_all(name: str, context: Any) -> None:
         for direction, fn in directions(IMPLEMENTATIONS[name], "bias" in shapes).items():
             try:
-                compiled[direction, name] = jax.jit(fn).lower(shapes).compile()
+                with context():
+                    compiled[direction, name] = jax.jit(fn).lower(shapes).compile()
             except Exception as problem:  # another library's, and memory at long lengths
                 if name == "xsake":
                     raise
                 failed[direction, name] = f"{type(problem).__name__}: {problem}"[:300]
 
-    # XLA times candidates on the GPU while it compiles, and needs memory for them.
-    with beside(), concurrent.futures.ThreadPoolExecutor() as pool:
-        checks = Checks.of(case, shapes)
-        list(pool.map(compile_all, IMPLEMENTATIONS))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        own = pool.submit(compile_all, "xsake", contextlib.nullcontext)
+        # For its products XLA times candidates on the GPU while it compiles, and needs memory.
+        for name in ("jax_nn_xla", "jax_nn_cudnn"):
+            compile_all(name, beside)
+        with beside():
+            checks = Checks.of(case, shapes)
+        own.result()
     with alone():
         yield from _timed(case, compiled, checks, failed)
 
