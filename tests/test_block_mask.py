@@ -274,3 +274,18 @@ def test_lists_are_the_same_by_sums_as_by_a_cumulative_sum(monkeypatch):
         both.append(lists.lists_from_map(jnp.asarray(live), jnp.asarray(full), grid, 120))
     for name, one, other in zip(lists.Lists._fields, *both, strict=True):
         np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_lists_of_known_classes_are_those_of_traced_ones():
+    """The last kv block reaches past S, so that it is never full; one head visits nothing."""
+    classes = np.random.default_rng(0).integers(0, 3, (2, 3, 4, 5)).astype(np.int8)
+    classes[1, 2] = 0
+    how = masks.everything(), (64, 78), (16, 16)
+    known, traced = (BlockMask.from_classes(x, *how) for x in (classes, jnp.asarray(classes)))
+    for name in ("kv_start", "kv_count", "full_count"):
+        np.testing.assert_array_equal(getattr(known, name), getattr(traced, name))
+    for head in np.ndindex(2, 3):
+        count = int(known.kv_count[head].sum())
+        np.testing.assert_array_equal(known.kv_index[head][:count], traced.kv_index[head][:count])
+    np.testing.assert_array_equal(known.blocks()[..., :4], classes[..., :4])
+    np.testing.assert_array_equal(known.blocks()[..., 4], np.minimum(classes[..., 4], 1))

@@ -14,8 +14,9 @@ import pytest
 from tests import oracle
 from tests.specs import has_data, shifted_by_table, to_rule, zoo
 from xsake import BlockMask, masks
+from xsake.backends import kernel_rule
 from xsake.masks import intervals
-from xsake.masks.carrying import at_queries
+from xsake.masks.carrying import Between, at_queries
 from xsake.masks.rule import combine, conjuncts
 
 SIZES = [(2, 3, 48, 48), (1, 2, 33, 57)]  # B, N, T, S
@@ -114,6 +115,33 @@ def test_intervals_are_the_keys_that_a_rule_allows():
             assert (inside(queries[b], np.arange(T)) == see[b].T).all(), name
         always = intervals.always_intervals(rules[name])
         assert all(in_order) or not always, name
+
+
+def test_keys_between_two_ends_are_an_interval():
+    """In blocks, by query, by key and as kernels evaluate it; ends may be past the keys."""
+    T, S, block = 40, 50, (4, 8)
+    rng = np.random.default_rng(0)
+    lo = np.sort(rng.integers(-30, 60, (3, T)), axis=-1)
+    hi = np.sort(lo + rng.integers(-2, 40, (3, T)), axis=-1)
+    see = (lo[..., None] <= np.arange(S)) & (np.arange(S) < hi[..., None])
+    rule = Between(*(jnp.asarray(x, jnp.int32) for x in (lo, hi)))
+    mask = BlockMask.from_rule(rule, (T, S), block=block)
+    np.testing.assert_array_equal(mask.to_dense(), see[:, None])
+    assert mask.is_rule  # to_dense asks the rule; below, the blocks
+    again = BlockMask.from_classes(mask.blocks(), rule, (T, S), block)
+    np.testing.assert_array_equal(again.to_dense(), see[:, None])
+    assert len(np.unique(mask.blocks())) == 3  # empty, partial and full
+    by_query = intervals.intervals_of(rule, (T, S))
+    by_key = intervals.transposed(by_query, S)
+    assert intervals.always_intervals(rule)
+    translated = kernel_rule.translate(rule, T, S)
+    q, k = np.ogrid[:T, :S]
+    for b in range(3):
+        ends, queries = (np.asarray(x[b, 0])[..., None] for x in (by_query, by_key))
+        assert (inside(ends, np.arange(S)) == see[b]).all()
+        assert (inside(queries, np.arange(T)) == see[b].T).all()
+        rows = [x[b][:, None] for x in translated.rows]
+        assert (translated.allows(b, 0, q, k, rows, []) == see[b]).all()
 
 
 def test_documents_of_one_array_have_the_intervals_of_two():

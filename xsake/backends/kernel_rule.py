@@ -263,6 +263,11 @@ def _translate(rule: Rule, found: _Values, T: int, S: int) -> Expression:
         case carrying.Documents():
             i, j = found.row(rule.q_ids), found.column(rule.kv_ids)
             return lambda tokens, rows, columns, tiles: (rows[i] == columns[j]) & (rows[i] >= 0)
+        case carrying.Between():
+            lo, hi = found.row(rule.lo), found.row(rule.hi)
+            return lambda tokens, rows, columns, tiles: (
+                (rows[lo] <= tokens.k_index) & (tokens.k_index < rows[hi])
+            )
         case carrying.TokenArray():
             at = found.tile(rule)
             return lambda tokens, rows, columns, tiles: tiles[at]

@@ -45,6 +45,7 @@ from xsake.block_mask.lists import (
     lists_from_map,
     lists_from_spans,
     lists_of_blocks,
+    lists_of_classes,
     lists_of_rule,
     narrowed,
     repacked,
@@ -237,18 +238,18 @@ class BlockMask:
 
     @staticmethod
     def from_classes(
-        classes: Int[Array, "B H Tb Sb"],
+        classes: Int[Array | np.ndarray, "B H Tb Sb"],
         rule: Rule | None,
         shape: tuple[int, int],
         block: tuple[int, int],
     ) -> BlockMask:
         """The inverse of `blocks()`: classes 0 empty, 1 partial, 2 full, which may be traced.
 
-        `rule` decides inside partial blocks and has arrays of this shape; it is not checked.
+        Lists of a NumPy array are constants under jit. `rule` decides inside partial blocks and has
+        arrays of this shape; it is not checked.
         """
         grid = Grid(shape, block, classes.shape[0], classes.shape[1])
-        lists = lists_from_map(classes > 0, classes == 2, grid, grid.counts[0] * grid.counts[1])
-        return _made(lists, rule, grid, holds_all=True)
+        return _made(lists_of_classes(classes, grid), rule, grid, holds_all=True)
 
     # ----------------------------------------------------------------------------------- contents
 

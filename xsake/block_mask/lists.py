@@ -254,6 +254,28 @@ def lists_from_map(live: Array, full: Array, grid: Grid, capacity: int) -> Lists
     return Lists(start, count, full_count, index, overflow)
 
 
+def lists_of_classes(classes: Array | np.ndarray, grid: Grid) -> Lists:
+    """Lists from classes, [B|1, N|1, nq, nk]: 0 empty, 1 partial, 2 full.
+
+    Those of a NumPy array are constants, also under jit.
+    """
+    nq, nk = grid.counts
+    if not isinstance(classes, np.ndarray):
+        return lists_from_map(classes > 0, classes == 2, grid, nq * nk)
+    whole = np.arange(nk) < grid.shape[1] // grid.block[1]  # a block past S is partial
+    classes = np.where(whole, classes, np.minimum(classes, 1))
+    count, full_count = ((classes >= kind).sum(-1, dtype=np.int32) for kind in (1, 2))
+    columns = np.argsort(2 - classes, axis=-1, kind="stable")  # full, partial, empty
+    listed = np.arange(nk) < count[..., None]
+    # One more entry, a 0: XLA computes 0, 1, 2, … by a kernel instead of storing a constant.
+    index = np.zeros((*classes.shape[:2], count.sum(-1).max() + 1), np.int32)
+    for head in np.ndindex(classes.shape[:2]):
+        entries = columns[head][listed[head]]
+        index[head][: len(entries)] = entries
+    arrays = starts_of(count, np), count, full_count, index
+    return Lists._make([*map(jnp.asarray, arrays), None])
+
+
 def _counted(full: Array, partial: Array) -> tuple[Array, Array, tuple[Array, Array]]:
     """How many of each kind are in every row, and how many of each are before every block.
 

@@ -9,6 +9,8 @@ multiprocessors of a GPU would wait. Pieces of the keys make shorter lists, and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +18,13 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from xsake import _jax
+from xsake.arguments import block_for
 from xsake.backends.hopper.limits import NEEDS_JAX
+from xsake.block_mask import MAX_CONSTANT, BlockMask
 from xsake.hads.correction import attend
-from xsake.masks.carrying import Documents, at_positions, at_queries
+from xsake.masks.carrying import Between, Documents, at_queries
 from xsake.masks.positional import Window
-from xsake.masks.rule import Rule, combine, conjuncts
+from xsake.masks.rule import Grid, Rule, combine, conjuncts
 
 EVERY = 64  # tokens of a group, from which one query is sampled
 ROWS = 64  # queries of a work tile
@@ -49,6 +53,7 @@ def attend_sampled(
     rule: Rule,
     soft_cap: float | None,
     pieces: int | None = None,
+    every: int | None = None,
 ) -> tuple[Float[Array, "B G N Hv"], Float[Array, "B G N"]]:
     """(out, logsumexp) of the sampled queries over all keys that the rule allows, float32.
 
@@ -59,6 +64,8 @@ def attend_sampled(
       soft_cap: of the logits.
       pieces: of the keys; must divide S. Default: what keeps a Hopper GPU busy; 1 elsewhere,
         and for rules that are not windows or documents.
+      every: the sample has one query of each group of so many, as by `sample_queries`. Then the
+        blocks of windows are known before the sample is.
     """
     query, key, value, sinks = given
     queries = at_sample(query, sample)
@@ -70,9 +77,11 @@ def attend_sampled(
         out, logsumexp = attend(queries, key, value, mask, logits_soft_cap=soft_cap, sinks=sinks)
         return out.astype(jnp.float32), logsumexp
     key, value = (x.reshape(-1, S // pieces, *x.shape[2:]) for x in (key, value))
-    mask = _of_pieces(rule, sample, pieces, S)
+    limits: Any = _of_pieces(rule, sample, pieces, S)
+    if every is not None:
+        limits = _with_known_blocks(limits, rule, (query.shape[1], S), sample.shape, pieces, every)
     queries = jnp.repeat(queries, pieces, axis=0)
-    out, logsumexp = attend(queries, key, value, mask, logits_soft_cap=soft_cap)
+    out, logsumexp = attend(queries, key, value, limits, logits_soft_cap=soft_cap)
     return _joined(out, logsumexp, sinks, pieces)
 
 
@@ -94,17 +103,56 @@ def _splits(rule: Rule) -> bool:
 
 def _of_pieces(rule: Rule, sample: Int[Array, "B G"], pieces: int, S: int) -> Rule:
     """The rule for the sampled queries, where batch row b · pieces + i has keys of piece i."""
-    B = sample.shape[0]
+    (B, G), size = sample.shape, S // pieces
+    begin = jnp.arange(0, S, size, dtype=jnp.int32)[:, None]  # the first key of each piece
+
+    def in_pieces(key: Array) -> Array:
+        """Keys [B, G] as indices into each piece, [B · pieces, G]; those outside at its ends."""
+        return jnp.clip(key.astype(jnp.int32)[:, None] - begin, 0, size).reshape(-1, G)
 
     def one(rule: Rule) -> Rule:
         if isinstance(rule, Documents):
             q_ids = jnp.broadcast_to(rule.q_ids, (B, rule.q_ids.shape[1]))
             kv_ids = jnp.broadcast_to(rule.kv_ids, (B, S)).reshape(B * pieces, -1)
             return Documents(jnp.repeat(at_sample(q_ids, sample), pieces, axis=0), kv_ids)
-        keys = jnp.tile(jnp.arange(S, dtype=jnp.int32).reshape(pieces, -1), (B, 1))
-        return at_positions(rule, jnp.repeat(sample, pieces, axis=0), keys)
+        assert isinstance(rule, Window)
+        lo, hi = jnp.zeros_like(sample), jnp.full_like(sample, S)
+        if rule.left is not None:
+            lo = jnp.maximum(sample - rule.left, 0)
+        if rule.right is not None:
+            hi = sample + min(rule.right, S) + 1
+        return Between(in_pieces(lo), in_pieces(hi))
 
     return combine(map(one, conjuncts(rule)))
+
+
+def _with_known_blocks(
+    piece_rule: Rule,
+    rule: Rule,
+    shape: tuple[int, int],
+    sampled: tuple[int, ...],
+    pieces: int,
+    every: int,
+) -> BlockMask | Rule:
+    """The pieces' rule as a BlockMask whose lists are constants; the rule if they cannot be.
+
+    `rule`, with (T, S) = shape, classifies the row blocks of all queries that the sample is of: a
+    row block of sampled queries has the class of the one, `every` times as long, around it.
+    """
+    (B, G), size = sampled, shape[1] // pieces
+    block = block_for(G), block_for(size)
+    grid = Grid(shape, (block[0] * every, block[1]))
+    spans = rule.spans(grid)
+    if spans is None or size % block[1] or B * np.prod(grid.counts) > MAX_CONSTANT:
+        return piece_rule
+    live_lo, live_hi, full_lo, full_hi = (x[:, None] for x in spans)
+    column = np.arange(grid.counts[1])
+    live = (live_lo <= column) & (column < live_hi)
+    classes = live.astype(np.int8) + (live & (full_lo <= column) & (column < full_hi))
+    by_piece = np.swapaxes(classes.reshape(len(classes), pieces, -1), 0, 1)[:, None]
+    if (by_piece == by_piece[0]).all():  # as with one row block: lists that all of them share
+        return BlockMask.from_classes(by_piece[:1], piece_rule, (G, size), block)
+    return BlockMask.from_classes(np.tile(by_piece, (B, 1, 1, 1)), piece_rule, (G, size), block)
 
 
 def _joined(

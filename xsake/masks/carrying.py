@@ -26,6 +26,7 @@ from xsake.masks.rule import (
     conjuncts,
     cut,
     leaf,
+    value_range,
 )
 
 
@@ -148,6 +149,30 @@ def documents(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*C S"] | No
     """
     q_ids = int_array("q_ids", q_ids, 2)
     return Documents(q_ids, q_ids if kv_ids is None else int_array("kv_ids", kv_ids, 2))
+
+
+@carries_data
+class Between(Rule):
+    """lo[b, q] <= index of k < hi[b, q]; neither decreases with q, which is not checked."""
+
+    lo: Leaf = leaf()  # int32 [B|1, T]
+    hi: Leaf = leaf()
+    axes = {"lo": ("b", "q"), "hi": ("b", "q")}
+
+    def allows(self, tokens: Tokens) -> Array:
+        lo, hi = (read(x, tokens.b_index, tokens.q_index) for x in (self.lo, self.hi))
+        return (lo <= tokens.k_index) & (tokens.k_index < hi)
+
+    def classify(self, grid: Grid) -> tuple[Array, Array]:
+        (lo, last_lo), (first_hi, hi) = (
+            (x[:, None, :, None] for x in value_range(ends, grid.block[0]))
+            for ends in (self.lo, self.hi)
+        )
+        k_lo, k_hi = grid.k_index_range()
+        return (lo <= k_hi) & (k_lo < hi), (last_lo <= k_lo) & (k_hi < first_hi)
+
+    def __str__(self) -> str:
+        return f"between({list(self.lo.shape)})"
 
 
 @carries_data

@@ -171,6 +171,8 @@ def _find_one(rule: Rule, at: _At) -> _Found | None:
             return _lengths(rule, at)
         case carrying.Documents():
             return _documents(rule, at)
+        case carrying.Between():
+            return _Found(*(jnp.clip(x, 0, at.S) for x in (rule.lo, rule.hi)))
     return None
 
 
