@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from xsake import dot_product_attention, hads, masks
 from xsake.block_mask import BlockMask
 from xsake.hads import certificate, sampled
+from xsake.masks.rule import Grid
 
 T, BLOCK, EVERY, WINDOW = 92, 8, 8, 32
 B, N, K, H = 2, 4, 2, 8
@@ -156,6 +158,71 @@ def test_one_group_alone_says_nothing_of_the_spread():
     found = certificate.estimate(jnp.array([[0.2, 0.3, 0.1]]), 40, 16, 32, most=1.0)
     np.testing.assert_allclose(found.mean[0], [0.25, 0.1])
     np.testing.assert_array_equal([found.low[0, 1], found.high[0, 1]], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("length", "every", "window"),
+    [(92, 8, 32), (130, 64, 64), (130, 64, 128), (33, 64, 64), (4096, 64, 1024)],
+)
+def test_estimates_are_those_of_the_definition(length, every, window):
+    """In float64, window by window; values that hardly differ keep their spread in float32."""
+    sizes = np.minimum(length - np.arange(0, length, every), every)
+    rng = np.random.default_rng(length)
+    x = (100 + rng.standard_normal((3, len(sizes))) / 100).astype(np.float32)
+    by_window, whole = certificate.estimates(jnp.asarray(x), length, every, window, 1.5, np.inf)
+    per = -(-window // every)
+    parts = [slice(i, i + per) for i in range(0, len(sizes), per)]
+    assert by_window.mean.shape == (3, len(parts))
+    found = [[each[:, i] for each in by_window] for i in range(len(parts))]
+    for part, of_part in zip([*parts, slice(None)], [*found, whole], strict=True):
+        mean, standard_error, low, high = map(np.asarray, of_part)
+        w = sizes[part] / sizes[part].sum()
+        values = x[:, part].astype(np.float64)
+        want = values @ w
+        np.testing.assert_allclose(mean, want, rtol=1e-6)
+        if len(w) == 1:
+            np.testing.assert_array_equal([standard_error, low], np.zeros((2, 3)))
+            np.testing.assert_array_equal(high, np.inf)
+            continue
+        squares = (w**2).sum()
+        spread = ((values - want[:, None]) ** 2 @ w) * squares / (1 - squares)
+        np.testing.assert_allclose(standard_error, np.sqrt(spread), rtol=5e-3)
+        half = stats.t.ppf(0.975, len(w) - 1) * standard_error
+        np.testing.assert_allclose([low, high], [mean - half, mean + 1.5 * half], rtol=1e-5)
+
+
+def test_a_value_that_is_no_number_stays_in_its_window():
+    x = jnp.ones(16).at[3].set(jnp.nan)
+    by_window, whole = certificate.estimates(x, 128, 8, 32, 1.5, np.inf)
+    np.testing.assert_array_equal(jnp.isnan(by_window.mean), [True, False, False, False])
+    np.testing.assert_array_equal(jnp.isnan(by_window.high), [True, False, False, False])
+    assert jnp.isnan(whole.mean)
+
+
+@pytest.mark.parametrize("own_heads", [1, K, N])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        masks.causal(),
+        masks.sliding_window(20, 5),
+        masks.chunked(24) & masks.causal(),
+        masks.everything(),
+        RULES["documents"],
+    ],
+    ids=str,
+)
+def test_blocks_are_counted_that_the_rule_allows(rule, own_heads):
+    """Lists may have blocks that the rule empties; they are visited for nothing."""
+    n = -(-T // BLOCK)
+    listed = np.random.default_rng(6).random((B, own_heads, n, n)) < 0.6
+    flat = np.argsort(~listed, axis=-1, kind="stable")
+    mask = BlockMask.from_kv_blocks(listed.sum(-1), flat, block=BLOCK, shape=(T, T), mask_mod=rule)
+    visited, live = certificate._visited_and_live(mask, rule, B, N)
+    allowed = certificate._live(rule, Grid((T, T), (BLOCK, BLOCK), B, N))
+    wide = np.repeat(listed, N // own_heads, axis=1)
+    np.testing.assert_array_equal(visited, (wide & allowed).sum(-1))
+    np.testing.assert_array_equal(np.broadcast_to(live, visited.shape), allowed.sum(-1))
+    np.testing.assert_array_equal(certificate._dropped(mask, rule, B, N), ~wide & allowed)
 
 
 @pytest.mark.parametrize("criterion", ["mass", "error"])
@@ -315,6 +382,58 @@ def test_keys_in_pieces_are_attended_to_as_whole(name):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
     for one, other in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+SAMPLED = {  # length, every: one row block of sampled queries for all lists, or two
+    "shared": (512, 8),
+    "own": (1024, 4),
+}
+
+
+@pytest.mark.parametrize("lists", SAMPLED)
+@pytest.mark.parametrize(
+    "rule",
+    [masks.causal(), masks.sliding_window(200, 100), masks.everything()],
+    ids=str,
+)
+def test_blocks_of_a_sample_are_known_before_it(rule, lists):
+    """A list that misses a block, or calls a partial one full, would show other tokens."""
+    (length, every), pieces = SAMPLED[lists], 4
+    sample = sampled.sample_queries(jax.random.key(3), B, length, every)
+    in_pieces = sampled._of_pieces(rule, sample, pieces, length)
+    how = (length, length), sample.shape, pieces, every
+    mask = sampled._with_known_blocks(in_pieces, rule, *how)
+    assert isinstance(mask, BlockMask)
+    is_shared = lists == "shared" or rule == masks.everything()
+    assert mask.kv_count.shape[0] == (1 if is_shared else B * pieces)
+    sees = np.asarray(rule(0, 0, sample[..., None], jnp.arange(length)))
+    sees = np.broadcast_to(sees, (*sample.shape, length)).reshape(*sample.shape, pieces, -1)
+    found = np.asarray(mask.to_dense(batch=B * pieces))[:, 0]
+    want = np.swapaxes(sees, 1, 2).reshape(B * pieces, *sees.shape[1::2])
+    np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
+
+
+def test_a_sample_with_known_blocks_attends_as_without():
+    (length, every), rng = SAMPLED["own"], np.random.default_rng(7)
+    q, k, v = (jnp.asarray(rng.standard_normal((B, length, 2, H)), jnp.float32) for _ in range(3))
+    sample = sampled.sample_queries(jax.random.key(3), B, length, every)
+    given = q, k, v, None
+    got = sampled.attend_sampled(given, sample, masks.causal(), None, 4, every)
+    want = sampled.attend_sampled(given, sample, masks.causal(), None, 1)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_lists_that_are_not_known_or_too_long_are_made_from_the_sample(monkeypatch):
+    sample = sampled.sample_queries(jax.random.key(3), B, 512, 8)
+    how = (512, 512), sample.shape, 4, 8
+    documents = masks.documents(jnp.zeros((1, 512), jnp.int32))
+    for rule in (documents, documents & masks.causal()):
+        in_pieces = sampled._of_pieces(rule, sample, 4, 512)
+        assert sampled._with_known_blocks(in_pieces, rule, *how) is in_pieces
+    causal = sampled._of_pieces(masks.causal(), sample, 4, 512)
+    monkeypatch.setattr(sampled, "MAX_CONSTANT", B * 4 - 1)
+    assert sampled._with_known_blocks(causal, masks.causal(), *how) is causal
 
 
 def test_queries_that_see_no_key_stay_zero_in_pieces():

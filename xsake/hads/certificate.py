@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from xsake import masks
@@ -165,24 +165,26 @@ def certified_attention(
     given = query, key, value, sinks
     sample = sample_queries(rng, B, T, every)
     kept = given if correct else lax.stop_gradient(given)
-    exact = attend_sampled(kept, sample, rule, logits_soft_cap)
+    exact = attend_sampled(kept, sample, rule, logits_soft_cap, every=every)
     here = at_sample(out, sample).astype(jnp.float32), at_sample(logsumexp, sample)
     error = exact[0] - here[0]
     mass = dropped_mass(here[1], exact[1])
 
-    live, dropped = _live_and_dropped(mask, rule, B, N)
     limits = None
     if bound:
         constants = lax.stop_gradient((query, key, logsumexp))
+        dropped = _dropped(mask, rule, B, N)
         limits = bounds(*constants, dropped, mask.block, Softmax(logits_soft_cap))
     compared = mass
     if criterion == "error":
         size = (exact[0] ** 2).sum(-1)
         compared = jnp.sqrt((error**2).sum(-1) / jnp.where(size > 0, size, 1))
-    fails = _failing(compared, limits, dropped, mask, threshold, guarantee, every)
+    visited, live = _visited_and_live(mask, rule, B, N)
+    fails = jnp.zeros(visited.shape, bool)
     if threshold is not None or guarantee is not None:
-        more = dropped & fails[..., None]
-        out = _done_densely((query, key, value), out, logsumexp, more, mask, how)
+        fails = _failing(compared, limits, mask, threshold, guarantee, every)
+        fails &= visited < live
+        out = _done_densely((query, key, value), out, logsumexp, fails, mask, rule, how)
     if correct:
         served = _served(rule, sample, T, N, every) & ~_by_query(fails, mask.block[0], T)
         out = _corrected(out, error, served, sample, every)
@@ -190,8 +192,8 @@ def certified_attention(
     found = Report(
         **_report(mass, error, exact[0], limits, T, every, window),
         dense_row_blocks=fails,
-        density_given=_share(live & ~dropped, live),
-        density=_share(live & (~dropped | fails[..., None]), live),
+        density_given=_share(visited, live),
+        density=_share(jnp.where(fails, live, visited), live),
         sample=sample,
     )
     return out, lax.stop_gradient(found)
@@ -269,17 +271,16 @@ def _report(
     window: int,
 ) -> dict[str, Any]:
     """The estimates and bounds of a Report."""
-    figures = {
-        "dropped_mass": (mass, WIDENED_MASS, 1.0),
-        "squared_error": ((error**2).sum(-1), WIDENED_ERROR, np.inf),
-        "squared_output": ((exact**2).sum(-1), WIDENED_ERROR, np.inf),
-    }
+    figures = jnp.stack([mass, (error**2).sum(-1), (exact**2).sum(-1)])
+    widened, most = (
+        np.array(each, np.float32).reshape(3, 1, 1, 1)
+        for each in ((WIDENED_MASS, WIDENED_ERROR, WIDENED_ERROR), (1, np.inf, np.inf))
+    )
+    both = estimates(jnp.moveaxis(figures, 2, 3), T, every, window, widened, most)
     found: dict[str, Any] = {"bound": None, "largest_bound": None}
-    for name, (x, *limit) in figures.items():
-        x = jnp.moveaxis(x, 1, 2)
-        whole = estimate(x, T, every, T, *limit)
-        found[name] = estimate(x, T, every, window, *limit)
-        found[f"{name}_by_head"] = Estimate(*(each[..., 0] for each in whole))
+    for i, name in enumerate(("dropped_mass", "squared_error", "squared_output")):
+        for suffix, of_all in zip(("", "_by_head"), both, strict=True):
+            found[name + suffix] = Estimate(*(each[i] for each in of_all))
     if limits is not None:
         real = cut(jnp.ones(T, bool), window, 0, False)
         by_window = cut(limits, window, -1, 0.0)
@@ -303,7 +304,19 @@ def estimate(
     widened: float = WIDENED_MASS,
     most: float = np.inf,
 ) -> Estimate:
-    """Means over windows of the queries, [*axes, windows], from one value of each group.
+    """Means over windows of the queries, [*axes, windows], from one value of each group."""
+    return estimates(x, length, every, window, widened, most)[0]
+
+
+def estimates(
+    x: Float[Array, "*axes G"],
+    length: int,
+    every: int,
+    window: int,
+    widened: float | np.ndarray,
+    most: float | np.ndarray,
+) -> tuple[Estimate, Estimate]:
+    """Means over windows, [*axes, windows], and over all queries, [*axes].
 
         mean = Σ w x,  w = tokens of the group ÷ tokens of the window
         standard error² = Σ w² / (1 - Σ w²) · Σ w (x - mean)²
@@ -312,60 +325,94 @@ def estimate(
     With G groups of one size, Σ w² / (1 - Σ w²) = 1 / (G - 1). The groups differ in their means,
     too, which makes the standard error larger than that of the sample. With one group in a window
     nothing is known of the spread: the interval is 0 … `most`.
+
+    All queries are one more window here, the last one, so that the same two sums serve both.
     """
     per = -(-window // every)
-    sizes = np.minimum(length - np.arange(0, length, every), every)
-    count = -(-len(sizes) // per)
-    padding = count * per - len(sizes)
-    weight = np.pad(sizes, (0, padding)).reshape(count, per).astype(np.float32)
-    groups = (weight > 0).sum(-1)
-    weight /= weight.sum(-1, keepdims=True)
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
-    x = x.reshape(*x.shape[:-1], count, per)
-    mean = (weight * x).sum(-1)
-    spread = (weight * (x - mean[..., None]) ** 2).sum(-1)
-    squares = (weight**2).sum(-1)
-    scale = squares / np.maximum(1 - squares, 1e-6)  # of one group, whose spread is 0: finite
+    sizes = np.minimum(length - np.arange(0, length, every), every).astype(np.float32)
+    window_of = np.arange(len(sizes)) // per
+    windows = int(window_of[-1]) + 1
+
+    def totals(of_group: np.ndarray) -> np.ndarray:
+        by_window = np.bincount(window_of, of_group)
+        return np.append(by_window, by_window.sum()).astype(np.float32)
+
+    tokens, groups = totals(sizes), totals(np.ones_like(sizes))
+    number = jnp.arange(windows + 1)[:, None]
+    inside = (jnp.arange(len(sizes)) // per == number) | (number == windows)
+    weight = sizes / jnp.asarray(tokens)[:, None]  # where it is inside
+    x = x[..., None, :]
+    mean = jnp.where(inside, weight * x, 0).sum(-1)
+    mean = jnp.minimum(mean, most)  # it is above by rounding only
+    spread = jnp.where(inside, weight * (x - mean[..., None]) ** 2, 0).sum(-1)
+    squares = totals(sizes**2) / tokens**2
+    scale = np.where(groups > 1, squares / np.maximum(1 - squares, 1e-6), 0)
     standard_error = jnp.sqrt(scale * spread)
     student = stdtrit(np.maximum(groups - 1, 1), (1 + CONFIDENCE) / 2)
     half = jnp.where(groups > 1, student.astype(np.float32) * standard_error, jnp.inf)
     low, high = jnp.maximum(mean - half, 0), jnp.minimum(mean + widened * half, most)
-    return Estimate(mean, standard_error, low, high)
+    each = mean, standard_error, low, high
+    return Estimate(*(x[..., :-1] for x in each)), Estimate(*(x[..., -1] for x in each))
 
 
 # ----------------------------------------------------------------------------- rows that are mended
 
 
-def _live_and_dropped(
+def _visited_and_live(
     mask: BlockMask, rule: Rule, batch: int, heads: int
-) -> tuple[Bool[Array, "B N nq nk"], Bool[Array, "B N nq nk"]]:
-    """The blocks in which the rule may allow a pair, and those of them that the mask leaves out."""
+) -> tuple[Int[Array, "B N nq"], Int[Array | np.ndarray, ...]]:
+    """How many blocks of the rule each row block visits, and how many there are.
+
+    The second broadcasts to the first, and is known while a call is traced if the rule has spans.
+    """
     grid = Grid(mask.shape, mask.block, batch, heads)
-    size = (batch, heads, *grid.counts)
-    live = jnp.broadcast_to(rule.classify(grid)[0], size)
-    classes = mask.blocks()
-    own = classes.shape[1]
+    if (spans := rule.spans(grid)) is None:
+        live = _live(rule, grid)
+        return (live & ~_dropped(mask, rule, batch, heads)).sum(-1), live.sum(-1)
+    lo, hi = (np.clip(x, 0, grid.counts[1]) for x in spans[:2])
+    lists = mask.lists
+    rank = jnp.arange(grid.counts[1])
+    at = (lists.kv_start[..., None] + rank).reshape(*lists.kv_start.shape[:2], -1)
+    column = jnp.take_along_axis(lists.kv_index, at, axis=-1, mode="clip")
+    column = column.reshape(*lists.kv_start.shape, -1)
+    listed = (rank < lists.kv_count[..., None]) & (lo[:, None] <= column) & (column < hi[:, None])
+    return _by_head(listed.sum(-1), batch, heads), np.maximum(hi - lo, 0)
+
+
+def _live(rule: Rule, grid: Grid) -> Bool[Array, "B N nq nk"]:
+    """The blocks in which the rule may allow a pair."""
+    return jnp.broadcast_to(rule.classify(grid)[0], (grid.batch, grid.heads, *grid.counts))
+
+
+def _dropped(mask: BlockMask, rule: Rule, batch: int, heads: int) -> Bool[Array, "B N nq nk"]:
+    """The blocks in which the rule may allow a pair, and which the mask leaves out."""
+    live = _live(rule, Grid(mask.shape, mask.block, batch, heads))
+    return live & (_by_head(mask.blocks(), batch, heads) == 0)
+
+
+def _by_head(x: Shaped[Array, "b n *rest"], batch: int, heads: int) -> Shaped[Array, "B N *rest"]:
+    """What a mask has for its own batch rows and heads, for all of them."""
+    own = x.shape[1]
     if 1 < own < heads:
-        classes = jnp.repeat(classes, heads // own, axis=1)
-    return live, live & (jnp.broadcast_to(classes, size) == 0)
+        x = jnp.repeat(x, heads // own, axis=1)
+    return jnp.broadcast_to(x, (batch, heads, *x.shape[2:]))
 
 
-def _share(blocks: Bool[Array, "B N nq nk"], live: Bool[Array, "B N nq nk"]) -> Float[Array, "B N"]:
-    return blocks.sum((-2, -1)) / jnp.maximum(live.sum((-2, -1)), 1)
+def _share(blocks: Int[Array, "B N nq"], live: Any) -> Float[Array, "B N"]:
+    return blocks.sum(-1) / jnp.maximum(live.sum(-1), 1)
 
 
 def _failing(
     compared: Float[Array, "B G N"],
     limits: Float[Array, "B N T"] | None,
-    dropped: Bool[Array, "B N nq nk"],
     mask: BlockMask,
     threshold: float | None,
     guarantee: float | None,
     every: int,
 ) -> Bool[Array, "B N nq"]:
-    """Row blocks that drop blocks and are not below the threshold, or not below the guarantee."""
-    nq, bq = dropped.shape[2], mask.block[0]
-    fails = jnp.zeros(dropped.shape[:3], bool)
+    """Row blocks that are not below the threshold, or not below the guarantee."""
+    nq, bq = mask.grid.counts[0], mask.block[0]
+    fails = jnp.zeros((), bool)
     if threshold is not None:
         over = jnp.swapaxes(compared, 1, 2) >= threshold  # [B, N, G]
         if bq >= every:
@@ -375,27 +422,29 @@ def _failing(
     if guarantee is not None:
         assert limits is not None
         fails |= (cut(limits, bq, -1, 0.0) >= guarantee).any(-1)
-    return fails & dropped.any(-1)
+    return fails
 
 
 def _done_densely(
     given: tuple[Array, Array, Array],
     out: Float[Array, "B T N Hv"],
     logsumexp: Float[Array, "B T N"],
-    blocks: Bool[Array, "B N nq nk"],
+    rows: Bool[Array, "B N nq"],
     mask: BlockMask,
+    rule: Rule,
     how: dict[str, Any],
 ) -> Float[Array, "B T N Hv"]:
-    """`out` with attention over more blocks merged into it; nothing is computed without any."""
+    """`out` with the dropped blocks of these row blocks merged into it; nothing without any."""
 
     def more(operands: Any) -> Array:
-        (query, key, value), out, logsumexp, blocks = operands
+        (query, key, value), out, logsumexp, rows = operands
+        blocks = _dropped(mask, rule, *rows.shape[:2]) & rows[..., None]
         rest = BlockMask.from_dense(blocks, mask.rule, shape=mask.shape, block=mask.block)
         found = merged((out, logsumexp), attend(query, key, value, rest, **how))[0]
         return found.astype(out.dtype)
 
-    operands = (given, out, logsumexp, blocks)
-    return lax.cond(blocks.any(), more, lambda operands: operands[1], operands)
+    operands = (given, out, logsumexp, rows)
+    return lax.cond(rows.any(), more, lambda operands: operands[1], operands)
 
 
 # ------------------------------------------------------------------------------------------- delta
