@@ -54,14 +54,7 @@ from xsake.block_mask.lists import (
 )
 from xsake.masks import intervals
 from xsake.masks.carrying import Picked, Swapped
-from xsake.masks.rule import (
-    Grid,
-    Leaf,
-    Rule,
-    combine,
-    partition_spec,
-    result_sizes,
-)
+from xsake.masks.rule import Grid, Leaf, Rule, combine, partition_spec, result_sizes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
