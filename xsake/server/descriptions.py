@@ -82,6 +82,11 @@ DESCRIPTIONS: dict[str, Description] = {
         "Bias and token masks on an H200 at 2,048 tokens, beside jax.nn on XLA and on cuDNN.",
         _SQUARE,
     ),
+    "hopper-bias-4096": Description(
+        "Bias and token masks on an H200 at 4,096 and 16,384 tokens, beside jax.nn on XLA and on "
+        "cuDNN.",
+        _SQUARE,
+    ),
     "hopper-features": Description(
         "Windows, documents, sinks, soft caps and other options on an H200; memory.", _SQUARE
     ),
