@@ -1,7 +1,7 @@
 """Kernels of one warpgroup in which every thread has its own value (Hopper, sm90).
 
 A lane is one of the 128 threads of the warpgroup here. The interpreter has no loads and stores by
-lane.
+lane; tests/backends/hopper/lane_emulator.py runs the kernels on a CPU.
 """
 
 import jax.numpy as jnp

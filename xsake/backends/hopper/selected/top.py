@@ -48,15 +48,9 @@ def top(
             x = 2 * own - edge + before
             x = jnp.where(j <= current - local, x, -1.0)
             at = every_lane(j)
-            values, indices = list(values), list(indices)
-            for i in range(free):
-                larger = x > values[i]
-                values[i], x = jnp.where(larger, x, values[i]), jnp.where(larger, values[i], x)
-                indices[i], at = (
-                    jnp.where(larger, at, indices[i]),
-                    jnp.where(larger, indices[i], at),
-                )
-            return edge, tuple(values), tuple(indices)
+            # The values descend: x comes before the first that it exceeds, and behind its equals.
+            smaller = [value < x for value in values]
+            return edge, _inserted(x, values, smaller), _inserted(at, indices, smaller)
 
         lowest = _floats(-0.5)
         nothing = every_lane(-1)
@@ -83,9 +77,11 @@ def top(
     return out.reshape(B, K, T, count)
 
 
-def _swapped(condition, x, y):
-    """(y, x) where the condition is true, else (x, y)."""
-    return jnp.where(condition, y, x), jnp.where(condition, x, y)
+def _inserted(new, old, moves):
+    """The old values, of which those that move do so by one; the new one before the first."""
+    before = [new, *(jnp.where(moved, x, new) for moved, x in zip(moves, old, strict=True))]
+    found = zip(moves, before[:-1], old, strict=True)
+    return tuple(jnp.where(moved, x, own) for moved, x, own in found)
 
 
 def _ascending(values, largest):

@@ -1,0 +1,196 @@
+"""Kernels of hopper/lanes.py on the CPU, in NumPy: the bodies that run on the card, as they are.
+
+    CTAs one after another ─ every lane at once ─ gather, scatter: checked for bounds and for races
+
+JAX's interpreter of Mosaic GPU has no loads and stores by lane. Here the functions of lanes.py that
+touch memory are replaced, arithmetic is NumPy's, and loops and conditions are Python's. What
+remains for a GPU is how the bodies are compiled, and how fast they are.
+"""
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xsake.backends.hopper import interval_transpose, lanes, layouts, transpose, work_table
+from xsake.backends.hopper.layouts import THREADS
+from xsake.backends.hopper.selected import top
+
+UNWRITTEN = -(1 << 30)  # of results and shared memory before the first store
+LANE = np.arange(THREADS, dtype=np.int32)
+EVERY_LANE = -1  # in place of a lane: all lanes, as in a load of a scalar
+MODULES = layouts, lanes, transpose, work_table, interval_transpose, top
+
+
+class Race(AssertionError):
+    """Two lanes used an element of shared memory, one of them stored, with no barrier between."""
+
+
+class Memory:
+    """Elements of shared or global memory. A lane's own accesses are in order, others are not."""
+
+    def __init__(self, values: np.ndarray, is_shared: bool = False):
+        self.values = values
+        self.writer = self.reader = None
+        if is_shared:
+            self.forget()
+
+    def forget(self) -> None:
+        """A barrier: all accesses before it come before all accesses after it."""
+        self.writer, self.reader = ({} for _ in range(2))
+
+    def load(self, indices: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        indices = np.asarray(indices)
+        outside = (indices < 0) | (indices >= self.values.size)
+        if outside.any():
+            raise IndexError(f"a load of {indices[outside]} from {self.values.size} elements")
+        if self.writer is not None:
+            for at, who in _pairs(indices, lane):
+                if self.writer.get(at, who) != who:
+                    raise Race(f"lane {who} loads {at}, which {self.writer[at]} stored")
+                self.reader.setdefault(at, who)
+                if self.reader[at] != who:
+                    self.reader[at] = EVERY_LANE
+        return self.values[indices]
+
+    def store(self, indices: np.ndarray, values: Any, lane: np.ndarray) -> None:
+        if (indices >= self.values.size).any():
+            raise IndexError(f"a store to {indices.max()} of {self.values.size} elements")
+        valid = indices >= 0
+        at, values = indices[valid], np.broadcast_to(values, indices.shape)[valid]
+        unique, number = np.unique(at, return_index=True)
+        if (values != values[number][np.searchsorted(unique, at)]).any():
+            raise Race("lanes store different values to one element")
+        if self.writer is not None:
+            for element, who in _pairs(at, lane[valid]):
+                others = self.writer.get(element, who), self.reader.get(element, who)
+                if others != (who, who):
+                    raise Race(f"lane {who} stores {element}, which {others} stored, loaded")
+                self.writer[element] = who
+        self.values[at] = values
+
+
+def _pairs(indices: np.ndarray, lane: np.ndarray) -> Any:
+    indices, lane = np.broadcast_arrays(indices, lane)
+    return zip(indices.ravel().tolist(), lane.ravel().tolist(), strict=True)
+
+
+class Ref:
+    """A reference to a run of a Memory, as bodies use one: ref[i], ref[...] = x, ref.at[pl.ds]."""
+
+    def __init__(self, memory: Memory, first: int = 0, size: int | None = None):
+        self.memory, self.first = memory, int(first)
+        self.size = memory.values.size - self.first if size is None else int(size)
+
+    @property
+    def at(self) -> Any:
+        class At:
+            def __getitem__(_, run: pl.Slice) -> Ref:
+                assert 0 <= run.start <= run.start + run.size <= self.size
+                return Ref(self.memory, self.first + run.start, run.size)
+
+        return At()
+
+    def inside(self, indices: Any) -> np.ndarray:
+        """Indices into the memory. Those outside of this run are outside of the memory, too."""
+        indices = np.asarray(indices)
+        is_inside = (indices >= 0) & (indices < self.size)
+        return np.where(is_inside, indices + self.first, self.memory.values.size)
+
+    def __getitem__(self, index: Any) -> Any:
+        assert np.ndim(index) == 0
+        return self.memory.load(self.inside(index), np.int32(EVERY_LANE))
+
+    def __setitem__(self, where: Any, values: Any) -> None:
+        run = self if where is Ellipsis else self.at[where]
+        assert run.size == THREADS
+        run.memory.store(run.first + LANE, np.asarray(values), LANE)
+
+
+def emulate(monkeypatch: Any) -> None:
+    """Lets kernels of lanes.py run here. What calls them must not be compiled: jax.disable_jit."""
+    shared: list[Memory] = []
+    cell: dict[str, np.int32] = {}
+
+    def launch(body, name, out_type, grid, operands, **scratch):
+        results = [np.full(x.shape, UNWRITTEN, x.dtype) for x in out_type]
+        given = [np.asarray(x) for x in operands]
+        refs = [Ref(Memory(x)) for x in (*given, *results)]
+        for place in itertools.product(*map(range, grid.values())):
+            cell.update(zip(grid, map(np.int32, place), strict=True))
+            smem = {name: Ref(shared_memory(x)) for name, x in scratch.items()}
+            body(*refs, **smem)
+            shared.clear()
+        return [jnp.asarray(x) for x in results]
+
+    def shared_memory(kind: Any) -> Memory:
+        (size,) = kind.shape
+        shared.append(Memory(np.full(size, UNWRITTEN, kind.dtype), is_shared=True))
+        return shared[-1]
+
+    def barrier() -> None:
+        for memory in shared:
+            memory.forget()
+
+    def scatter(ref, indices, values):
+        indices = np.where(np.asarray(indices) < 0, -1, ref.inside(indices))
+        ref.memory.store(indices, np.asarray(values), LANE)
+
+    def add_one(ref, indices):
+        indices = np.asarray(indices)
+        valid = indices >= 0
+        if ref.memory.writer is not None:
+            for at, _ in _pairs(ref.inside(indices[valid]), LANE[valid]):
+                ref.memory.writer[at] = EVERY_LANE  # additions may mix, loads and stores may not
+        np.add.at(ref.memory.values, ref.inside(indices[valid]), 1)
+
+    def gather(ref, indices):
+        return ref.memory.load(ref.inside(indices), LANE)
+
+    replaced = {
+        "launch": launch,
+        "gather": gather,
+        "scatter": scatter,
+        "add_one": add_one,
+        "lane_index": lambda: LANE,
+        "every_lane": lambda value: np.full(THREADS, value, np.int32),
+        "jnp": np,
+        "lax": types.SimpleNamespace(
+            axis_index=cell.__getitem__,
+            div=np.floor_divide,  # of numbers that are not negative
+            rem=np.remainder,
+            shift_right_logical=np.right_shift,
+            fori_loop=_fori_loop,
+        ),
+    }
+    for module, (name, function) in itertools.product(MODULES, replaced.items()):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, function)
+    monkeypatch.setattr(top, "_pair", lambda ref, i: (gather(ref, 2 * i), gather(ref, 2 * i + 1)))
+    monkeypatch.setattr(top, "_floats", lambda value: np.full(THREADS, value, np.float32))
+    monkeypatch.setattr(plgpu, "commit_smem", barrier)
+    monkeypatch.setattr(plgpu, "load", lambda ref, layout: ref.memory.load(ref.first + LANE, LANE))
+    monkeypatch.setattr(pl, "when", _when)
+    monkeypatch.setattr(pl, "loop", _loop)
+
+
+def _when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    return lambda body: body() if condition else None
+
+
+def _loop(first: Any, end: Any) -> Callable[[Callable[[Any], None]], None]:
+    def run(body: Callable[[Any], None]) -> None:
+        _fori_loop(first, end, lambda i, _: body(i), None)
+
+    return run
+
+
+def _fori_loop(first: Any, end: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    for i in range(int(first), int(end)):
+        state = body(np.int32(i), state)
+    return state

@@ -1,0 +1,175 @@
+"""The bodies of kernels in which every thread has its own value, run on the CPU.
+
+The same kernels run on a GPU in test_work_table.py, test_kernels.py and test_selected.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.backends.hopper.test_work_table import check_tables, check_transposed, random_mask
+from tests.conditions import needs_newer_jax
+from xsake import _jax, masks
+from xsake.masks import intervals
+
+pytestmark = needs_newer_jax
+SMS = 4  # multiprocessors, as in test_work_table.py
+MASKS = "few", "causal", "nothing"
+
+
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch):
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: SMS)
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    from tests.backends.hopper import lane_emulator
+
+    lane_emulator.emulate(monkeypatch)
+    return lane_emulator
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_work_table_is_sorted_as_python_sorts_it(name, emulator):
+    with jax.disable_jit():
+        for has_tail in (False, True):
+            check_tables(name, interpret=False, has_tail=has_tail)
+
+
+@pytest.mark.parametrize("name", [*MASKS, "more columns than lanes"])
+def test_lists_are_transposed_as_the_mask_does(name, emulator):
+    with jax.disable_jit():
+        check_transposed(name)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize(("name", "batch", "group"), [("few", 2, 2), ("causal", 2, 1)])
+def test_tables_by_head_are_sorted_and_end_with_a_tail(
+    name, batch, group, counts, is_sorted, emulator
+):
+    """Heads of their own lists, and heads and batch rows that share them."""
+    from xsake.backends.hopper import lanes, work_table
+
+    mask = random_mask(name)
+    columns, row_blocks = mask.grid.counts[1], mask.grid.counts[0]
+    list_heads = mask.kv_count.shape[1]
+    heads = list_heads * group
+    run = columns if is_sorted else 1
+    tables = work_table.HeadTables(mask.lists, columns, batch, heads, run, counts)
+    index, table, *counters = lanes.launch(
+        lambda *refs, **smem: tables.run(work_table.lax.axis_index("head"), refs, smem),
+        "tables",
+        tables.out_type,
+        {"head": batch * heads},
+        tables.operands,
+        **tables.smem,
+    )
+    transposed = mask.transpose().lists
+    start, count, full, want = (np.asarray(x) for x in transposed[:4])
+    rows = []
+    for b, n, j in np.ndindex(batch, heads, columns):
+        at = (b if len(count) > 1 else 0, n // group, j)
+        head = at[0] * list_heads + at[1]
+        rows.append((b, n, j, head * want.shape[-1] + start[at], count[at], full[at], 0, 0))
+    by_head = [rows[i : i + columns] for i in range(0, len(rows), columns)]
+    first = len(by_head) - tables.tail
+    runs = by_head[:first] if is_sorted else [[row] for some in by_head[:first] for row in some]
+    runs.append([row for some in by_head[first:] for row in some])
+    wanted = [row for some in runs for row in sorted(some, key=lambda row: -row[4])]
+    end = (0, 0, 0, 0, -1, 0, min(SMS, len(rows)), 0)
+    np.testing.assert_array_equal(np.asarray(table).reshape(-1, 8), [*wanted, end])
+    is_listed = np.arange(want.shape[-1]) < count.sum(-1, keepdims=True)
+    np.testing.assert_array_equal(np.asarray(index).reshape(want.shape)[is_listed], want[is_listed])
+    if counts:
+        visits = np.asarray(mask.kv_count).repeat(group, axis=1)
+        visits = np.broadcast_to(visits, (batch, heads, row_blocks))
+        np.testing.assert_array_equal(counters[0], -visits.reshape(-1))
+
+
+@pytest.mark.parametrize("join", ["and", "or"])
+def test_intervals_by_key_are_those_of_plain_jax(join, emulator):
+    """One interval of each query or two; a batch row whose ids are not sorted has a mark."""
+    from xsake.backends.hopper import interval_transpose, lanes
+
+    ids = np.stack([np.sort(np.arange(300) // 70), np.arange(300) % 3])
+    ids[:, 290:] = -1
+    of_ids = masks.documents(ids)
+    rule = of_ids & masks.causal() if join == "and" else of_ids | masks.first(7)
+    pairs = intervals.intervals_of(rule, (300, 300))[:, 0]
+    transpose = interval_transpose.IntervalTranspose(pairs, 300)
+    found = lanes.launch(
+        lambda *refs: transpose.run(interval_transpose.lax.axis_index("cta"), refs),
+        "intervals",
+        transpose.out_type,
+        {"cta": transpose.ctas},
+        transpose.operands,
+    )
+    want = intervals.transposed(pairs[:, None], 300)[:, 0]
+    np.testing.assert_array_equal(transpose.result(found), want)
+
+
+def test_every_token_gets_its_best_blocks(emulator):
+    """First blocks, last blocks and the best of the others; equal ones by their number."""
+    from xsake.backends.hopper.selected import top
+
+    heads, tokens, blocks, size, first = 2, 256, 20, 16, 60
+    rng = np.random.default_rng(0)
+    sums = rng.integers(1, 9, (1, heads, tokens, blocks, 2)).astype(np.float32)
+    sums[..., 0] += sums[..., 1]
+    how = {"block_size": size, "count": 7, "initial": 1, "local": 2}
+    found = top.top(jnp.asarray(sums), jnp.asarray([first], jnp.int32), **how)
+    own, edge = np.moveaxis(sums[0], -1, 0)
+    importance = 2 * own - edge
+    importance[..., 1:] += edge[..., :-1]
+    for head, token in np.ndindex(heads, tokens):
+        current = (first + token) // size
+        forced = {0, current, max(current - 1, 0)}
+        others = [j for j in range(current) if j not in forced]
+        best = sorted(others, key=lambda j: -importance[head, token, j])[: 7 - 1 - 2]
+        want = sorted({*forced, *best})
+        np.testing.assert_array_equal(found[0, head, token], want + [-1] * (7 - len(want)))
+
+
+# ------------------------------------------------------------------------ the emulator finds faults
+
+
+def test_a_missing_barrier_is_found(emulator, monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    for check in (check_transposed, lambda name: check_tables(name, False, True)):
+        with jax.disable_jit(), pytest.raises(emulator.Race):
+            check("few")
+
+
+def test_an_index_outside_is_found(emulator):
+    """Of a run too: its neighbours belong to others."""
+    memory = emulator.Memory(np.zeros(400, np.int32))
+    ref = emulator.Ref(memory).at[emulator.pl.ds(0, 200)]
+    for index in (-1, 200):
+        with pytest.raises(IndexError, match="a load of"):
+            ref.memory.load(ref.inside(emulator.LANE * 0 + index), emulator.LANE)
+    with pytest.raises(IndexError, match="a store to"):
+        ref.memory.store(ref.inside(emulator.LANE * 0 + 200), 1, emulator.LANE)
+
+
+def test_lanes_that_store_two_values_to_one_element_are_found(emulator):
+    memory = emulator.Memory(np.zeros(4, np.int32), is_shared=True)
+    with pytest.raises(emulator.Race, match="different values"):
+        memory.store(emulator.LANE * 0, emulator.LANE, emulator.LANE)
+
+
+def test_elements_that_nobody_wrote_are_seen(emulator):
+    from xsake.backends.hopper import lanes
+
+    def body(out):
+        lanes.scatter(out, np.where(emulator.LANE < 100, emulator.LANE, -1), emulator.LANE)
+
+    kind = jax.ShapeDtypeStruct((128,), jnp.int32)
+    (out,) = lanes.launch(body, "some", [kind], {"cta": 1}, [])
+    np.testing.assert_array_equal(np.asarray(out) == emulator.UNWRITTEN, emulator.LANE >= 100)
