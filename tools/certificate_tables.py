@@ -83,7 +83,7 @@ def limits(report: Record) -> Cells:
                         f"{error:.4f}",
                     ]
 
-    return ["density", "mended", "row blocks done densely, %", "squared error left"], lines()
+    return ["density", "repair", "row blocks done densely, %", "squared error left"], lines()
 
 
 def bound(report: Record) -> Cells:

@@ -57,6 +57,9 @@ def without_tables(text: str) -> str:
     return _TABLE.sub("", text)
 
 
+LONGEST_COMMAND = 200  # characters; a longer one is read in the file
+
+
 def _source(report: Record, name: str) -> str:
     """The line below a table: file, machine, versions, commit, date and command."""
     report = report.get("provenance", report)
@@ -64,9 +67,12 @@ def _source(report: Record, name: str) -> str:
     device = machine["device"]
     if device == "cpu":
         device = f"{machine['cores']} cores of {machine['processor']}"
+    command = f"`{report['command']}`"
+    if len(report["command"]) > LONGEST_COMMAND:
+        command = "the commands are in the file"
     return (
         f"`benchmarks/results/{name}`: {device}, JAX {versions['jax']}, "
-        f"commit {_commit(report['commit'])}, {report['date'][:10]}, `{report['command']}`."
+        f"commit {_commit(report['commit'])}, {report['date'][:10]}, {command}."
     )
 
 

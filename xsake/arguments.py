@@ -1,7 +1,7 @@
 """Arguments of attention, checked: arrays, numbers, ids, and what becomes the BlockMask of a call.
 
 Each function returns the argument in the form that a Call has, or raises one sentence with the
-name, what was given and what is allowed. All entrances of the library use them.
+name, what was given and what is allowed. All entry points of the library use them.
 """
 
 from __future__ import annotations

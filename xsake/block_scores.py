@@ -102,13 +102,7 @@ def mean_query(
     """
     if why_not(q, k, block) is None:
         return mean_query_by_kernel(q, k, block)
-    queries = _means(q, block, block) / math.sqrt(q.shape[-1])
-    padding = -k.shape[0] % block
-    keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
-    shift = None
-    if padding:
-        shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
-    return _summed_by_block(queries.astype(k.dtype), keys, shift, block)
+    return _sums_of_keys(_means(q, block, block), k, block)
 
 
 def part_queries(
@@ -160,11 +154,7 @@ def _of_parts(
     if why_not(q, k, block) is None:
         scores = _batchable(block, parts, represent)(q[None], k[None])[0]
     else:
-        queries = (represent(q, size, block) / math.sqrt(q.shape[-1])).astype(k.dtype)
-        padding = -k.shape[0] % block
-        keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
-        shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
-        scores = _summed_by_block(queries, keys, shift if padding else None, block, parts)
+        scores = _sums_of_keys(represent(q, size, block), k, block, parts)
     N, A, n = scores.shape
     row, column = first + jnp.arange(A)[:, None] // parts, jnp.arange(n)[None]
     logs = jax.nn.log_softmax(jnp.where((column <= row)[None], scores, -jnp.inf), axis=-1)
@@ -351,6 +341,19 @@ def _by_group(
     grouped = q.reshape(A, K, N // K, H)
     logits = jnp.einsum("akgh,bkh->kgab", grouped, k, preferred_element_type=dtype)
     return logits.reshape(N, A, C)
+
+
+def _sums_of_keys(
+    queries: Float[Array, "R N H"], k: Float[Array, "S K H"], block: int, parts: int = 1
+) -> Float[Array, "N R n"]:
+    """log Σ exp(q · k / √H) over the keys of each block, of which the last may be short."""
+    queries = (queries / math.sqrt(queries.shape[-1])).astype(k.dtype)
+    padding = -k.shape[0] % block
+    keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
+    shift = None
+    if padding:
+        shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
+    return _summed_by_block(queries, keys, shift, block, parts)
 
 
 def _summed_by_block(

@@ -393,13 +393,6 @@ def test_a_plan_prints_and_plots():
     np.testing.assert_allclose(axes.images[0].get_array(), plan.shares)
 
 
-def test_stacked_masks_are_those_of_the_layers():
-    plan = make(profile_of(), 0.5, "kl", "static")
-    stacked = plan.stacked()
-    for layer in range(2):
-        np.testing.assert_array_equal(stacked.kv_count[layer], plan.mask(layer).kv_count)
-
-
 @pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
 def test_decode_budgets_follow_the_last_row_block_and_meet_the_density(density):
     counts = np.ones((2, 4, 8), np.int32)

@@ -123,10 +123,10 @@ def measured(call: Call, sinks: Float[Array, " N"] | None, what: Observed) -> St
     found = lax.map(of_row_block, jnp.arange(nq))  # [nq, B, N, nk], [nq, B, N, bq]
     mass, *entropies = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
     entropies = jax.tree.map(lambda x: x.reshape(B, N, nq * bq)[..., :T], entropies)
-    return jax.tree.map(functools.partial(_told, mask.overflow), Statistics(mass, *entropies))
+    return jax.tree.map(functools.partial(_nan_if_cut, mask.overflow), Statistics(mass, *entropies))
 
 
-def _told(overflow: Array | None, x: Array) -> Array:
+def _nan_if_cut(overflow: Array | None, x: Array) -> Array:
     """float32; NaN if the mask lacks blocks that did not fit its lists, as the output then is."""
     x = x.astype(jnp.float32)
     return x if overflow is None else jnp.where(overflow, jnp.nan, x)

@@ -168,9 +168,9 @@ def _print_profile(profile: Profile) -> None:
         table.add_row(str(layer), *("–" if np.isnan(x) else f"{x:.3f}" for x in values))
     console.print(table)
     console.print(
-        "Means over the heads of a layer. Entropy is in nats: the lower, the fewer tokens or "
-        "blocks a head attends to. Mass retained: the share of its attention that the best 20% "
-        "and 45% of its blocks hold."
+        "Means over the heads of a layer. Entropy is divided by its maximum: 0 if a head attends "
+        "to one token or block, 1 if to all alike. Mass retained: the share of its attention that "
+        "the best 20% and 45% of its blocks hold."
     )
     for name, value in profile.agreement().items():
         console.print(f"between two halves of the documents: {name.replace('_', ' ')} {value:.3f}")

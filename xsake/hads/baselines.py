@@ -10,7 +10,6 @@ ranking defines the pattern; the counts make the total number of blocks match th
     bigbird          block 0; the rest half nearest, half random  constant
     strided          a third nearest, the rest at a stride        proportional to i + 1
     random           random                                       proportional to i + 1
-    uniform_top_k    highest calibrated mass                      proportional to i + 1
     seed_entropy     random                                       by the head's entropy
     vertical_slash   columns and diagonals of the last queries    proportional to i + 1
 
@@ -39,7 +38,6 @@ COUNTS = {
     "bigbird": "level",
     "strided": "share",
     "random": "share",
-    "uniform_top_k": "share",
     "seed_entropy": "entropy",
     "vertical_slash": "share",
 }

@@ -30,7 +30,6 @@ class Budget:
     """Counts, and notes on heads without usable statistics."""
 
     counts: Int[np.ndarray, "layers heads n"]  # int32
-    requested: float
     notes: tuple[str, ...] = ()
 
     @property
@@ -131,7 +130,7 @@ def by_gains(
         "gains nothing from further blocks and gets only blocks that no other head needs", dead
     )
     counts += _largest(gains, total - int(counts.sum())).sum(-1, dtype=np.int32)
-    return Budget(counts, density, notes)
+    return Budget(counts, notes)
 
 
 def _largest(values: Float[np.ndarray, "*shape"], count: int) -> Bool[np.ndarray, "*shape"]:
@@ -246,7 +245,7 @@ def filled(
         best = best[can_change.reshape(-1)[best]]
         counts.reshape(-1)[best] += step
         missing -= step * len(best)
-    return Budget(counts.astype(np.int32), density, tuple(notes))
+    return Budget(counts.astype(np.int32), tuple(notes))
 
 
 def _named(what: str, which: Bool[np.ndarray, "layers heads"]) -> tuple[str, ...]:

@@ -355,7 +355,7 @@ def estimates(
     return Estimate(*(x[..., :-1] for x in each)), Estimate(*(x[..., -1] for x in each))
 
 
-# ----------------------------------------------------------------------------- rows that are mended
+# ---------------------------------------------------------------------- row blocks done densely
 
 
 def _visited_and_live(

@@ -207,11 +207,6 @@ class Plan(InputMask):
 
         return jax.vmap(one)(q, k)
 
-    def stacked(self, length: int | None = None) -> BlockMask:
-        """All layers of a static plan in one BlockMask with a leading axis of layers."""
-        masks = [self.mask(layer, length=length) for layer in range(len(self.counts))]
-        return jax.tree.map(lambda *xs: jnp.stack(xs), *masks)
-
     def at(self, length: int) -> Plan:
         """This plan for texts of another length, at the same density; see the top of the module.
 

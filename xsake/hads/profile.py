@@ -267,8 +267,8 @@ def calibrate(
     state = Running.start(layers, heads, n, curves, gradients is not None)
     if partial is not None:
         # only what is not the default: files from before these options have none
-        told = ({} if outputs else {"outputs": False}) | ({"loss": True} if gradients else {})
-        state = partial.load(state, **dataclasses.asdict(facts), curves=curves, **told)
+        options = ({} if outputs else {"outputs": False}) | ({"loss": True} if gradients else {})
+        state = partial.load(state, **dataclasses.asdict(facts), curves=curves, **options)
     state = _beside(weights, state)
     done = int(state.documents)
     if report is not None and done:

@@ -123,6 +123,9 @@ DESCRIPTIONS: dict[str, Description] = {
         "The preset gpt-37m-4k trained with dense attention, with NSA and with MSA.",
         _CAUSAL,
     ),
+    "tasks": Description(
+        _TASKS + "plans calibrated at 8,192 tokens, at that length and at 2,048.", _HEADS
+    ),
     "tasks-blocks": Description(_TASKS + "sizes of blocks, on prompts used for tuning.", _HEADS),
     "tasks-blocks-128": Description(
         _TASKS + "blocks of 128 instead of 64, on prompts that were held out.", _HEADS

@@ -74,8 +74,8 @@ class Hads:
     ramp_steps: int = 0  # steps of the linear ramp from from_density to density
     documents: int = 4  # windows of training text to calibrate on
     policy: str = "output"  # uniform | entropy | kl | output
-    # static | pooled | antidiagonal | gaussian | mean_query | past_query. past_query is strictly
-    # causal; the other run-time selectors leak information about future tokens
+    # One of hads.statistics.SELECTORS. Only static and past_query are strictly causal; the other
+    # run-time selectors leak information about future tokens
     selector: str = "past_query"
     block: int = 64  # tokens per block of a plan; smaller ones allow lower densities
     band: int = 0  # blocks before the diagonal that are always kept

@@ -140,8 +140,8 @@ class _Session:
         self.stragglers = Stragglers()
         self.compiled: set[bool] = set()  # whether dense and sparse steps are
         self.is_timed = False  # whether the time since `timer` is that of steps alone
-        self.wishes: list[Array] = []  # of the newest two steps, on the devices
-        self.wish_time: float | None = None  # when the last of them was read
+        self.stop_requests: list[Array] = []  # of the newest two steps, on the devices
+        self.request_time: float | None = None  # when the last of them was read
         if is_new:
             self._start()
         else:
@@ -174,23 +174,23 @@ class _Session:
         try:
             while (reason := self._stop_reason(signals)) is None:
                 batch = inputs.training_batch(config, self.stream, self.step, self.mesh)
-                wishes = None
+                stop_requests = None
                 if self.process_count > 1 and self.mesh is not None:
-                    wishes = stopping.wishes(self._local_reason(signals), self.mesh)
-                    if self.wish_time is not None:
-                        late = time.perf_counter() - self.wish_time
+                    stop_requests = stopping.requests(self._local_reason(signals), self.mesh)
+                    if self.request_time is not None:
+                        late = time.perf_counter() - self.request_time
                         self.watch.report_late(self.step, late)
                 self.state, metrics = stepping.compiled_update(
                     self.state,
                     batch,
                     self.device_plan,
-                    wishes,
+                    stop_requests,
                     config=config.static,
                     mesh=self.mesh,
                 )
                 self.step += 1
                 self.pending.append(_Pending(self.step, metrics))
-                self.wishes = [*self.wishes[-1:], metrics.wish]
+                self.stop_requests = [*self.stop_requests[-1:], metrics.stop_request]
                 self._after_step()
             self._save()
             self.checkpoints.wait()
@@ -215,7 +215,7 @@ class _Session:
         is_last = step == config.schedule.steps
         if (self.plan is None) not in self.compiled:  # which took most of the time of this step
             self.compiled.add(self.plan is None)
-            self.is_timed, self.wish_time = False, None
+            self.is_timed, self.request_time = False, None
         if self._is_logged(step):
             self._log_pending()
         if config.hads.is_due(step) and not is_last:
@@ -348,7 +348,7 @@ class _Session:
         """Excludes what runs inside from the time of the steps."""
         self._log_pending()
         yield
-        self.timer, self.wish_time = time.perf_counter(), None
+        self.timer, self.request_time = time.perf_counter(), None
 
     # ------------------------------------------------------------------------- start and stop
 
@@ -412,19 +412,19 @@ class _Session:
         return self._common_reason()
 
     def _common_reason(self) -> str | None:
-        """Why all processes stop: what one of them wished in the step before the newest.
+        """Why all processes stop: what one of them asked for in the step before the newest.
 
         That step has ended or is about to, while the devices work on the newest.
         """
         if self._is_at_stop():
             return "stop_at"
-        if len(self.wishes) < 2:
+        if len(self.stop_requests) < 2:
             return None
-        reason = stopping.REASONS[int(self.wishes[0])] or None
+        reason = stopping.REASONS[int(self.stop_requests[0])] or None
         now = time.perf_counter()
-        if self.wish_time is not None:
-            self._check_time(self.step - 1, now - self.wish_time)
-        self.wish_time = now
+        if self.request_time is not None:
+            self._check_time(self.step - 1, now - self.request_time)
+        self.request_time = now
         return reason
 
     def _is_at_stop(self) -> bool:

@@ -53,7 +53,7 @@ class Metrics(NamedTuple):
     skipped_steps: Any  # so far, because loss or gradient was not finite
     bad_steps: Any  # consecutive ones, up to this update
     index_loss: Any  # nats: KL of the indexer of model.attention = "msa"; else 0
-    wish: Any  # the largest `wish` of any process: 0 goes on, larger stops
+    stop_request: Any  # the largest of any process: 0 goes on, larger stops
 
 
 class Sums(NamedTuple):
@@ -261,12 +261,12 @@ def update(
     config: Config,
     mesh: Mesh | None = None,
     loss_fn: Loss = summed_loss,
-    wishes: Any = None,
+    stop_requests: Any = None,
 ) -> tuple[State, Metrics]:
     """One step; batch has all rows of the update, sharded over the devices of `mesh`.
 
-    `wishes` are int32 [devices], one of each: the metrics have the largest, so that all processes
-    learn in the same step that one of them wants to stop.
+    `stop_requests` are int32 [devices], one of each: the metrics have the largest, so that all
+    processes learn in the same step that one of them wants to stop.
     """
     found, gradient = summed_gradient(state.parameters, batch, plan, config, mesh, loss_fn)
     loss, targets, index_loss = found
@@ -282,9 +282,16 @@ def update(
         skipped_steps=state.skipped_steps + ~good,
         bad_steps=jnp.where(good, 0, state.bad_steps + 1),
     )
-    wish = jnp.zeros((), jnp.int32) if wishes is None else wishes.max()
+    stop_request = jnp.zeros((), jnp.int32) if stop_requests is None else stop_requests.max()
     metrics = Metrics(
-        loss, targets, norm, speed, after.skipped_steps, after.bad_steps, index_loss / count, wish
+        loss,
+        targets,
+        norm,
+        speed,
+        after.skipped_steps,
+        after.bad_steps,
+        index_loss / count,
+        stop_request,
     )
     # copies: the state's buffers are donated to the next step
     metrics = jax.tree.map(lambda x: x + 0, metrics)
@@ -311,13 +318,13 @@ def compiled_update(
     state: State,
     batch: Batch,
     plan: Any,
-    wishes: Any = None,
+    stop_requests: Any = None,
     *,
     config: Config,
     mesh: Mesh | None = None,
 ) -> Any:
     """`update`, compiled once for a dense plan (None) and once for sparse ones."""
-    return update(state, batch, plan, config, mesh, wishes=wishes)
+    return update(state, batch, plan, config, mesh, stop_requests=stop_requests)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))

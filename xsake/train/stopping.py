@@ -1,9 +1,9 @@
 """When a run stops before its last step: signals, and how all processes stop at the same step.
 
-    SIGTERM to one process ─ its wish ─ compiled step: max over all devices ─ metrics.wish
-                                                       └─ every process reads it and stops there
+    SIGTERM to one process ─ its request ─ compiled step: max over devices ─ metrics.stop_request
+                                                     └─ every process reads it and stops there
 
-With one process a wish is known at once. With several, every process passes its wish to the
+With one process a request is known at once. With several, every process passes its own to the
 compiled step, and all of them read the largest one after the next step has been dispatched. So a
 signal to one process saves a checkpoint of all, two steps later at most.
 """
@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 REASONS = ("", "stop_at", "seconds", "signal")
 
 
-def wishes(reason: str | None, mesh: Mesh) -> Any:
-    """int32 [devices] on the mesh: this process's wish for each of its devices."""
+def requests(reason: str | None, mesh: Mesh) -> Any:
+    """int32 [devices] on the mesh: this process's request for each of its devices, 0 for none."""
     number = np.full(1, REASONS.index(reason or ""), np.int32)
     everywhere = NamedSharding(mesh, P(mesh.axis_names))
     return jax.make_array_from_callback((mesh.size,), everywhere, lambda index: number)
