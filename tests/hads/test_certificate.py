@@ -108,6 +108,11 @@ def test_the_report_is_of_the_given_mask_and_threshold_0_is_dense_attention(name
     assert np.asarray(report.largest_bound).max() <= 1
 
 
+def estimate(x, length, every, window, widened=certificate.WIDENED_MASS, most=np.inf):
+    """Of every window."""
+    return certificate.estimates(x, length, every, window, widened, most)[0]
+
+
 def test_estimates_are_unbiased():
     """The mean over all samples is the truth: every query of a group is as likely as the others."""
     keys = jax.random.split(jax.random.key(2), 200)
@@ -122,11 +127,11 @@ def test_estimates_are_unbiased():
         np.moveaxis(mass[:, np.arange(0, T, EVERY) + offset % SIZES], 1, 2)
         for offset in range(EVERY)
     ]
-    found = certificate.estimate(jnp.asarray(np.stack(every_offset), jnp.float32), T, EVERY, WINDOW)
+    found = estimate(jnp.asarray(np.stack(every_offset), jnp.float32), T, EVERY, WINDOW)
     np.testing.assert_allclose(found.mean.mean(0), by_window(mass), rtol=1e-5)
     # the squared standard error is not too small on average
     drawn = np.moveaxis(mass[:, samples], 3, 1)  # [B, N, samples, groups]
-    found = certificate.estimate(jnp.asarray(drawn, jnp.float32), T, EVERY, WINDOW)
+    found = estimate(jnp.asarray(drawn, jnp.float32), T, EVERY, WINDOW)
     assert ((found.standard_error**2).mean(2) > 0.95 * found.mean.var(2)).all()
 
 
@@ -137,7 +142,7 @@ def test_estimates_are_unbiased():
 def test_intervals_cover_the_mean_of_skewed_values(groups, shape, widened):
     """Gamma variables: most are small, a few are large. 16 groups are those of a window."""
     x = np.random.default_rng(3).gamma(shape, size=(2000, groups)).astype(np.float32)
-    found = certificate.estimate(jnp.asarray(x), 64 * groups, 64, 64 * groups, widened)
+    found = estimate(jnp.asarray(x), 64 * groups, 64, 64 * groups, widened)
     covers = (found.low <= shape) & (shape <= found.high)
     assert 0.95 <= covers.mean() <= 0.999
 
@@ -147,15 +152,15 @@ def test_standard_errors_hold_for_a_short_last_group(length):
     """Values of one distribution: the reported square is the variance of the mean, unless G = 1."""
     sizes = np.minimum(length - np.arange(0, length, 64), 64)
     x = np.random.default_rng(length).standard_exponential((20_000, len(sizes)))
-    found = certificate.estimate(jnp.asarray(x, jnp.float32), length, 64, length)
+    found = estimate(jnp.asarray(x, jnp.float32), length, 64, length)
     ratio = np.square(found.standard_error).mean() / np.var(found.mean)
     assert abs(ratio - 1) < 0.08  # 1.6% is one standard deviation at 65, the largest
-    alone = certificate.estimate(jnp.asarray(x[:, :1], jnp.float32), 33, 64, 64)
+    alone = estimate(jnp.asarray(x[:, :1], jnp.float32), 33, 64, 64)
     assert (alone.standard_error == 0).all()
 
 
 def test_one_group_alone_says_nothing_of_the_spread():
-    found = certificate.estimate(jnp.array([[0.2, 0.3, 0.1]]), 40, 16, 32, most=1.0)
+    found = estimate(jnp.array([[0.2, 0.3, 0.1]]), 40, 16, 32, most=1.0)
     np.testing.assert_allclose(found.mean[0], [0.25, 0.1])
     np.testing.assert_array_equal([found.low[0, 1], found.high[0, 1]], [0, 1])
 

@@ -53,8 +53,7 @@ def largest_capacity(rule: Rule, grid: Grid) -> int:
     """Blocks that one head can list at most, whatever the rule's data: so that M is static."""
     bound = rule.upper_bound()
     if (spans := bound.spans(grid)) is not None:
-        lo, hi = (np.clip(x, 0, grid.counts[1]) for x in spans[:2])
-        return max(1, int(np.maximum(hi - lo, 0).sum()))
+        return max(1, int(spans.live_counts(grid.counts[1]).sum()))
     return max(1, _most_live(bound, grid))
 
 

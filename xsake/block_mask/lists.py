@@ -154,8 +154,8 @@ def token_map(lists: Lists | None, rule: Rule | None, grid: Grid) -> Array:
 def density_against(kv_count: Array, rule: Rule, grid: Grid) -> Array:
     """Blocks listed ÷ blocks of the grid that a rule allows."""
     if (spans := rule.spans(grid)) is not None:
-        lo, hi = (np.clip(x, 0, grid.counts[1]) for x in spans[:2])
-        allowed: Any = np.float32(np.maximum(hi - lo, 0).sum() * grid.batch * grid.heads)
+        live = spans.live_counts(grid.counts[1]).sum()
+        allowed: Any = np.float32(live * grid.batch * grid.heads)
     else:
         size = (grid.batch, grid.heads, *grid.counts)
         allowed = jnp.broadcast_to(rule.classify(grid)[0], size).sum(dtype=jnp.float32)

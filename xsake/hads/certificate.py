@@ -296,18 +296,6 @@ def _report(
     return found
 
 
-def estimate(
-    x: Float[Array, "*axes G"],
-    length: int,
-    every: int,
-    window: int,
-    widened: float = WIDENED_MASS,
-    most: float = np.inf,
-) -> Estimate:
-    """Means over windows of the queries, [*axes, windows], from one value of each group."""
-    return estimates(x, length, every, window, widened, most)[0]
-
-
 def estimates(
     x: Float[Array, "*axes G"],
     length: int,
@@ -369,14 +357,14 @@ def _visited_and_live(
     if (spans := rule.spans(grid)) is None:
         live = _live(rule, grid)
         return (live & ~_dropped(mask, rule, batch, heads)).sum(-1), live.sum(-1)
-    lo, hi = (np.clip(x, 0, grid.counts[1]) for x in spans[:2])
+    lo, hi = spans.live(grid.counts[1])
     lists = mask.lists
     rank = jnp.arange(grid.counts[1])
     at = (lists.kv_start[..., None] + rank).reshape(*lists.kv_start.shape[:2], -1)
     column = jnp.take_along_axis(lists.kv_index, at, axis=-1, mode="clip")
     column = column.reshape(*lists.kv_start.shape, -1)
     listed = (rank < lists.kv_count[..., None]) & (lo[:, None] <= column) & (column < hi[:, None])
-    return _by_head(listed.sum(-1), batch, heads), np.maximum(hi - lo, 0)
+    return _by_head(listed.sum(-1), batch, heads), spans.live_counts(grid.counts[1])
 
 
 def _live(rule: Rule, grid: Grid) -> Bool[Array, "B N nq nk"]:

@@ -49,6 +49,15 @@ class Spans(NamedTuple):
     full_lo: np.ndarray
     full_hi: np.ndarray
 
+    def live(self, nk: int) -> tuple[np.ndarray, np.ndarray]:
+        """The range of live blocks among 0 … nk - 1, of every row block; empty ones are lo ≥ hi."""
+        return np.clip(self.live_lo, 0, nk), np.clip(self.live_hi, 0, nk)
+
+    def live_counts(self, nk: int) -> np.ndarray:
+        """How many of the blocks 0 … nk - 1 are live, of every row block."""
+        lo, hi = self.live(nk)
+        return np.maximum(hi - lo, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:

@@ -32,7 +32,7 @@ from xsake.bench.suites import Part, Record
 from xsake.bench.timing import alone, beside, time_queued
 
 HEADS = 16
-CHECKED = (0, 5)  # heads whose results are compared with the reference
+CHECKED = (0, 15)  # heads whose results are compared with the reference
 BLOCK = 128
 # Whether a bias has values of its own for every head, and whether all queries share them.
 BIAS_KINDS = {"bias per head": (True, False), "bias, shared": (False, False)}
@@ -131,8 +131,9 @@ def records(case: Case, done: list[Record]) -> Iterator[Record]:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         own = pool.submit(compile_all, "xsake", contextlib.nullcontext)
         # For its products XLA times candidates on the GPU while it compiles, and needs memory.
-        for name in ("jax_nn_xla", "jax_nn_cudnn"):
-            compile_all(name, beside)
+        for name in IMPLEMENTATIONS:
+            if name != "xsake":
+                compile_all(name, beside)
         with beside():
             checks = Checks.of(case, shapes)
         own.result()

@@ -47,7 +47,7 @@ def reach(bound: Rule, length: int) -> tuple[int, int] | None:
     spans = bound.spans(Grid((length, length), (1, 1)))
     if spans is None:
         return None
-    lo, hi = (np.clip(x, 0, length) for x in spans[:2])
+    lo, hi = spans.live(length)
     token, some = np.arange(length), hi > lo
     left, right = (
         int(np.max(np.where(some, x, 0), initial=0)) for x in (token - lo, hi - 1 - token)
