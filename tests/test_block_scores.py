@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.hads.draws import attention, blocks_of, dense
-from xsake import block_scores, selection
+from xsake import block_scores, masks, selection
 from xsake.hads import row_blocks
 
 estimate = jax.jit(block_scores.estimate, static_argnums=(0, 3))
@@ -168,3 +168,21 @@ def test_estimate_refuses_selectors_that_do_not_read_q_and_k():
         block_scores.estimate("static", q, k, 16)
     with pytest.raises(ValueError, match="K dividing N"):
         block_scores.estimate("pooled", q[:, :3], k, 16)
+
+
+def test_the_blocks_that_are_selected_are_the_best_by_their_estimates():
+    """Of two texts by one call; a short last block, a band, counts below and above the bounds."""
+    T, block, band = 117, 16, 1
+    q, k = (jnp.stack(x) for x in zip(*(attention(T, seed=i)[:2] for i in range(2)), strict=True))
+    n = row_blocks.count_blocks(T, block)
+    counts = jnp.asarray(np.random.default_rng(0).integers(0, n + 2, (4, n)), jnp.int32)
+    mask = block_scores.select("outlier_queries", q, k, counts, block, band)
+    for b in range(2):
+        kept = selection.keep_top(estimate("outlier_queries", q[b], k[b], block), counts, band)
+        want = selection.to_mask(kept, T, block)
+        np.testing.assert_array_equal(mask.blocks()[b], want.blocks()[0])
+    assert mask.rule == masks.causal()
+    with pytest.raises(ValueError, match=r"counts must be \[4, 8\], heads and row blocks, got"):
+        block_scores.select("outlier_queries", q, k, counts[:, :5], block)
+    with pytest.raises(ValueError, match=r"the whole text of both, got \[2, 48, 4, 8\]"):
+        block_scores.select("outlier_queries", q[:, :48], k, counts, block)

@@ -244,6 +244,14 @@ class BlockMask:
         grid = Grid(shape, block, classes.shape[0], classes.shape[1])
         return _made(lists_of_classes(classes, grid), rule, grid, holds_all=True)
 
+    @staticmethod
+    def from_lists(
+        lists: Lists, rule: Rule | None, shape: tuple[int, int], block: tuple[int, int]
+    ) -> BlockMask:
+        """The mask with these lists, row after row and full blocks first, which is not checked."""
+        batch, heads, _ = lists.kv_count.shape
+        return _made(lists, rule, Grid(shape, block, batch, heads), holds_all=True)
+
     # ----------------------------------------------------------------------------------- contents
 
     @property
@@ -469,7 +477,9 @@ def _made(
     if is_known or holds_all:
         lists = lists._replace(overflow=None)
     pairs = intervals.intervals_with_data(rule, grid.shape)
-    return _of_lists(cut_to_capacity(lists), pairs, rule, grid.shape, grid.block, is_rule)
+    if not holds_all:
+        lists = cut_to_capacity(lists)
+    return _of_lists(lists, pairs, rule, grid.shape, grid.block, is_rule)
 
 
 def _intersection(one: BlockMask, two: BlockMask) -> BlockMask:

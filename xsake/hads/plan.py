@@ -114,7 +114,14 @@ class Plan(InputMask):
             except under `past_query`: there the first row block of the chunk is scored with its
             own queries.
         """
-        length = self._length(q, k, length, first)
+        length, terms = self._length(q, k, length, first), self.terms
+        is_whole = q is not None and k is not None and first is None and segment_ids is None
+        if is_whole and terms.selector != "static" and terms.top_p is None:
+            assert q is not None
+            assert k is not None
+            self._check(layer, q, first)
+            counts = jnp.asarray(self.at(length).counts)[layer]
+            return block_scores.select(terms.selector, q, k, counts, terms.block, terms.band)
         blocks = self.blocks(layer, q, k, length=length, segment_ids=segment_ids, first=first)
         T, rule = length, masks.causal()
         if q is not None and first is not None:
@@ -122,7 +129,7 @@ class Plan(InputMask):
             rule = masks.at_positions(rule, (first + jnp.arange(T))[None])
         if segment_ids is not None:
             rule = rule & document_rule(segment_ids, T, first)
-        return BlockMask.from_dense(blocks, rule, shape=(T, length), block=self.terms.block)
+        return BlockMask.from_dense(blocks, rule, shape=(T, length), block=terms.block)
 
     def _length(self, q: Array | None, k: Array | None, length: int | None, first: Any) -> int:
         """S, the number of keys."""

@@ -17,14 +17,21 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake.backends.hopper import interval_transpose, lanes, layouts, transpose, work_table
+from xsake.backends.hopper import (
+    best_blocks,
+    interval_transpose,
+    lanes,
+    layouts,
+    transpose,
+    work_table,
+)
 from xsake.backends.hopper.layouts import THREADS
 from xsake.backends.hopper.selected import top
 
 UNWRITTEN = -(1 << 30)  # of results and shared memory before the first store
 LANE = np.arange(THREADS, dtype=np.int32)
 EVERY_LANE = -1  # in place of a lane: all lanes, as in a load of a scalar
-MODULES = layouts, lanes, transpose, work_table, interval_transpose, top
+MODULES = layouts, lanes, transpose, work_table, interval_transpose, top, best_blocks
 
 
 class Race(AssertionError):
@@ -64,7 +71,7 @@ class Memory:
         valid = indices >= 0
         at, values = indices[valid], np.broadcast_to(values, indices.shape)[valid]
         unique, number = np.unique(at, return_index=True)
-        if (values != values[number][np.searchsorted(unique, at)]).any():
+        if not np.array_equal(values, values[number][np.searchsorted(unique, at)], equal_nan=True):
             raise Race("lanes store different values to one element")
         if self.writer is not None:
             for element, who in _pairs(at, lane[valid]):

@@ -10,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.backends.hopper.test_work_table import check_tables, check_transposed, random_mask
+from tests.backends.hopper.test_work_table import (
+    check_tables,
+    check_transposed,
+    expected_table,
+    random_mask,
+    tiling,
+)
 from tests.conditions import needs_newer_jax
-from xsake import _jax, masks
+from xsake import BlockMask, _jax, masks, selection
 from xsake.masks import intervals
 
 pytestmark = needs_newer_jax
@@ -38,6 +44,17 @@ def test_a_work_table_is_sorted_as_python_sorts_it(name, emulator):
     with jax.disable_jit():
         for has_tail in (False, True):
             check_tables(name, interpret=False, has_tail=has_tail)
+
+
+def test_a_long_run_is_sorted_too(emulator):
+    """A CTA compares its work tiles with more than 2,048 others, in two unrolled turns."""
+    from xsake.backends.hopper import work_table
+
+    rows = 2300
+    blocks = np.random.default_rng(0).random((1, 1, rows, 6)) < 0.5
+    mask = BlockMask.from_dense(blocks, shape=(rows * 64, 6 * 64), block=(64, 64))
+    table = work_table.work_table(mask.lists, 1, 1, 1, 1, tiling("longest"))
+    np.testing.assert_array_equal(table, expected_table(mask, 1, 1, rows, has_tail=True))
 
 
 @pytest.mark.parametrize("name", [*MASKS, "more columns than lanes"])
@@ -133,6 +150,37 @@ def test_every_token_gets_its_best_blocks(emulator):
         best = sorted(others, key=lambda j: -importance[head, token, j])[: 7 - 1 - 2]
         want = sorted({*forced, *best})
         np.testing.assert_array_equal(found[0, head, token], want + [-1] * (7 - len(want)))
+
+
+@pytest.mark.parametrize("parts", [1, 16])
+@pytest.mark.parametrize(("length", "band"), [(640, 0), (629, 2), (130 * 64 - 3, 0)])
+def test_lists_have_the_blocks_that_keep_top_selects(length, band, parts, emulator):
+    """Scores of one row of parts that is padded; counts out of range; more blocks than lanes."""
+    from xsake.backends.hopper import best_blocks
+
+    n, block = -(-length // 64), 64
+    B, N = (2, 2) if n < 100 else (1, 1)
+    rng = np.random.default_rng(length + parts)
+    sums = rng.standard_normal((B, N, n, -(-n * parts // 64) * 64)).astype(np.float32) * 4
+    row = np.arange(sums.shape[-1]) // parts
+    sums = np.where(np.arange(n)[:, None] <= row, sums, np.nan)
+    sums[:, :, 3, 5 * parts : 6 * parts] = np.nan  # a block of a row block that sees it
+    sums[:, :, 2, 6 * parts : 7 * parts] = -np.inf
+    counts = rng.integers(0, n + 3, (1, N, n)).astype(np.int32)
+    found = best_blocks.best_blocks(
+        jnp.asarray(sums), jnp.asarray(counts), length=length, block=block, parts=parts, band=band
+    )
+    scores = jnp.asarray(np.moveaxis(sums, 2, 3)[:, :, : n * parts])
+    if parts > 1:
+        kept = (np.arange(n) <= np.arange(n * parts)[:, None] // parts)[None, None]
+        logs = jax.nn.log_softmax(jnp.where(kept, scores, -jnp.inf), axis=-1)
+        real = np.arange(n * parts) * (block // parts) < length
+        logs = jnp.where(real[:, None], 2 * logs, -jnp.inf).reshape(B, N, n, parts, n)
+        scores = jax.nn.logsumexp(logs, axis=3)
+    want = selection.to_mask(selection.keep_top(scores, counts, band), length, block).lists
+    for name in ("kv_start", "kv_count", "full_count", "kv_index"):
+        one, other = (np.asarray(getattr(x, name)) for x in (found, want))
+        np.testing.assert_array_equal(one, other, err_msg=name)
 
 
 # ------------------------------------------------------------------------ the emulator finds faults

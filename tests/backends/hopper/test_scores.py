@@ -12,6 +12,7 @@ import pytest
 from tests.conditions import needs_gpu, needs_interpreter, needs_newer_jax
 from xsake import _jax, block_scores, dot_product_attention
 from xsake import block_scores as scores
+from xsake.block_scores import by_kernel
 from xsake.hads import Plan, row_blocks
 from xsake.hads.plan import Terms
 
@@ -184,12 +185,13 @@ def interpreted_kernel(monkeypatch):
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
     means = functools.partial(hopper_means.means, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(hopper_means, "means", means)
-    scores._batchable.cache_clear()
+    by_kernel.batchable.cache_clear()
     block_scores.estimate.clear_cache()
     monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
+    monkeypatch.setattr(scores, "BY_KERNEL", {})  # nothing interprets the kernel of lists
     monkeypatch.setattr(hopper_scores, "scores", run)
     yield calls
-    scores._batchable.cache_clear()
+    by_kernel.batchable.cache_clear()
     block_scores.estimate.clear_cache()
 
 
@@ -281,7 +283,7 @@ def test_gradients_do_not_flow_through_the_selection(interpreted_kernel):
 
 @needs_newer_jax
 def test_a_training_step_lowers_for_cuda(monkeypatch):
-    """Layers in a scan, recomputed in the backward: two kernels each way, for the whole batch."""
+    """Layers in a scan, recomputed in the backward: three kernels each way, for the whole batch."""
     monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
     block_scores.estimate.clear_cache()
     plan = plan_for(2, 3)
@@ -297,7 +299,7 @@ def test_a_training_step_lowers_for_cuda(monkeypatch):
     x = jax.ShapeDtypeStruct((3, 192, 2, 64), jnp.bfloat16)
     text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     block_scores.estimate.clear_cache()
-    assert text.count("@mosaic_gpu") == 4
+    assert text.count("@mosaic_gpu") == 6
     assert "3x2x3x64xf32" in text  # [B, N, blocks, rows of a tile]
 
 
@@ -374,3 +376,42 @@ def test_on_a_card_stacked_layers_score_as_plain_jax_does(
     # a mean query is rounded to bfloat16, and logits are as large as 50
     np.testing.assert_allclose(alone[..., seen], want[..., seen], atol=0.3)
     np.testing.assert_array_equal(together[..., seen], alone[..., seen])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("selector", block_scores.BY_KERNEL)
+@pytest.mark.parametrize(
+    ("batch", "T", "heads", "size", "block", "band"),
+    [(2, 8192, (4, 2), 64, 64, 0), (3, 2045, (9, 3), 128, 128, 2), (1, 32768, (2, 2), 128, 128, 0)],
+    ids=str,
+)
+def test_on_a_card_the_lists_hold_the_best_blocks(
+    batch, T, heads, size, block, band, selector, monkeypatch
+):
+    """All but nearly equal ones are those of plain JAX; a mapped axis and a loop change nothing."""
+    q = random_array(batch, T, heads[0], size) / 2
+    k = random_array(batch, T, heads[1], size, seed=1)
+    n = -(-T // block)
+    counts = np.random.default_rng(T).integers(0, n, (heads[0], n)).astype(np.int32)
+    assert scores.why_not(q, k, block) is None
+
+    def select(q, k):
+        return block_scores.select(selector, q, k, jnp.asarray(counts), block, band)
+
+    assert "best_blocks" in jax.jit(select).lower(q, k).as_text()
+    found = jax.jit(select)(q, k)
+    for arrays in (
+        jax.jit(jax.vmap(select))(q[:, None], k[:, None]),
+        jax.jit(lambda *x: jax.lax.map(lambda x: select(*x), x))(q[:, None], k[:, None]),
+    ):
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(arrays), strict=True):
+            np.testing.assert_array_equal(one, np.asarray(other).reshape(one.shape))
+    monkeypatch.setattr(scores, "BY_KERNEL", {})
+    plain = jax.jit(functools.partial(select))  # another function, which is traced again
+    assert "best_blocks" not in plain.lower(q, k).as_text()
+    want = plain(q, k)
+    for name in ("kv_start", "kv_count", "full_count"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(want, name), err_msg=name)
+    same = np.asarray(found.blocks() == want.blocks())[..., np.tri(n, dtype=bool)]
+    assert same.mean() > 0.999

@@ -78,15 +78,18 @@ def div_rem_lanes(x, y):
 
 
 def gather(ref, indices):
-    """ref[index] of every lane's index; ref is int32 [size]."""
+    """ref[index] of every lane's index; ref is int32 or float32 [size]."""
+    dtype = jnp.dtype(ref.dtype)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), LANES),
-        return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=LANES),
+        return_type=plgpu.ShapeDtypeStruct((THREADS,), dtype, layout=LANES),
     )
     def emit(_, ref, indices):
         return indices.foreach(
-            lambda at, _: memref.load(ref, [_index(at)]), create_array=True, is_signed=True
+            lambda at, _: memref.load(ref, [_index(at)]),
+            create_array=True,
+            is_signed=True if dtype == jnp.int32 else None,
         )
 
     return emit(ref, indices)

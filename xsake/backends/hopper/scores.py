@@ -73,21 +73,47 @@ def scores(
 ) -> jax.Array:
     """Scores float32 [B, N, R, n] of n = ceil(S / block) blocks.
 
+    Other arguments are those of `sums`.
+    """
+    found = sums(queries, k, block, causal=causal, parts=parts, tiling=tiling, interpret=interpret)
+    R = queries.shape[1]
+    found = jnp.swapaxes(found, 2, 3)[:, :, :R]
+    if not causal:
+        return found
+    # The kernel does not write blocks that no row of a tile sees.
+    sees = jnp.arange(found.shape[3]) <= jnp.arange(R)[:, None] // parts
+    return jnp.where(sees, found, -jnp.inf)
+
+
+def sums(
+    queries: jax.Array,
+    k: jax.Array,
+    block: int,
+    *,
+    causal: bool,
+    parts: int = 1,
+    tiling: ScoresTiling = DEFAULT_TILING,
+    interpret: Any = False,
+) -> jax.Array:
+    """The scores as the kernel writes them, float32 [B, N, n, R or more].
+
+    Blocks that row i does not see have arbitrary values, as have the rows from R on.
+
     Args:
       queries: [B, R, N, H] in k's dtype, already multiplied by log2(e) / √H.
       k: [B, S, K, H]; the last block may be short.
       block: 64 or 128 keys.
-      causal: row i sees blocks 0 … i // parts; the other scores are -inf.
+      causal: row i sees blocks 0 … i // parts.
       parts: mean queries of one row block.
       tiling: tuning parameters.
       interpret: plgpu.InterpretGPUParams, for machines without a GPU.
     """
     shape = ScoresShape.of(queries, k, block, causal, parts, tiling)
-    B, R, N, _ = queries.shape
+    B, _, N, _ = queries.shape
     q, k = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (queries, k))
     table = segments(shape, _jax.multiprocessors())
     kernel = _Kernel(shape, tiling, interpret)
-    result = plgpu.kernel(
+    return plgpu.kernel(
         kernel.body,
         out_type=jax.ShapeDtypeStruct((B, N, shape.blocks, shape.head_tiles * ROWS), jnp.float32),
         scratch_types=kernel.scratch(k.dtype),
@@ -104,12 +130,6 @@ def scores(
         ),
         **({"interpret": interpret} if interpret else {}),
     )(q, k, jnp.asarray(table))
-    result = jnp.swapaxes(result, 2, 3)[:, :, :R]
-    if not causal:
-        return result
-    # The kernel does not write blocks that no row of a tile sees.
-    sees = jnp.arange(shape.blocks) <= jnp.arange(R)[:, None] // parts
-    return jnp.where(sees, result, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from xsake.hads.certificate import (
     WIDENED_MASS,
     WINDOW,
     dropped_mass,
-    estimate,
+    estimates,
 )
 from xsake.hads.mass_bounds import bounds
 from xsake.hads.sampled import EVERY, sample_queries
@@ -160,7 +160,7 @@ def _covered(truth: Array, keys: Array, window: int, widened: float, name: str) 
 
     def one(key: Array) -> tuple[Array, Array, Array]:
         at = sample_queries(key, 1, T)[0]
-        found = estimate(truth[0, at].T, T, EVERY, window, widened)
+        found = estimates(truth[0, at].T, T, EVERY, window, widened, np.inf)[0]
         # a mean of 1e-6 is that of rounding: no block with any weight is dropped
         inside = (found.low - 1e-6 <= means) & (means <= found.high + 1e-6)
         return inside.mean(), found.mean.mean() - means.mean(), found.standard_error.mean()
@@ -290,10 +290,7 @@ def _timed(
     }
 
     def chosen(selector: str, counts: Array, q: Array, k: Array) -> BlockMask:
-        def one(q: Array, k: Array) -> Array:
-            return selection.keep_top(block_scores.estimate(selector, q, k, block), counts)
-
-        return selection.to_mask(jax.vmap(one)(q, k), T, block)
+        return block_scores.select(selector, q, k, counts, block)
 
     def selected(selector: str, counts: Array, q: Array, k: Array, v: Array) -> BlockMask:
         return chosen(selector, counts, q, k)

@@ -4,11 +4,10 @@
     k [S, K, H] ─┤   | part_queries | outlier_queries | every_query
                  └─ estimate ─ scores [N, R, n],   R = ceil(T / block), n = ceil(S / block)
 
-A score is the logarithm of an estimated attention mass. `mean_query` and the last three have
-kernels for Hopper GPUs:
+    q, k of whole texts, counts ─ select ─ BlockMask of the best blocks
 
-    q [B, T, N, H] ─ hopper/means.py ─ mean queries [B, R, N, H] ─┐
-    k [B, S, K, H] ───────────────────────────────────────────────┴─ hopper/scores.py ─ [B, N, R, n]
+A score is the logarithm of an estimated attention mass. `mean_query` and the last three have
+kernels for Hopper GPUs (by_kernel.py).
 
 Everything here runs under jit. For a chunk of a text, q holds its R row blocks, the first of which
 has number `first`, and k holds the whole text.
@@ -19,7 +18,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +25,17 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from xsake import _jax
-from xsake.backends import unaliased
-from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
+from xsake import masks, selection
+from xsake.block_mask import BlockMask
+from xsake.block_mask.lists import Lists
+from xsake.block_scores import by_kernel
+from xsake.block_scores.by_kernel import Index, why_not
+from xsake.block_scores.queries import Represent, means, outliers, sizes_of
+
+__all__ = ["BY_KERNEL", "ESTIMATES", "estimate", "filled", "select", "why_not"]
 
 QUERIES_AT_ONCE = 256  # of `every_query`: so many · S logits of each head are in memory
 STRIPS = 4  # strips of row blocks; a strip skips the kv blocks after its last row block
-
-Index = int | Int[Array, ""]  # of a row block; may be traced
-Represent = Callable[[Array, int, int], Array]  # (q [T, N, H], part, block) -> [parts, N, H]
 
 
 @functools.partial(jax.jit, static_argnames=("selector", "block"))
@@ -64,6 +64,48 @@ def estimate(
     return ESTIMATES[selector](*jax.lax.stop_gradient((q, k)), block, first)
 
 
+def select(
+    selector: str,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    counts: Int[Array, "N n"],
+    block: int,
+    band: int = 0,
+) -> BlockMask:
+    """The mask of the counts[n, i] best blocks of every row block, causal inside blocks.
+
+    These are the blocks that `selection.keep_top` selects by `estimate`. Where the kernels score
+    them, one more makes the lists, for selectors whose scores need nothing else. It rounds the same
+    scores differently, so that of nearly equal blocks, and of those whose estimated mass is nearly
+    0, it may select another.
+    """
+    if q.ndim != 4 or q.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            "q must be [B, T, N, H] and k [B, T, K, H], the whole text of both, "
+            f"got {list(q.shape)} and {list(k.shape)}"
+        )
+    (_, T, N, _), n = q.shape, -(-q.shape[1] // block)
+    if counts.shape != (N, n):
+        raise ValueError(
+            f"counts must be [{N}, {n}], heads and row blocks, got {list(counts.shape)}"
+        )
+    if selector in BY_KERNEL and n <= by_kernel.MAX_RANKED and why_not(q, k, block) is None:
+        arrays = _lists_by_kernel(selector, q, k, counts, block, band)
+        lists = Lists._make([*arrays, None])
+        return BlockMask.from_lists(lists, masks.causal(), (T, T), (block, block))
+    scores = jax.vmap(lambda q, k: estimate(selector, q, k, block))(q, k)
+    return selection.to_mask(selection.keep_top(scores, counts, band), T, block)
+
+
+@functools.partial(jax.jit, static_argnames=("selector", "block", "band"))
+def _lists_by_kernel(
+    selector: str, q: Array, k: Array, counts: Array, block: int, band: int
+) -> tuple[Array, ...]:
+    q, k = jax.lax.stop_gradient((q, k))
+    make = by_kernel.listing(block, *BY_KERNEL[selector], band)
+    return make(q, k, counts[None].astype(jnp.int32))
+
+
 def filled(q: Float[Array, "T N H"], count: Index, block: int) -> Float[Array, "T N H"]:
     """q, of which `count` tokens are the text, with its queries in place of the padding.
 
@@ -89,7 +131,7 @@ def pooled(
 
     The mean of a short last block is over the tokens that it has.
     """
-    return _by_group(_means(q, block, block), _means(k, block, block)) / math.sqrt(q.shape[-1])
+    return _by_group(means(q, block, block), means(k, block, block)) / math.sqrt(q.shape[-1])
 
 
 def mean_query(
@@ -101,8 +143,8 @@ def mean_query(
     The kernels compute it where `why_not` returns None.
     """
     if why_not(q, k, block) is None:
-        return mean_query_by_kernel(q, k, block)
-    return _sums_of_keys(_means(q, block, block), k, block)
+        return by_kernel.batchable(block, 1, means)(q[None], k[None])[0]
+    return _sums_of_keys(means(q, block, block), k, block)
 
 
 def part_queries(
@@ -122,7 +164,7 @@ def part_queries(
     is dropped. The cost is parts/block of that of q·kᵀ. The kernels compute the sums over keys
     where `why_not` returns None.
     """
-    return _of_parts(q, k, block, first, math.gcd(parts, block), _means)
+    return _of_parts(q, k, block, first, math.gcd(parts, block), means)
 
 
 def outlier_queries(
@@ -138,7 +180,7 @@ def outlier_queries(
     none of them wants: the logit of a key that one query asks for is divided by four. The query
     that differs most from the others is the one whose blocks the others would not select.
     """
-    return _of_parts(q, k, block, first, math.gcd(parts, block), _outliers)
+    return _of_parts(q, k, block, first, math.gcd(parts, block), outliers)
 
 
 def _of_parts(
@@ -152,13 +194,13 @@ def _of_parts(
     """log sqrt(mean p_a[j]²) over each row block's parts a, whose queries `represent` makes."""
     size = block // parts
     if why_not(q, k, block) is None:
-        scores = _batchable(block, parts, represent)(q[None], k[None])[0]
+        scores = by_kernel.batchable(block, parts, represent)(q[None], k[None])[0]
     else:
         scores = _sums_of_keys(represent(q, size, block), k, block, parts)
     N, A, n = scores.shape
     row, column = first + jnp.arange(A)[:, None] // parts, jnp.arange(n)[None]
     logs = jax.nn.log_softmax(jnp.where((column <= row)[None], scores, -jnp.inf), axis=-1)
-    real = (_sizes(q.shape[0], size, block) > 0)[None, :, None]
+    real = (sizes_of(q.shape[0], size, block) > 0)[None, :, None]
     logs = jnp.where(real, 2 * logs, -jnp.inf).reshape(N, -1, parts, n)
     return (jax.nn.logsumexp(logs, axis=2) - math.log(parts)) / 2
 
@@ -177,7 +219,7 @@ def every_query(
     `why_not` returns None.
     """
     if why_not(q, k, block) is None:
-        logs = _every_query_by_kernel(q, k, block, first)
+        logs = by_kernel.every_query(q, k, block, first)
         return _root_mean_square(logs, q.shape[0], block)
     padding = -q.shape[0] % block
     queries = jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(-1, block, *q.shape[1:])
@@ -245,13 +287,13 @@ def gaussian(
     """
     part = math.gcd(part, block)
     S, scale = k.shape[0], 1 / math.sqrt(q.shape[-1])
-    means = _means(k, part, block)
-    variance = jnp.maximum(_means(k.astype(jnp.float32) ** 2, part, block) - means**2, 0)
-    q = _means(q, block, block) * scale
+    mean = means(k, part, block)
+    variance = jnp.maximum(means(k.astype(jnp.float32) ** 2, part, block) - mean**2, 0)
+    q = means(q, block, block) * scale
     # one product of depth 2H instead of two of depth H, in k's type, for tensor cores
     queries = jnp.concatenate([q, q**2], -1).astype(k.dtype)
-    keys = jnp.concatenate([means, variance / 2], -1).astype(k.dtype)
-    log_size = jnp.log(_sizes(S, part, block).astype(jnp.float32))
+    keys = jnp.concatenate([mean, variance / 2], -1).astype(k.dtype)
+    log_size = jnp.log(sizes_of(S, part, block).astype(jnp.float32))
     return _summed_by_block(queries, keys, log_size, block // part)
 
 
@@ -298,38 +340,15 @@ ESTIMATES = {
     "outlier_queries": outlier_queries,
     "every_query": every_query,
 }
+# selector: (queries of a row block, what makes them), where the kernels' sums are all it needs
+BY_KERNEL: dict[str, tuple[int, Represent]] = {
+    "mean_query": (1, means),
+    "part_queries": (16, means),
+    "outlier_queries": (16, outliers),
+}
 
 
 # ------------------------------------------------------------------------- what selectors share
-
-
-def _sizes(T: int, part: int, block: int) -> Int[Array, " parts"]:
-    """The number of tokens in each part; parts in the padding of the last block have 0."""
-    padded = -(-T // block) * block
-    return jnp.clip(T - jnp.arange(0, padded, part), 0, part)
-
-
-def _means(x: Float[Array, "T N H"], part: int, block: int) -> Float[Array, "parts N H"]:
-    """The float32 mean of every `part` tokens, 0 where there are none."""
-    sizes = _sizes(x.shape[0], part, block)
-    padded = jnp.pad(x, ((0, len(sizes) * part - x.shape[0]), (0, 0), (0, 0)))
-    sums = padded.reshape(-1, part, *x.shape[1:]).astype(jnp.float32).sum(1)
-    return sums / jnp.maximum(sizes, 1)[:, None, None]
-
-
-def _outliers(x: Float[Array, "T N H"], part: int, block: int) -> Float[Array, "parts N H"]:
-    """Of every `part` tokens the one furthest from the mean of their block, for each head; float32.
-
-    A part in the padding of the last block is 0.
-    """
-    sizes = _sizes(x.shape[0], part, block)
-    padded = jnp.pad(x, ((0, len(sizes) * part - x.shape[0]), (0, 0), (0, 0)))
-    members = padded.reshape(-1, part, *x.shape[1:]).astype(jnp.float32)
-    mean = jnp.repeat(_means(x, block, block), block // part, axis=0)
-    distance = ((members - mean[:, None]) ** 2).sum(-1)  # [parts, part, N]
-    real = jnp.arange(part) < sizes[:, None]
-    furthest = jnp.where(real[..., None], distance, -1).argmax(1)
-    return jnp.take_along_axis(members, furthest[:, None, :, None], axis=1)[:, 0]
 
 
 def _by_group(
@@ -383,100 +402,3 @@ def _summed_by_block(
     edges = sorted({n * i // STRIPS for i in range(STRIPS + 1)})
     each = [strip(a * parts, b * parts, b) for a, b in itertools.pairwise(edges)]
     return jnp.concatenate(each, axis=1)
-
-
-# ------------------------------------------------------------------------------------------ kernels
-
-
-def why_not(
-    q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, block: int
-) -> str | None:
-    """The first reason why the kernels cannot score q [..., T, N, H] and k [..., S, K, H]."""
-    if reason := _jax.why_no_hopper(NEEDS_JAX):
-        return reason
-    if k.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"supports bfloat16 and float16; this is {k.dtype}"
-    if q.dtype != k.dtype:
-        return f"supports queries and keys of one type; these are {q.dtype} and {k.dtype}"
-    if k.shape[-1] not in HEAD_SIZES:
-        return f"supports heads of {_joined(HEAD_SIZES)}; these are {k.shape[-1]}"
-    if block not in BLOCKS:
-        return f"supports blocks of {_joined(BLOCKS)}; these are {block}"
-    return None
-
-
-def _joined(sizes: Sequence[int]) -> str:
-    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
-
-
-def mean_query_by_kernel(
-    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int
-) -> Float[Array, "N R n"]:
-    """`mean_query` by the kernels, float32; no derivative.
-
-    If q and k have equally many blocks, row block i sees kv blocks 0 … i only and other scores are
-    -inf. The last block may be short. `jax.vmap` of it is one launch for the whole batch.
-    """
-    return _batchable(block, 1, _means)(q[None], k[None])[0]
-
-
-def _every_query_by_kernel(
-    q: Float[Array, "T N H"], k: Float[Array, "S K H"], block: int, first: Index
-) -> Float[Array, "N queries n"]:
-    """log p of every query, padded to whole row blocks.
-
-    The kernel adds up whole blocks of keys, the diagonal one with keys after the query. The sums
-    of that block are computed here.
-    """
-    sums = _batchable(block, block, _means)(q[None], k[None])[0]
-    N, A, n = sums.shape
-    K, H = k.shape[1:]
-    # A chunk may reach past the last key; a slice past the end would begin earlier.
-    own = jnp.pad(k, ((0, n * block - k.shape[0] + A), (0, 0), (0, 0)))
-    own = jax.lax.dynamic_slice_in_dim(own, first * block, A).reshape(-1, block, K, H)
-    queries = jnp.pad(q, ((0, A - q.shape[0]), (0, 0), (0, 0))).reshape(-1, block, K, N // K, H)
-    logits = jnp.einsum("rtkgh,rskh->kgrts", queries, own, preferred_element_type=jnp.float32)
-    key = (first * block + jnp.arange(A)).reshape(-1, 1, block)
-    seen = jnp.tri(block, dtype=bool)[None] & (key < k.shape[0])  # [rows, t, s]
-    logits = jnp.where(seen[None, None], logits / math.sqrt(H), -jnp.inf)
-    diagonal = jax.nn.logsumexp(logits, axis=-1).reshape(N, A, 1)
-    row, column = first + jnp.arange(A)[:, None] // block, jnp.arange(n)[None]
-    past = jnp.where((column < row)[None], sums, -jnp.inf)
-    sums = jnp.where((column == row)[None], diagonal, past)
-    return jax.nn.log_softmax(sums, axis=-1)
-
-
-@functools.lru_cache(maxsize=8)
-def _batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, Array], Array]:
-    """The kernels on [B, ...]; their batching rule folds a mapped axis into B.
-
-    Scores are of the queries that `represent` makes of `parts` parts of a row block,
-    [B, N, R · parts, n].
-    """
-
-    @jax.custom_batching.custom_vmap
-    def batched(q: Array, k: Array) -> Array:
-        from xsake.backends.hopper import means as hopper_means
-        from xsake.backends.hopper import scores as hopper_scores
-
-        q, k = unaliased(q, k)  # the attention kernels need it; untested for these
-        scale = math.log2(math.e) / math.sqrt(k.shape[-1])
-        if parts == 1:
-            queries = hopper_means.means(q, block, scale=scale)
-        else:  # parts are too small for the kernel that averages
-            queries = jax.vmap(lambda q: represent(q, block // parts, block))(q)
-            queries = (queries * scale).astype(k.dtype)
-        causal = queries.shape[1] == parts * -(-k.shape[1] // block)
-        found = hopper_scores.scores(queries, k, block, causal=causal, parts=parts)
-        return _jax.vary(found, _jax.varying_axes(q, k))
-
-    @batched.def_vmap
-    def folded(size: int, is_mapped: Sequence[bool], q: Array, k: Array) -> tuple[Array, bool]:
-        q, k = (
-            (x if mapped else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[-3:])
-            for x, mapped in zip((q, k), is_mapped, strict=True)
-        )
-        scores = batched(q, k)
-        return scores.reshape(size, -1, *scores.shape[1:]), True
-
-    return batched
