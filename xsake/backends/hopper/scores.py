@@ -62,20 +62,13 @@ class Segment(NamedTuple):
 
 
 def scores(
-    queries: jax.Array,
-    k: jax.Array,
-    block: int,
-    *,
-    causal: bool,
-    parts: int = 1,
-    tiling: ScoresTiling = DEFAULT_TILING,
-    interpret: Any = False,
+    queries: jax.Array, k: jax.Array, block: int, *, causal: bool, parts: int = 1, **how: Any
 ) -> jax.Array:
-    """Scores float32 [B, N, R, n] of n = ceil(S / block) blocks.
+    """Scores float32 [B, N, R, n] of n = ceil(S / block) blocks; the arguments are those of `sums`.
 
-    Other arguments are those of `sums`.
+    Row i sees blocks 0 … i // parts if causal; the other scores are -inf.
     """
-    found = sums(queries, k, block, causal=causal, parts=parts, tiling=tiling, interpret=interpret)
+    found = sums(queries, k, block, causal=causal, parts=parts, **how)
     R = queries.shape[1]
     found = jnp.swapaxes(found, 2, 3)[:, :, :R]
     if not causal:
