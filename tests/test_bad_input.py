@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import xsake
-from xsake import BlockMask, _jax, masks
+from xsake import BlockMask, _jax, hads, masks
 
 B, T, S, N, K, H = 2, 32, 48, 4, 2, 8
 
@@ -232,6 +232,29 @@ RULES = {
         TypeError,
         r"float32.*bools",
     ),
+    "rules joined by and": (
+        lambda: masks.causal() and masks.first(3),
+        TypeError,
+        r"Window is neither true nor false.*& \| ~.*`and`",
+    ),
+    "a rule negated by not": (lambda: not masks.first(3), TypeError, r"neither true nor false"),
+    "a function of two arguments": (
+        lambda: masks.rule(lambda q, k: k <= q),
+        TypeError,
+        r"takes \(b, n, q, k\), this one takes \(q, k\)",
+    ),
+    "a function of fewer arrays": (
+        lambda: masks.rule(lambda b, n, q, k, x: k <= q),
+        TypeError,
+        r"takes \(b, n, q, k\), this one",
+    ),
+    "a function of another shape": (
+        lambda: BlockMask.from_rule(
+            masks.rule(lambda b, n, q, k: jnp.ones((3, 3), bool)), (T, S), block=16
+        ),
+        TypeError,
+        r"returned \[3, 3\].*together \[1, 1, 16, 48\]",
+    ),
     "float positions": (
         lambda: masks.at_positions(masks.causal(), zeros(T)),
         (TypeError, ValueError),
@@ -307,6 +330,12 @@ BLOCK_MASKS = {
         ValueError,
         r"full_kv_num_blocks must be \[1, 1, 2\].*1, 1, 3",
     ),
+    "masks joined by and": (lambda: mask_of() and mask_of(), TypeError, r"neither true nor false"),
+    "a mask or a rule": (lambda: mask_of() | masks.first(3), TypeError, r"has & only.*from_rule"),
+    "an inverted mask": (lambda: ~mask_of(), TypeError, r"has & only.*from_rule"),
+    "one index": (lambda: mask_of()[0], TypeError, r"mask\[b, n\] with two integers, got 0"),
+    "a slice": (lambda: mask_of()[:, 1], TypeError, r"mask\[b, n\] with two integers.*slice"),
+    "negative heads": (lambda: mask_of(heads=-1), ValueError, r"not be negative, got 1 and -1"),
     "a head that is not there": (
         lambda: BlockMask.from_dense(jnp.ones((3, 2, 2), bool))[0, 5],
         IndexError,
@@ -330,6 +359,39 @@ TYPES = {
         lambda: BlockMask.from_rule(masks.causal(), T),
         (TypeError, ValueError),
         r"32",
+    ),
+    "a rule that is not called": (
+        lambda: attend(mask=masks.causal),
+        TypeError,
+        r"mask is a function; call it: masks\.causal",
+    ),
+    "a bool for a mask": (lambda: attend(mask=False), TypeError, r"mask is False; give a rule"),
+    "a word for is_causal": (
+        lambda: attend(is_causal="no"),
+        TypeError,
+        r"is_causal must be True or False, got 'no'",
+    ),
+    "is_causal traced": (
+        lambda: jax.jit(lambda x: attend(is_causal=x))(True),
+        TypeError,
+        r"is_causal must be known.*static_argnames",
+    ),
+    "a block of a float": (
+        lambda: BlockMask.from_rule(masks.causal(), (T, S), block=16.0),
+        ValueError,
+        r"block must be a positive number or .*16\.0",
+    ),
+    "a profile by its name": (
+        lambda: hads.make("profile", 0.5),
+        TypeError,
+        r"must be a Profile, got str; hads\.Profile\.load",
+    ),
+    "a number for a key": (
+        lambda: hads.certified_attention(
+            zeros(1, 32, 2, 8), *[zeros(1, 32, 2, 8)] * 2, mask_of(32, 32), 0, every=16, window=16
+        ),
+        TypeError,
+        r"rng must be a key, such as jax\.random\.key\(0\), got 0",
     ),
     "a function for a rule": (
         lambda: BlockMask.from_rule(lambda b, n, q, k: k <= q, (T, S)),

@@ -13,7 +13,7 @@ import pytest
 
 from tests import oracle
 from tests.specs import has_data, shifted_by_table, to_rule, zoo
-from xsake import BlockMask, masks
+from xsake import BlockMask, dot_product_attention, masks
 from xsake.backends import kernel_rule
 from xsake.masks import intervals
 from xsake.masks.carrying import Between, at_queries
@@ -452,3 +452,16 @@ def test_a_rule_is_the_combination_of_its_conjuncts():
     assert [x is y for x, y in zip(conjuncts(nested), parts, strict=True)] == [True] * 3
     assert combine(conjuncts(parts[0])) is parts[0]
     assert conjuncts(masks.everything()) == []
+
+
+@pytest.mark.parametrize("implementation", ["xla", "dense", "reference"])
+def test_a_rule_may_return_a_constant(implementation):
+    """A Python bool or integer instead of an array."""
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 40, 2, 8)), jnp.float32)
+    for constant, other in ((True, masks.everything()), (0, ~masks.everything())):
+        rule = masks.rule(lambda b, n, q, k, constant=constant: constant)
+        found, want = (
+            dot_product_attention(q, q, q, mask=x, implementation=implementation)
+            for x in (rule, other)
+        )
+        np.testing.assert_array_equal(found, want)

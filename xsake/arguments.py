@@ -18,7 +18,8 @@ from jaxtyping import Bool
 from xsake import masks
 from xsake.backends import Sizes
 from xsake.block_mask import BLOCK, BlockMask
-from xsake.masks.integers import integers
+from xsake.masks.carrying import remedy_for
+from xsake.masks.integers import MAKE_STATIC, integers
 from xsake.masks.rule import Rule, check_fits, result_sizes
 
 Tensor = Array | np.ndarray
@@ -97,6 +98,17 @@ def number(name: str, value: Any, above: float = -math.inf) -> float:
         limit = "" if above == -math.inf else f" above {above}"
         raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")
     return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, or an error that names it."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be known when a call is traced; {MAKE_STATIC}, or pass a mask"
+        )
+    if isinstance(value, str) or np.ndim(value) or value not in (False, True):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def check_bias(sizes: Sizes, bias: Any) -> Array | None:
@@ -206,7 +218,9 @@ def block_mask_of(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any
         rule = mask & rule
     elif mask is not None:
         if callable(mask):
-            raise TypeError("mask is a function; wrap it with xsake.masks.rule(fn)")
+            raise TypeError(f"mask is a function; {remedy_for(mask)}")
+        if isinstance(mask, bool):
+            raise TypeError(f"mask is {mask}; give a rule, a BlockMask, a bool array or None")
         mask = as_array("mask", mask)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be bool (an additive mask goes to bias), got {mask.dtype}")

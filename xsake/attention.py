@@ -39,6 +39,7 @@ from xsake.arguments import (
     check_qkv,
     check_sinks,
     check_soft_cap,
+    flag,
     lengths_rule,
     number,
     positions_of,
@@ -178,7 +179,7 @@ def dot_product_attention(
     limits = [
         segments_rule(sizes, q_segment_ids, kv_segment_ids),
         lengths_rule(sizes, query_seq_lengths, key_value_seq_lengths),
-        masks.causal() if is_causal else masks.everything(),
+        masks.causal() if flag("is_causal", is_causal) else masks.everything(),
         window_rule(local_window_size),
     ]
     positions = positions_of(sizes, q_positions, kv_positions)

@@ -104,8 +104,8 @@ def test_calibrate_plan_evaluate(xsake, made, monkeypatch):
     assert "are those of the calibration, and quality must be measured on text that was" in said
     said = xsake(evaluate)
     assert "mean_query/kl" in said
-    gap = r"[+-][\d.]+% ± [\d.]+% \(standard error over 2 documents\)"
-    assert re.search(rf"\nperplexity [\d.]+ dense, [\d.]+ with the plan: {gap}\n", said)
+    gap = r"mean gap of the documents: [+-][\d.]+% ± [\d.]+% \(standard error over 2 documents\)"
+    assert re.search(rf"\nperplexity [\d.]+ dense, [\d.]+ with the plan; {gap}\n", said)
     assert "4.0 ms dense, 3.0 ms with the plan, 0.75 of dense" in said
     assert (made / "plan").read_bytes() == before
     assert "written: plan" in xsake(f"{evaluate} --update")

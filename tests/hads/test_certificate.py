@@ -108,6 +108,18 @@ def test_the_report_is_of_the_given_mask_and_threshold_0_is_dense_attention(name
     assert np.asarray(report.largest_bound).max() <= 1
 
 
+def test_several_sinks_of_a_head_count_as_their_sum():
+    q, k, v, mask = problem(RULES["causal"])
+    sinks = jnp.log(jnp.asarray([[1.0, 2.0], [3.0, 1.0], [0.5, 0.5], [2.0, 7.0]]))
+    how = {"every": EVERY, "window": WINDOW, "threshold": 1.2, "criterion": "error"}
+    found, want = (
+        hads.certified_attention(q, k, v, mask, jax.random.key(0), sinks=x, **how)
+        for x in (sinks, jax.nn.logsumexp(sinks, axis=-1))
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def estimate(x, length, every, window, widened=certificate.WIDENED_MASS, most=np.inf):
     """Of every window."""
     return certificate.estimates(x, length, every, window, widened, most)[0]
@@ -332,7 +344,7 @@ def test_gradients_are_those_of_the_blocks_that_were_visited():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"threshold": 1.5}, "threshold is a share of the mass or the output, 0 to 1, got 1.5"),
+        ({"threshold": 1.5}, "threshold is a share of the mass, 0 to 1, got 1.5"),
         ({"criterion": "loss"}, 'criterion must be "mass" or "error", got \'loss\''),
         ({"guarantee": 0.1, "bound": False}, "guarantee needs the bound; leave bound = True"),
         ({"every": 12}, "every = 12 must divide the row blocks of 8 queries or be a multiple"),

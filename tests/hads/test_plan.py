@@ -404,3 +404,11 @@ def test_decode_budgets_follow_the_last_row_block_and_meet_the_density(density):
     whole = shares < 1
     ratio = (shares / counts[..., -1])[whole]
     assert ratio.max() == pytest.approx(ratio.min())
+
+
+@pytest.mark.parametrize("length", [0, -4])
+def test_a_length_without_tokens_is_refused(length):
+    with pytest.raises(ValueError, match=f"length must be at least 1 token, got {length}"):
+        make(profile_of(), 0.5, length=length)
+    with pytest.raises(ValueError, match=f"length must be at least 1 token, got {length}"):
+        make(profile_of(), 0.5).at(length)

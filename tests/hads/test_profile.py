@@ -20,8 +20,9 @@ from xsake.hads import (
     profile,
     row_blocks,
 )
+from xsake.hads.files import hash_of
 from xsake.hads.partial import Partial
-from xsake.hads.profile import check_curves, check_documents, hash_of
+from xsake.hads.profile import check_curves, check_documents
 from xsake.hads.statistics import Statistics, block_mass, factors, retained_mass
 from xsake.server.served import numbers
 
@@ -294,6 +295,7 @@ def test_a_profile_survives_save_and_load_bit_for_bit(tmp_path):
     again = Profile.load(tmp_path / "profile")
     assert again.facts == profile.facts
     assert again.facts.data_hash == hash_of(documents(2))
+    assert repr(again).startswith("Profile(2 layers of ")
     for a, b in zip(jax.tree.leaves(profile), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
     assert jax.tree.structure(profile) == jax.tree.structure(again)

@@ -315,7 +315,7 @@ def test_another_seed_length_or_stop_does_not_compile_again():
     [
         ({"prompts": []}, "prompts must be a list of lists of token ids"),
         ({"prompts": [[1], []]}, "prompt 1 is empty; a model needs one token"),
-        ({"prompts": [[97]]}, r"prompt 0 has a token outside 0 … 96"),
+        ({"prompts": [[97]]}, r"prompt 0 has 97, and tokens are the integers 0 … 96"),
         ({"prompts": [[1] * 512]}, "has 512 tokens, which fills the model's context of 512"),
         ({"prompts": [[1] * 500]}, "exceeds the model's context of 512; .* at most 12"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
@@ -329,7 +329,7 @@ def test_another_seed_length_or_stop_does_not_compile_again():
         ({"prompts": [1, 2, 3]}, r"but prompt 0 is 1; write \[prompt\] for one"),
         ({"prompts": np.arange(3)}, r"but prompt 0 is .*0.*; write \[prompt\] for one"),
         ({"prompts": [[1], "hello"]}, "but prompt 1 is 'hello'; encode the text"),
-        ({"prompts": [[1, 2.5]]}, r"prompt 0 has a token outside 0 … 96"),
+        ({"prompts": [[1, 2.5]]}, r"prompt 0 has 2.5, and tokens are the integers 0 … 96"),
         ({"stop": 2}, r"stop must be a list of token ids, got 2; write stop=\[id\]"),
         ({"stop": 2**40}, "stop must be a list of token ids, got 1099511627776"),
         ({"stop": [2**40]}, "stop must be token ids from 0 to 96, got 1099511627776"),

@@ -103,7 +103,8 @@ def mask_of(case: Case, capacity: int | None = None) -> BlockMask:
     """The case's BlockMask; `capacity` defaults to the largest number of blocks of a head."""
     blocks = case.blocks()
     if blocks is None:
-        return BlockMask.from_rule(case.rule or masks.everything(), (case.T, case.T))
+        rule = masks.everything() if case.rule is None else case.rule
+        return BlockMask.from_rule(rule, (case.T, case.T))
     capacity = capacity or int(blocks.sum((2, 3)).max())
     return BlockMask.from_dense(blocks, case.rule, shape=(case.T, case.T), capacity=capacity)
 

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,15 +25,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int
 
 from xsake import masks
-from xsake.block_mask import draw
+from xsake.block_mask import draw, tree
 from xsake.block_mask.checks import (
     a_rule,
     block_sizes,
     carried_sizes,
+    check_not_cut,
     checked_capacity,
     checked_grid,
+    head_index,
     largest_capacity,
     numbered,
+    only_and,
 )
 from xsake.block_mask.lists import (
     Lists,
@@ -54,7 +57,15 @@ from xsake.block_mask.lists import (
 )
 from xsake.masks import intervals
 from xsake.masks.carrying import Picked, Swapped
-from xsake.masks.rule import Grid, Leaf, Rule, combine, partition_spec, result_sizes
+from xsake.masks.rule import (
+    Grid,
+    Leaf,
+    Rule,
+    combine,
+    no_truth_value,
+    partition_spec,
+    result_sizes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -216,7 +227,8 @@ class BlockMask:
             shape = (partial.shape[2] * block[0], nk * block[1])
         rule = mask_mod if isinstance(mask_mod, Rule) or mask_mod is None else masks.rule(mask_mod)
         batch, heads, rows, _ = partial.shape
-        grid = checked_grid(shape, block, batch, heads, rule or masks.everything())
+        ruled = masks.everything() if rule is None else rule
+        grid = checked_grid(shape, block, batch, heads, ruled)
         if grid.counts[0] != rows:
             raise ValueError(
                 f"shape {tuple(shape)} in blocks of {block} has {grid.counts[0]} row blocks, "
@@ -317,7 +329,9 @@ class BlockMask:
         `to_dense` is that of this mask, transposed.
         """
         lists = transposed(self.lists, self.grid.counts[1])
-        rule = self.rule.a if isinstance(self.rule, Swapped) else self.rule and Swapped(self.rule)
+        rule = self.rule
+        if rule is not None:
+            rule = rule.a if isinstance(rule, Swapped) else Swapped(rule)
         pairs = self.intervals
         pairs = None if pairs is None else intervals.transposed(pairs, self.shape[1])
         return _of_lists(lists, pairs, rule, self.shape[::-1], self.block[::-1], self.is_rule)
@@ -353,6 +367,8 @@ class BlockMask:
         return _of_lists(lists, pairs, both, self.shape, self.block, self.is_rule)
 
     __rand__ = __and__  # rule & mask, array & mask
+    __or__ = __ror__ = __invert__ = only_and
+    __bool__ = no_truth_value
 
     def _intervals_with(self, rule: Rule, both: Rule) -> Array | None:
         """The intervals of this mask's rule & another one."""
@@ -363,11 +379,8 @@ class BlockMask:
 
     def __getitem__(self, at: tuple[int, int]) -> BlockMask:
         """One batch row and head, `mask[b, n]`; an axis of size 1 takes any index."""
-        b, n = at
         own = self.kv_count.shape[:2]
-        for name, i, size in (("batch row", b, own[0]), ("head", n, own[1])):
-            if size > 1 and not -size <= i < size:
-                raise IndexError(f"{name} {i} is outside a mask with {size}")
+        b, n = head_index(at, own)
         index = tuple(0 if size == 1 else i % size for i, size in zip((b, n), own, strict=True))
         rule = self.rule
         if rule is not None and result_sizes(rule, max(b + 1, 2), max(n + 1, 2)) != (1, 1):
@@ -419,29 +432,7 @@ class BlockMask:
         return draw.plot(self, b, n, axes)
 
 
-# A pytree, but not by register_dataclass: that would call __init__, which makes masks by hand.
-_STATIC = [x.name for x in dataclasses.fields(BlockMask) if x.metadata.get("static")]
-_LEAVES = [x.name for x in dataclasses.fields(BlockMask) if x.name not in _STATIC]
-
-
-def _flatten(mask: BlockMask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    leaves, static = ([getattr(mask, name) for name in names] for names in (_LEAVES, _STATIC))
-    return tuple(leaves), tuple(static)
-
-
-def _flatten_with_keys(mask: BlockMask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    leaves, static = _flatten(mask)
-    return tuple(zip(map(jax.tree_util.GetAttrKey, _LEAVES), leaves, strict=True)), static
-
-
-def _unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> BlockMask:
-    mask = object.__new__(BlockMask)
-    mask.__dict__.update(zip(_LEAVES, leaves, strict=True))
-    mask.__dict__.update(zip(_STATIC, static, strict=True))
-    return mask
-
-
-jax.tree_util.register_pytree_with_keys(BlockMask, _flatten_with_keys, _unflatten, _flatten)
+tree.register(BlockMask)
 
 
 def _of_lists(
@@ -468,12 +459,8 @@ def _made(
     holds_all: the capacity is an upper bound, so that no list can be cut.
     """
     is_known = not isinstance(lists.overflow, jax.core.Tracer)
-    if is_known and not holds_all and bool(lists.overflow):
-        needed = int(jnp.max(lists.kv_start[..., -1] + lists.kv_count[..., -1]))
-        raise ValueError(
-            f"capacity {lists.kv_index.shape[-1]} is too small: a head lists {needed} blocks; "
-            "raise capacity or leave it out"
-        )
+    if is_known and not holds_all:
+        check_not_cut(lists)
     if is_known or holds_all:
         lists = lists._replace(overflow=None)
     pairs = intervals.intervals_with_data(rule, grid.shape)

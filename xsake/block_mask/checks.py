@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from xsake import masks
+from xsake.block_mask.lists import Lists
 from xsake.masks.rule import Grid, Rule, carried, check_fits, result_sizes
 
 
@@ -24,9 +25,38 @@ def a_rule(rule: Any) -> Rule:
     return rule
 
 
+def only_and(*operands: Any) -> Any:
+    """Refuses mask | x and ~mask: blocks that were left out are not known any more."""
+    raise TypeError(
+        "a BlockMask has & only; combine rules with | and ~ before BlockMask.from_rule, or bool "
+        "blocks before BlockMask.from_dense"
+    )
+
+
+def head_index(at: Any, own: tuple[int, int]) -> tuple[int, int]:
+    """b and n of mask[b, n], for a mask of these batch rows and heads."""
+    pair = at if isinstance(at, tuple) and len(at) == 2 else ()
+    if not pair or not all(isinstance(x, (int, np.integer)) for x in pair):
+        raise TypeError(f"a mask is indexed by mask[b, n] with two integers, got {at!r}")
+    for name, i, size in zip(("batch row", "head"), pair, own, strict=True):
+        if size > 1 and not -size <= i < size:
+            raise IndexError(f"{name} {i} is outside a mask with {size}")
+    return int(pair[0]), int(pair[1])
+
+
+def check_not_cut(lists: Lists) -> None:
+    """Raises if a list did not fit, which is known."""
+    if bool(lists.overflow):
+        needed = int(jnp.max(lists.kv_start[..., -1] + lists.kv_count[..., -1]))
+        raise ValueError(
+            f"capacity {lists.kv_index.shape[-1]} is too small: a head lists {needed} blocks; "
+            "raise capacity or leave it out"
+        )
+
+
 def block_sizes(block: Any) -> tuple[int, int]:
     """(block_q, block_k) from one number or two."""
-    pair = (block, block) if isinstance(block, (int, np.integer)) else tuple(block)
+    pair = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
     if len(pair) != 2 or any(not isinstance(x, (int, np.integer)) or x < 1 for x in pair):
         raise ValueError(f"block must be a positive number or (block_q, block_k), got {block!r}")
     return int(pair[0]), int(pair[1])
@@ -39,6 +69,8 @@ def checked_grid(shape: Any, block: Any, batch: int, heads: int, rule: Rule) -> 
         raise ValueError(f"shape must be (T, S), two positive lengths, got {shape!r}")
     rows, own_heads = carried_sizes(rule)
     batch, heads = rows if batch == 1 else batch, own_heads if heads == 1 else heads
+    if min(batch, heads) < 0:
+        raise ValueError(f"batch and heads must not be negative, got {batch} and {heads}")
     return Grid((int(shape[0]), int(shape[1])), block_sizes(block), batch, heads)
 
 

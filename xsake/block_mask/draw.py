@@ -73,7 +73,7 @@ def plot(mask: BlockMask, b: int = 0, n: int = 0, axes: Axes | None = None) -> A
         interpolation="nearest",
     )
     axes.set(xlabel="key", ylabel="query", xlim=(0, S), ylim=(T, 0))
-    lines = textwrap.wrap(str(mask.rule or "blocks"), TITLE_COLUMNS)
+    lines = textwrap.wrap("blocks" if mask.rule is None else str(mask.rule), TITLE_COLUMNS)
     axes.set_title("\n".join([*lines, _head(mask, b, n)]), fontsize=10)
     patches = [Patch(facecolor=x, edgecolor="#bbbbbb", label=name) for name, x in COLORS.items()]
     axes.legend(handles=patches[::-1], loc="upper left", bbox_to_anchor=(1, 1), frameon=False)

@@ -138,7 +138,7 @@ def token_map(lists: Lists | None, rule: Rule | None, grid: Grid) -> Array:
     (T, S), (bq, bk) = grid.shape, grid.block
     index = jnp.ogrid[: grid.batch, : grid.heads, :T, :S]
     if lists is None:
-        allowed = (rule or EVERYTHING).allows(Tokens.at(*index))
+        allowed = (EVERYTHING if rule is None else rule).allows(Tokens.at(*index))
         lead = np.broadcast_shapes(allowed.shape, (1, 1, T, S))[:2]
         return jnp.broadcast_to(allowed, (*lead, T, S))
     classes = block_map(lists, *grid.counts)

@@ -250,7 +250,9 @@ def evaluate(
         certified attention, which computes row blocks densely whose output error, in a sample of
         one query in 64, is at least this share of the output.
       length: tokens of each document; default that of the texts that the plan or profile is for.
-      documents: number of documents, cut from the text at random and without overlap.
+        Not with --tasks, which has --lengths.
+      documents: number of documents, cut from the text at random and without overlap. Not with
+        --tasks, which has --prompts.
       seed: the random seed for cutting documents.
       dtype: the model's compute dtype.
       implementation: the attention backend; default the fastest that can run.
@@ -264,6 +266,8 @@ def evaluate(
     at_least(2, length=length)  # a prediction needs a token before it
     at_least(0, seed=seed)
     _check_files(plan, profile, table, tasks, certify)
+    if tasks is not None and length is not None:
+        raise ValueError("--length is not for tasks; give --lengths, the tokens of their prompts")
     if tasks is not None:
         chosen = Chosen(families, lengths, prompts, densities, methods or METHODS, seed, certify)
         chosen.check(writable_file(tasks), text, update)
@@ -353,7 +357,7 @@ def _evaluate_plan(subject: Observer, plan: Plan, tokens: list[np.ndarray]) -> P
         spread = f" ± {100 * error:.2f}% (standard error over {len(tokens)} documents)"
     console.print(
         f"perplexity {np.exp(found['dense_loss']):.3f} dense, {np.exp(found['loss']):.3f} with the "
-        f"plan: {found['perplexity_gap']:+.2%}{spread}",
+        f"plan; mean gap of the documents: {found['perplexity_gap']:+.2%}{spread}",
         soft_wrap=True,
     )
     dense, sparse = (times[name].median_seconds for name in ("dense", method.name))

@@ -63,6 +63,9 @@ def serve(
         for path in paths:
             if not path.exists():
                 raise FileNotFoundError(f"{flag} {path} does not exist; name a folder that does")
+    for path in runs:
+        if path != Path("runs") and not path.exists():
+            console.print(f"--runs {path} does not exist yet; its runs show once it does")
     settings = Settings(
         runs=runs,
         results=results,

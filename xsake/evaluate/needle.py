@@ -29,7 +29,7 @@ from xsake.evaluate.methods import Method, gradients_of, sources_of
 from xsake.evaluate.quality import mean_and_error
 from xsake.evaluate.table import to_json
 from xsake.hads import row_blocks
-from xsake.hads.profile import hash_of
+from xsake.hads.files import hash_of
 from xsake.model.observer import Observer
 
 SCHEMA = 1

@@ -45,7 +45,8 @@ from xsake.evaluate.quality import (
 )
 from xsake.hads import Profile, row_blocks
 from xsake.hads.chunks import PLAIN
-from xsake.hads.profile import check_held_out, hash_of
+from xsake.hads.files import hash_of
+from xsake.hads.profile import check_held_out
 from xsake.hads.subject import Subject
 
 COLUMNS = ("kl", "recall", "error", "logit_kl", "perplexity_gap")

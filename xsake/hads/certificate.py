@@ -127,7 +127,7 @@ def certified_attention(
     every: int = EVERY,
     window: int = WINDOW,
     logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    sinks: Float[Array, N * M] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Report]:
     """Block-sparse attention and a report of its distance to dense attention under mask.rule.
@@ -153,11 +153,14 @@ def certified_attention(
       every: one query in so many is sampled; divides the block or is a multiple of it.
       window: queries of a window of the report; a multiple of `every`.
       logits_soft_cap: as for `dot_product_attention`.
-      sinks: [N], as for `dot_product_attention`; their mass is never dropped.
+      sinks: [N] or [N, M], as for `dot_product_attention`; their mass is never dropped.
       implementation: of `dot_product_attention` with the mask; the sampled queries take the fastest
         that can run.
     """
     _check(query, key, mask, threshold, criterion, guarantee, correct, bound, every, window)
+    _check_key(rng)
+    if sinks is not None and jnp.ndim(sinks) == 2:
+        sinks = jax.nn.logsumexp(sinks, axis=-1)  # one that stands for all of a head
     rule = masks.everything() if mask.rule is None else mask.rule
     B, T, N, _ = query.shape
     how: Any = {"logits_soft_cap": logits_soft_cap, "implementation": implementation}
@@ -227,9 +230,11 @@ def _check(
         raise ValueError(f"window = {window} must be a multiple of every = {every}")
     if criterion not in ("mass", "error"):
         raise ValueError(f'criterion must be "mass" or "error", got {criterion!r}')
-    for name, limit in (("threshold", threshold), ("guarantee", guarantee)):
-        if limit is not None and not 0 <= limit <= 1:
-            raise ValueError(f"{name} is a share of the mass or the output, 0 to 1, got {limit}")
+    if guarantee is not None and not 0 <= guarantee <= 1:
+        raise ValueError(f"guarantee is a share of the mass, 0 to 1, got {guarantee}")
+    most = 1 if criterion == "mass" else np.inf  # an error can be larger than the output
+    if threshold is not None and not 0 <= threshold <= most:
+        raise ValueError(f"threshold is a share of the {criterion}, 0 to {most}, got {threshold}")
     if guarantee is not None and not bound:
         raise ValueError("guarantee needs the bound; leave bound = True")
     if correct and (query.shape[1] != key.shape[1] or not _passes_on(mask.rule)):
@@ -238,6 +243,12 @@ def _check(
             f"so that no key leaks; got T = {query.shape[1]}, S = {key.shape[1]} and the rule "
             f"{mask.rule}; leave it out"
         )
+
+
+def _check_key(rng: Any) -> None:
+    is_new = hasattr(rng, "dtype") and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if not is_new and (getattr(rng, "dtype", None), jnp.shape(rng)) != (jnp.uint32, (2,)):
+        raise TypeError(f"rng must be a key, such as jax.random.key(0), got {rng!r}")
 
 
 def _passes_on(rule: Rule | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,10 @@ def read(path: str | Path, kind: str, schema: int) -> tuple[dict[str, Any], dict
     except (SafetensorError, OSError, TypeError) as error:  # TypeError: a dtype NumPy lacks
         raise ValueError(f"{path} cannot be read as a {kind}: {error}") from error
     header = _files.parse_object(text, f"the header of {path}")
-    if header.get("kind") != kind:
-        raise ValueError(f"{path} is not a {kind}; `xsake calibrate` and `xsake plan` write them")
+    if (given := header.get("kind")) != kind:
+        what = f"a {given}" if given in ("plan", "profile") else "another file"
+        command = "calibrate" if kind == "profile" else "plan"
+        raise ValueError(f"{path} is {what}, not a {kind}; `xsake {command}` writes one")
     if (found := header.get("schema")) != schema:
         raise ValueError(
             f"{path} has schema {found}, this version reads {schema}; make the {kind} again"
@@ -84,5 +86,15 @@ def checksum(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str
     for name in sorted(arrays):
         x = arrays[name]
         digest.update(f"{name}{x.dtype.str}{x.shape}".encode())
+        digest.update(x.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def hash_of(arrays: Iterable[Any]) -> str:
+    """The first 16 hex digits of a SHA-256 over arrays, their shapes and types."""
+    digest = hashlib.sha256()
+    for x in arrays:
+        x = np.ascontiguousarray(x)
+        digest.update(f"{x.dtype.str}{x.shape}".encode())
         digest.update(x.tobytes())
     return digest.hexdigest()[:16]

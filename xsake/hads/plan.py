@@ -421,6 +421,11 @@ def make(
       length: of the texts that the plan is for; default the profile's. `plan.at` adapts the length
         too, but only this argument allows a density that is infeasible at the profile's length.
     """
+    if not isinstance(profile, Profile):
+        raise TypeError(
+            f"profile must be a Profile, got {type(profile).__name__}; hads.Profile.load(path) "
+            "reads one from a file"
+        )
     _check_names(policy, selector, top_p)
     row_blocks.check_density(density)
     (layers, heads, n), facts = profile.size, profile.facts

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from jaxtyping import Float, Int, PyTree
 from xsake import _files
 from xsake.hads import budget, files, row_blocks
 from xsake.hads.chunks import PLAIN
+from xsake.hads.files import hash_of
 from xsake.hads.partial import Partial
 from xsake.hads.statistics import (
     CURVES,
@@ -82,6 +82,14 @@ class Profile:
         """(layers, heads, row blocks)."""
         layers, heads, n, _ = self.statistics.mass.shape
         return layers, heads, n
+
+    def __repr__(self) -> str:
+        (layers, heads, _), x = self.size, self.facts
+        curves = ", ".join(self.statistics.cost["kl"]) or "no selector"
+        return (
+            f"Profile({layers} layers of {heads} heads, {x.documents} documents of {x.length:,} "
+            f"tokens, blocks of {x.block}, cost curves of {curves})"
+        )
 
     def scores(self, policy: str = "kl") -> Float[AnyArray, "layers N n n"]:
         """What `static` ranks by: the sensitivities for `output` and `loss`, else the mass."""
@@ -464,9 +472,7 @@ def _empty(
     def zeros(*shape: int) -> Array:
         return jnp.zeros((layers, *shape), jnp.float32)
 
-    def square() -> Array:
-        return zeros(heads, n, n)
-
+    square = functools.partial(zeros, heads, n, n)
     policies = POLICIES_WITH_COST if loss else POLICIES_WITHOUT_GRADIENT
     cost = {policy: {name: square() for name in curves} for policy in policies}
     return Statistics(
@@ -488,13 +494,3 @@ def check_held_out(documents: Iterable[Int[AnyArray, " T"]], data_hash: str) -> 
             f"these documents (hash {data_hash}) are those of the calibration, and quality must be "
             "measured on text that was not calibrated on; give --text other text"
         )
-
-
-def hash_of(arrays: Iterable[AnyArray]) -> str:
-    """The first 16 hex digits of a SHA-256 over arrays, their shapes and types."""
-    digest = hashlib.sha256()
-    for x in arrays:
-        x = np.ascontiguousarray(x)
-        digest.update(f"{x.dtype.str}{x.shape}".encode())
-        digest.update(x.tobytes())
-    return digest.hexdigest()[:16]

@@ -17,7 +17,9 @@ from xsake.selection import is_forced
 
 
 def count_blocks(length: int, block: int) -> int:
-    """Blocks that hold `length` tokens; the last may be short."""
+    """Blocks that hold `length` tokens, at least 1; the last may be short."""
+    if length < 1:
+        raise ValueError(f"length must be at least 1 token, got {length}")
     return -(-length // block)
 
 

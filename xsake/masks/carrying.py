@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,13 @@ def documents(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*C S"] | No
     return Documents(q_ids, q_ids if kv_ids is None else int_array("kv_ids", kv_ids, 2))
 
 
+def remedy_for(fn: Callable[..., Any]) -> str:
+    """What to do with a function that was given in place of a rule."""
+    if getattr(fn, "__module__", "").startswith("xsake.masks."):
+        return f"call it: masks.{fn.__name__}(…)"
+    return "wrap it with xsake.masks.rule(fn)"
+
+
 @carries_data
 class Between(Rule):
     """lo[b, q] <= index of k < hi[b, q]; neither decreases with q, which is not checked."""
@@ -238,7 +246,15 @@ class Custom(Rule):
                 f"{self} asks whether an array is true, with `if`, `and`, `or` or `not`; "
                 "combine conditions with & | ~ and choose with jnp.where"
             ) from error
-        return self._bools(found)
+        found, pairs = self._bools(found), np.broadcast_shapes(*map(np.shape, at))
+        try:
+            np.broadcast_shapes(found.shape, pairs)
+        except ValueError:
+            raise TypeError(
+                f"{self} returned {list(found.shape)}, which does not broadcast with b, n, q and "
+                f"k, together {list(pairs)} here; make it of them by elementwise operations"
+            ) from None
+        return found
 
     def _bools(self, found: Any) -> Any:
         """Integers other than 0 are true; combined bit by bit, 1 & 2 would be 0."""
@@ -246,9 +262,9 @@ class Custom(Rule):
             raise TypeError(f"{self} returned None; it must return bools")
         dtype = jnp.result_type(found)
         if dtype == jnp.bool_:
-            return found
+            return jnp.asarray(found)
         if jnp.issubdtype(dtype, jnp.integer):
-            return found != 0
+            return jnp.asarray(found) != 0
         raise TypeError(f"{self} returned {dtype}; it must return bools, such as q - k < 100")
 
     def upper_bound(self) -> Rule:
@@ -285,10 +301,23 @@ def rule(fn: Callable[..., Any], *arrays: ArrayLike, reads: str | None = None) -
     """
     if not callable(fn):
         raise TypeError(f"masks.rule takes a function of (b, n, q, k), got {type(fn).__name__}")
+    _check_arguments(fn, len(arrays))
     reads = reads or ("indices" if arrays else "positions")
     if reads not in ("positions", "indices"):
         raise ValueError(f'reads must be "positions" or "indices", got {reads!r}')
     return Custom(_Function(fn, reads), tuple(uncut("a rule's array", x) for x in arrays))
+
+
+def _check_arguments(fn: Callable[..., Any], arrays: int) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of some callables Python does not know it
+        return
+    try:
+        signature.bind(*range(4 + arrays))
+    except TypeError:
+        wanted = "(b, n, q, k)" if not arrays else f"(b, n, q, k) and {arrays} arrays"
+        raise TypeError(f"a rule's function takes {wanted}, this one takes {signature}") from None
 
 
 @carries_data

@@ -193,8 +193,19 @@ class Rule:
     def __invert__(self) -> Rule:
         return Not(self)
 
+    def __bool__(self) -> bool:
+        return no_truth_value(self)
+
     def __repr__(self) -> str:
         return str(self)
+
+
+def no_truth_value(x: Any) -> bool:
+    """Refuses `a and b`, of which Python would keep one and drop the other."""
+    raise TypeError(
+        f"a {type(x).__name__} is neither true nor false; combine rules with & | ~ instead of "
+        "`and`, `or`, `not`, and compare with None by `is`"
+    )
 
 
 def _as_rule(x: Any) -> Any:

@@ -28,10 +28,11 @@ def check_prompts(config: Config, prompts: Any, max_tokens: int) -> None:
             raise ValueError(f"{wanted}, but prompt {i} is {prompt!r:.40}; {remedy}")
         if not len(prompt):
             raise ValueError(f"prompt {i} is empty; a model needs one token to continue from")
-        if not all(_is_token(config, token) for token in prompt):
+        wrong = [token for token in prompt if not _is_token(config, token)]
+        if wrong:
             raise ValueError(
-                f"prompt {i} has a token outside 0 … {config.vocab_size - 1}; "
-                "was it made by this model's tokenizer?"
+                f"prompt {i} has {wrong[0]!r}, and tokens are the integers 0 … "
+                f"{config.vocab_size - 1}; was it made by this model's tokenizer?"
             )
         if len(prompt) >= config.context:
             raise ValueError(

@@ -335,7 +335,7 @@ class Transformer(nnx.Module):
 
     def hash(self) -> str:
         """A hash of all parameters, which profiles and plans record; reads every one of them."""
-        from xsake.hads.profile import hash_of
+        from xsake.hads.files import hash_of
 
         parameters = self.parameters()
         return hash_of(jax.device_get(parameters[name]) for name in sorted(parameters))

@@ -23,8 +23,8 @@ from xsake.block_mask import BLOCK
 from xsake.data.stream import Stream
 from xsake.hads import Plan, calibrate, make, row_blocks
 from xsake.hads.documents import shared_blocks
+from xsake.hads.files import hash_of
 from xsake.hads.plan import Terms
-from xsake.hads.profile import hash_of
 from xsake.hads.statistics import POLICIES_WITH_COST
 from xsake.parallel import sharding
 from xsake.train.config import Config

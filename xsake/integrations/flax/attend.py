@@ -14,6 +14,7 @@ does not name, so `Attend` names all of them, also those that it refuses.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from xsake.attention import dot_product_attention
 from xsake.backends.options import Options
 from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, as_input_mask
+from xsake.masks.carrying import remedy_for
 from xsake.masks.rule import Rule, combine
 
 __all__ = ["Attend", "attention"]
@@ -213,9 +215,10 @@ def _checked_mask(mask: Any, layer: int | None) -> Rule | BlockMask | InputMask 
     is_plain = mask is None or isinstance(mask, Rule | BlockMask)
     by_input = not is_plain and (callable(mask) or isinstance(mask, InputMask))
     if by_input and layer is None:
+        remedy = f"; a rule? {remedy_for(mask)}" if inspect.isfunction(mask) else ""
         raise ValueError(
             f"{type(mask).__name__} selects blocks by layer: attention(mask, layer=…) needs the "
-            "number of the layer that this module is"
+            f"number of the layer that this module is{remedy}"
         )
     if layer is not None and not by_input:
         raise ValueError(
@@ -249,7 +252,8 @@ def _bool_array(mask: Any) -> tuple[Array, Array | None]:
     if not isinstance(mask, (Array, np.ndarray)):
         raise TypeError(
             "mask must be an array, a rule of xsake.masks or a BlockMask, got "
-            f"{type(mask).__name__}; a plan goes to attention(plan, layer=…)"
+            f"{type(mask).__name__}; a plan goes to attention(plan, layer=…), a function of "
+            "(b, n, q, k) into masks.rule(fn)"
         )
     if mask.dtype == jnp.bool_:
         return jnp.asarray(mask), None

@@ -30,7 +30,8 @@ from xsake.block_mask import BlockMask
 from xsake.block_mask.input_mask import InputMask, as_input_mask
 from xsake.hads import Profile, calibrate
 from xsake.hads.chunks import Softmax
-from xsake.hads.profile import check_curves, check_documents, hash_of
+from xsake.hads.files import hash_of
+from xsake.hads.profile import check_curves, check_documents
 from xsake.hads.statistics import CURVES
 from xsake.hads.subject import Bare
 from xsake.integrations.flax.attend import Attend, attention
