@@ -20,9 +20,8 @@ def register(cls: Any) -> None:
     leaves = [x.name for x in fields if x.name not in static]
 
     def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(x, name) for name in leaves), tuple(
-            getattr(x, name) for name in static
-        )
+        values, constants = ([getattr(x, name) for name in names] for names in (leaves, static))
+        return tuple(values), tuple(constants)
 
     def flatten_with_keys(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         values, constants = flatten(x)
