@@ -232,6 +232,7 @@ RULES = {
         TypeError,
         r"float32.*bools",
     ),
+    "a negative prefix": (lambda: masks.prefix(-1), ValueError, r"prefix length.*negative, got -1"),
     "rules joined by and": (
         lambda: masks.causal() and masks.first(3),
         TypeError,

@@ -270,6 +270,7 @@ def terms(made):
         (f"{TASKS} t --text ids.npy", "--tasks hides words in text, and ids.npy holds token ids"),
         (f"{TASKS} t --certify 2", "--certify is a share of the output, 0 to 1, got 2.0"),
         ("evaluate model --text ids.npy --plan q --certify 0.1", "--certify measures tasks; give"),
+        (f"{TASKS} t --documents 3", "--tasks takes --lengths and --prompts, not --length and"),
         (f"{TASKS} t --table u", "with --tasks, --plan or --profile only"),
         (f"{TASKS} t --update", "--update adds perplexity to a plan; leave it out with --tasks"),
         ("generate --model gone --prompt a", "there is no checkpoint gone"),

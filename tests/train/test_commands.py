@@ -80,6 +80,8 @@ def test_user_errors_are_one_sentence(xsake, tmp_path):
     assert "is not a tokenized dataset" in xsake("train --data.train nowhere", code=1)
     (tmp_path / "a.txt").write_text("words")
     assert "name a tokenizer.json" in xsake("tokenize a.txt -o b", code=1)
+    said = xsake("tokenize a.txt -o b --tokenizer gone.json", code=1)
+    assert "there is no gone.json; give --vocabulary to train one there" in said
     (tmp_path / "c.json").write_text('{"hads": {"densty": 1}}')
     assert "did you mean 'density'" in xsake("train --config c.json", code=1)
     for content, message in (

@@ -50,9 +50,12 @@ def text(mask: BlockMask) -> str:
 
 
 def _which_head(mask: BlockMask) -> list[str]:
-    """A line that names the head that is drawn, where there are several."""
+    """A line that names the head that is drawn, and its density, where there are several."""
     batch, heads = mask.kv_count.shape[:2]
-    return [f"batch row 0 of {batch}, head 0 of {heads}:"] if batch * heads > 1 else []
+    if batch * heads == 1:
+        return []
+    density = float(mask[0, 0].density())
+    return [f"batch row 0 of {batch}, head 0 of {heads}, density {density:.3f}:"]
 
 
 def plot(mask: BlockMask, b: int = 0, n: int = 0, axes: Axes | None = None) -> Axes:

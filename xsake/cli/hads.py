@@ -220,7 +220,7 @@ def evaluate(
     methods: tuple[str, ...] = (),
     certify: float | None = None,
     length: int | None = None,
-    documents: int = 8,
+    documents: int | None = None,
     seed: int = 1,
     dtype: Dtype = "float32",
     implementation: str | None = None,
@@ -251,8 +251,8 @@ def evaluate(
         one query in 64, is at least this share of the output.
       length: tokens of each document; default that of the texts that the plan or profile is for.
         Not with --tasks, which has --lengths.
-      documents: number of documents, cut from the text at random and without overlap. Not with
-        --tasks, which has --prompts.
+      documents: number of documents, cut from the text at random and without overlap; default 8.
+        Not with --tasks, which has --prompts.
       seed: the random seed for cutting documents.
       dtype: the model's compute dtype.
       implementation: the attention backend; default the fastest that can run.
@@ -262,12 +262,13 @@ def evaluate(
     from xsake import hads
     from xsake.hads.profile import check_held_out
 
+    if tasks is not None and (length is not None or documents is not None):
+        raise ValueError("--tasks takes --lengths and --prompts, not --length and --documents")
+    documents = 8 if documents is None else documents
     at_least(1, documents=documents, prompts=prompts)
     at_least(2, length=length)  # a prediction needs a token before it
     at_least(0, seed=seed)
     _check_files(plan, profile, table, tasks, certify)
-    if tasks is not None and length is not None:
-        raise ValueError("--length is not for tasks; give --lengths, the tokens of their prompts")
     if tasks is not None:
         chosen = Chosen(families, lengths, prompts, densities, methods or METHODS, seed, certify)
         chosen.check(writable_file(tasks), text, update)

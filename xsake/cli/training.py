@@ -49,6 +49,8 @@ def tokenize(
             known.inner.save(str(tokenizer))
     elif tokenizer is None:
         raise ValueError("name a tokenizer.json with --tokenizer, or train one with --vocabulary")
+    elif not tokenizer.exists():
+        raise FileNotFoundError(f"there is no {tokenizer}; give --vocabulary to train one there")
     else:
         known = tokens.end_token(read_tokenizer(tokenizer), end)
     names = [path.name for path in text]

@@ -56,6 +56,8 @@ def prefix(lengths: int | Int[ArrayLike, ...]) -> Rule:
     A prefix language model is `prefix(lengths) | causal()`.
     """
     if isinstance(lengths, (int, np.integer)):
+        if lengths < 0:
+            raise ValueError(f"the prefix length must not be negative, got {lengths}")
         return first(int(lengths))
     return Prefix(int_array("prefix lengths", lengths, 1))
 
