@@ -87,7 +87,7 @@ def compiled(case: Case, backend: str) -> tuple[dict[str, Any], Calls]:
     """A case's arguments, and its compiled forward and backward."""
     given = {name: x for name, x in case.arguments(on_device=True).items() if x is not None}
     if not isinstance(given.get("mask"), (BlockMask, jax.Array)):
-        rule = given.get("mask") or masks.everything()
+        rule = given.get("mask", masks.everything())
         given["mask"] = BlockMask.from_rule(rule, (case.T, case.T), block=case.block)
     inputs = [given[name] for name in ("query", "key", "value")]
     static = {name: given[name] for name in ("scale", "logits_soft_cap") if name in given}
