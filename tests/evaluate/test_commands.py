@@ -224,7 +224,7 @@ def test_a_plan_gives_the_mask_of_the_prompt_and_the_budget_of_the_cache(xsake, 
 
 
 def terms(made):
-    from xsake.hads.plan import Terms
+    from xsake.hads.terms import Terms
 
     subject = Observer(huggingface.load(made / "model", tokenizer=False).model)
     return Terms(0.75, "kl", "mean_query", 64, 256, model_hash=subject.hash)

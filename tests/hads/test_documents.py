@@ -11,7 +11,7 @@ import pytest
 
 from xsake.hads import Plan, row_blocks
 from xsake.hads.documents import shared_blocks
-from xsake.hads.plan import Terms
+from xsake.hads.terms import Terms
 
 T, BLOCK, N = 90, 8, 3  # the last block is short
 n = row_blocks.count_blocks(T, BLOCK)

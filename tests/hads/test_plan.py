@@ -16,10 +16,10 @@ from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import dot_product_attention
 from xsake.hads import Plan, Profile, budget, make, row_blocks
 from xsake.hads.gains import gains
-from xsake.hads.plan import Terms
 from xsake.hads.profile import Facts
 from xsake.hads.row_blocks import stretched
 from xsake.hads.statistics import DENSITIES, SELECTORS, Statistics
+from xsake.hads.terms import Terms
 from xsake.model import KVCache
 from xsake.model.generate import prefill
 

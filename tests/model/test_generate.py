@@ -21,7 +21,7 @@ from xsake.cli import checkpoints
 from xsake.data.tokenizer import Tokenizer
 from xsake.decode import CacheReader
 from xsake.hads import Plan
-from xsake.hads.plan import Terms
+from xsake.hads.terms import Terms
 from xsake.model import KVCache, Sampling, generate, huggingface, stream
 from xsake.model.attend import by_cache
 from xsake.model.sampling import sample

@@ -13,7 +13,7 @@ from tests.draws import FAST_COMPILATION
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake import block_scores
 from xsake.hads import Plan, row_blocks
-from xsake.hads.plan import Terms
+from xsake.hads.terms import Terms
 from xsake.model import KVCache
 
 # By name, because xsake.model.generate is also the name of a function.

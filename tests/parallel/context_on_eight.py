@@ -29,7 +29,8 @@ from tests.parallel.claims import LIMIT, Claim, name_of, named, run_claims
 from tests.specs import to_rule
 from xsake import BlockMask
 from xsake.hads import row_blocks
-from xsake.hads.plan import Plan, Terms
+from xsake.hads.plan import Plan
+from xsake.hads.terms import Terms
 from xsake.masks.rule import partition_spec
 from xsake.parallel import context_attention, context_mask, cost, explain_context, token_order
 from xsake.parallel.collectives import collectives

@@ -23,7 +23,7 @@ import numpy as np
 
 from xsake.data.stream import Batch
 from xsake.hads import Plan
-from xsake.hads.plan import Terms
+from xsake.hads.terms import Terms
 from xsake.model import Config as Model
 from xsake.model import Sparse
 from xsake.parallel import sharding

@@ -9,7 +9,8 @@ import pytest
 from tests.draws import FAST_COMPILATION
 from tests.model.families import LLAMA, random_model, random_tokens
 from xsake.hads import row_blocks
-from xsake.hads.plan import Plan, Terms
+from xsake.hads.plan import Plan
+from xsake.hads.terms import Terms
 from xsake.model.head_order import with_head_order
 from xsake.parallel.balance import balance_heads
 from xsake.parallel.context.rows import device_loads

@@ -17,7 +17,7 @@ from xsake.block_mask import BlockMask
 from xsake.cli.checkpoints import inspect
 from xsake.data.stream import Batch
 from xsake.hads import Plan
-from xsake.hads.plan import Terms
+from xsake.hads.terms import Terms
 from xsake.masks import documents
 from xsake.model import PRESETS, KVCache, parameter_axes, parameter_shapes
 from xsake.parallel import sharding

@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.corpus import changed, config
 from xsake.hads import Plan
-from xsake.hads.plan import Terms
+from xsake.hads.terms import Terms
 from xsake.train import checkpoint, step
 from xsake.train.checkpoint import Checkpoints
 

@@ -11,7 +11,7 @@ import pytest
 from tests.train.corpus import changed, config, token_file
 from xsake.data.stream import Batch, Stream
 from xsake.hads import Plan
-from xsake.hads.plan import Terms
+from xsake.hads.terms import Terms
 from xsake.train import planning, step
 
 

@@ -204,6 +204,7 @@ def at_density(
     length: int,
     others: dict[str, Profile] | None = None,
     names: Sequence[str] | None = None,
+    end_weight: float = 1,
 ) -> list[Method]:
     """All methods at one density for texts of `length` tokens.
 
@@ -213,15 +214,23 @@ def at_density(
       length: of the texts that the methods are measured on.
       others: more profiles by their labels, such as "from wikipedia" or "from 2,048 tokens".
       names: only these methods; others are not even built. One that does not exist raises.
+      end_weight: of the plans. With one, methods without a plan are left out, and the names of the
+        others say it.
     """
     labelled = {"": profile, **(others or {})}
     if names is not None:
         check_names(names, labelled)
-    return list(_fixed(profile, density, length, names)) + [
-        method
+    fixed = _fixed(profile, density, length, names) if end_weight == 1 else ()
+    return list(fixed) + [
+        dataclasses.replace(method, name=method.name + _end(end_weight))
         for label, each in labelled.items()
-        for method in _planned(each, density, length, label, names)
+        for method in _planned(each, density, length, label, names, end_weight)
     ]
+
+
+def _end(weight: float) -> str:
+    """What a method's name says of its end weight."""
+    return "" if weight == 1 else f", end × {weight:g}"
 
 
 def names_of(profile: Profile, others: dict[str, Profile] | None = None) -> list[str]:
@@ -318,7 +327,12 @@ def _is_corrected(selector: str, policy: str, label: str) -> bool:
 
 
 def _planned(
-    profile: Profile, density: float, length: int, label: str, names: Sequence[str] | None
+    profile: Profile,
+    density: float,
+    length: int,
+    label: str,
+    names: Sequence[str] | None,
+    end_weight: float,
 ) -> Iterator[Method]:
     """HADS variants that a profile has cost curves for; with a label only those in TRANSFERRED."""
     band = profile.facts.band
@@ -329,11 +343,13 @@ def _planned(
             continue
         if not (_wanted(name, names) or _wanted(centroids, names)):
             continue
+        if selector == "oracle" and end_weight != 1:
+            continue
         if selector == "oracle":
             counts = oracle_counts(profile, density, policy, length)
             yield _scored(name, "oracle", counts, ORACLES[policy], band)
             continue
-        plan = make(profile, density, policy, selector, length=length)
+        plan = make(profile, density, policy, selector, end_weight=end_weight, length=length)
         if selector == "static":
             yield _given(name, "static", selection.keep_top(plan.scores, plan.counts, band))
             continue
@@ -350,7 +366,7 @@ def of_plan(plan: Plan, length: int) -> Method:
         raise ValueError(
             "the density of a plan with top_p depends on the input; measure one without"
         )
-    name = f"{terms.selector}/{terms.policy}"
+    name = f"{terms.selector}/{terms.policy}{_end(terms.end_weight)}"
     if terms.selector == "static":
         return _given(name, "static", selection.keep_top(plan.scores, plan.counts, terms.band))
     return _scored(name, "run time", plan.counts, terms.selector, terms.band)

@@ -8,7 +8,8 @@
 
 Counts are int32 [layers, heads, n], for n row blocks. Forced blocks are included
 in the counts, and a partial block counts as a whole block. The total is
-round(density · blocks that causality allows).
+round(density · blocks that causality allows). With an `end_weight`, the end of a text, its last
+row blocks, counts so many times as much as every other row block.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ class Budget:
         return float(self.counts.sum() / (layers * heads * n * (n + 1) / 2))
 
 
-def uniform(density: float, layers: int, heads: int, n: int, band: int = 0) -> Budget:
+def uniform(
+    density: float, layers: int, heads: int, n: int, band: int = 0, end_weight: float = 1
+) -> Budget:
     """Every head the same: row block i keeps about density · (i + 1) blocks, at least the forced.
 
     Forced blocks put early row blocks above their share; later ones get fewer to compensate.
     """
-    return _shared(np.ones((layers, heads)), density, n, band, ())
+    return _shared(np.ones((layers, heads)), density, n, band, end_weight, ())
 
 
 def entropy(
-    values: Float[ArrayLike, "layers heads"], density: float, n: int, band: int = 0
+    values: Float[ArrayLike, "layers heads"],
+    density: float,
+    n: int,
+    band: int = 0,
+    end_weight: float = 1,
 ) -> Budget:
     """Splits the budget over heads in proportion to their entropy.
 
@@ -59,6 +66,7 @@ def entropy(
       density: of all layers and heads together.
       n: row blocks.
       band: forced blocks before the diagonal.
+      end_weight: of the last row blocks.
     """
     values = np.asarray(values, np.float64)
     bad = ~np.isfinite(values) | (values < 0)
@@ -68,7 +76,7 @@ def entropy(
     if values.max() == 0:
         notes += ("every head has entropy 0: the budget is uniform",)
         values = np.ones_like(values)
-    return _shared(np.maximum(values, 1e-6), density, n, band, notes)
+    return _shared(np.maximum(values, 1e-6), density, n, band, end_weight, notes)
 
 
 def by_cost(cost: Float[ArrayLike, "layers heads n n"], density: float, band: int = 0) -> Budget:
@@ -114,16 +122,23 @@ def falling_gains(
 
 
 def by_gains(
-    gains: Float[np.ndarray, "layers heads n n-1"], density: float, band: int = 0
+    gains: Float[np.ndarray, "layers heads n n-1"],
+    density: float,
+    band: int = 0,
+    end_weight: float = 1,
 ) -> Budget:
-    """The budget of `by_cost` from `falling_gains(cost)`."""
+    """The budget of `by_cost` from `falling_gains(cost)`.
+
+    With an end weight, of the costs times that weight in the last row blocks.
+    """
     layers, heads, n, _ = gains.shape
     total = row_blocks.blocks_of_density(density, n, layers * heads, band)
     counts = np.broadcast_to(row_blocks.floors(n, band), (layers, heads, n)).astype(np.int32).copy()
     lost = np.isnan(gains).any((2, 3))
     if lost.any():
-        counts[lost] = uniform(density, int(lost.sum()), 1, n, band).counts[:, 0]
+        counts[lost] = uniform(density, int(lost.sum()), 1, n, band, end_weight).counts[:, 0]
     gains = np.where(lost[..., None, None], -np.inf, gains)
+    gains = np.swapaxes(row_blocks.with_end(np.swapaxes(gains, 2, 3), end_weight), 2, 3)
     notes = _named("has a cost that is not a number and keeps the uniform share", lost)
     dead = ~lost & (gains.max((2, 3), initial=-np.inf) <= 0)
     notes += _named(
@@ -207,10 +222,11 @@ def _shared(
     density: float,
     n: int,
     band: int,
+    end_weight: float,
     notes: tuple[str, ...],
 ) -> Budget:
-    """Row block i of a head gets blocks in proportion to weight · (i + 1)."""
-    target = weight[..., None] * row_blocks.ceilings(n)
+    """Row block i of a head gets blocks in proportion to weight · (i + 1), more at the end."""
+    target = row_blocks.with_end(weight[..., None] * row_blocks.ceilings(n), end_weight)
     return filled(target, density, n, band, notes)
 
 

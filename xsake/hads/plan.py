@@ -11,13 +11,13 @@ It is also an `InputMask`, which a model takes as `mask=plan`.
 At another length: a row block sees the same prefix in a short text as in a long one, so shorter
 texts use the first row blocks. Row blocks beyond the calibrated length get the mean density of the
 last quarter of the calibrated ones. Counts are then scaled to meet the requested density again.
+With an end weight, the end of the text has the density of the calibrated end before that.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import numbers
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,35 +35,11 @@ from xsake.hads.documents import shared_blocks
 from xsake.hads.gains import gains
 from xsake.hads.profile import Profile
 from xsake.hads.shades import legend, shade
-from xsake.hads.statistics import SELECTORS
+from xsake.hads.terms import Terms, check_terms
 from xsake.masks.rule import Leaf
 from xsake.parallel.balance import query_order
 
 SCHEMA = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """Settings and provenance of a plan."""
-
-    density: float  # requested, over all layers and heads
-    policy: str
-    selector: str
-    block: int
-    length: int  # tokens of the calibration texts
-    band: int = 0  # blocks before the diagonal that are always kept
-    # If set, a row block keeps the fewest blocks that reach this fraction of its estimated mass, at
-    # most its count.
-    top_p: float | None = None
-    model_hash: str = ""
-    data_hash: str = ""
-    notes: tuple[str, ...] = ()
-    validation: str = "{}"  # JSON: metrics on held-out text
-
-    def __post_init__(self) -> None:
-        row_blocks.check_density(self.density)
-        row_blocks.check_sizes(block=self.block, length=self.length, band=self.band)
-        _check_names(self.policy, self.selector, self.top_p)
 
 
 @jax.tree_util.register_dataclass
@@ -227,16 +203,17 @@ class Plan(InputMask):
                 f"the plan is for {old} row blocks and the input has {n}: "
                 f"call plan.at({length}) before the plan enters jit"
             )
-        counts = np.asarray(self.counts, np.float64)
-        if n > old:
-            share = (counts / row_blocks.ceilings(old))[..., -max(1, old // 4) :].mean(
-                -1, keepdims=True
-            )
-            counts = np.concatenate([counts, share * row_blocks.ceilings(n)[old:]], -1)
         terms = self.terms
+        end = row_blocks.END if terms.end_weight != 1 and min(n, old) > row_blocks.END else 0
+        share = np.asarray(self.counts) / row_blocks.ceilings(old)
+        share, at_end = np.split(share, [old - end], -1)
+        if n > old:
+            beyond = share[..., -max(1, old // 4) :].mean(-1, keepdims=True)
+            share = np.concatenate([share, np.repeat(beyond, n - old, -1)], -1)
+        share = np.concatenate([share[..., : n - end], at_end], -1)
         # a text so short that its forced blocks exceed the density keeps just those
         density = max(terms.density, row_blocks.least_density(n, terms.band))
-        found = budget.filled(counts[..., :n], density, n, terms.band)
+        found = budget.filled(share * row_blocks.ceilings(n), density, n, terms.band)
         scores = None if self.scores is None else row_blocks.stretched(np.asarray(self.scores), n)
         return dataclasses.replace(self, counts=found.counts, scores=scores)
 
@@ -257,10 +234,13 @@ class Plan(InputMask):
     def decode_budget(self, density: float) -> np.ndarray:
         """The fraction of the cache that each head may read, [layers, N], with mean `density`.
 
-        It is proportional to the counts of the plan's last row block, clipped at 1.
+        It is proportional to the counts of the plan's last row block that is not of its weighted
+        end, clipped at 1.
         """
         row_blocks.check_density(density)
-        wanted = np.asarray(self.counts)[..., -1].astype(np.float64)
+        end = row_blocks.END if self.terms.end_weight != 1 else 0
+        last = max(self.counts.shape[-1] - 1 - end, 0)
+        wanted = np.asarray(self.counts)[..., last].astype(np.float64)
         small, large = 0.0, 1 / wanted.min()
         for _ in range(100):
             middle = (small + large) / 2
@@ -313,6 +293,8 @@ class Plan(InputMask):
             lines.append(
                 f"{layer:5d}  {row.mean():.2f}   {row.min():.2f}  {row.max():.2f}  {marks}"
             )
+        if self.terms.end_weight != 1:
+            lines.append(f"the last {row_blocks.END} row blocks count {self.terms.end_weight:g} ×")
         validation = json.loads(self.terms.validation)
         lines += [f"{name}: {value}" for name, value in validation.items()]
         return "\n".join([*lines, *self.terms.notes])
@@ -406,6 +388,7 @@ def make(
     selector: str = "mean_query",
     *,
     top_p: float | None = None,
+    end_weight: float = 1,
     length: int | None = None,
 ) -> Plan:
     """A plan from a profile.
@@ -418,6 +401,8 @@ def make(
       selector: one of `SELECTORS`.
       top_p: a row block keeps the fewest blocks that reach this fraction of its estimated mass, at
         most its count.
+      end_weight: how many times as much as other row blocks the last ones of a text, its end,
+        count in the budget; for prompts that end with their question.
       length: of the texts that the plan is for; default the profile's. `plan.at` adapts the length
         too, but only this argument allows a density that is infeasible at the profile's length.
     """
@@ -426,7 +411,7 @@ def make(
             f"profile must be a Profile, got {type(profile).__name__}; hads.Profile.load(path) "
             "reads one from a file"
         )
-    _check_names(policy, selector, top_p)
+    check_terms(policy, selector, top_p, end_weight)
     row_blocks.check_density(density)
     (layers, heads, n), facts = profile.size, profile.facts
     asked = density
@@ -435,11 +420,12 @@ def make(
             asked, row_blocks.count_blocks(length, facts.block), n, facts.band
         )
     if policy == "uniform":
-        found = budget.uniform(density, layers, heads, n, facts.band)
+        found = budget.uniform(density, layers, heads, n, facts.band, end_weight)
     elif policy == "entropy":
-        found = budget.entropy(profile.statistics.entropy, density, n, facts.band)
+        entropies = profile.statistics.entropy
+        found = budget.entropy(entropies, density, n, facts.band, end_weight)
     else:
-        found = budget.by_gains(gains(profile, policy, selector), density, facts.band)
+        found = budget.by_gains(gains(profile, policy, selector), density, facts.band, end_weight)
     scores = np.asarray(profile.scores(policy), np.float32) if selector == "static" else None
     terms = Terms(
         density=asked,
@@ -449,6 +435,7 @@ def make(
         length=facts.length,
         band=facts.band,
         top_p=top_p,
+        end_weight=end_weight,
         model_hash=facts.model_hash,
         data_hash=facts.data_hash,
         notes=(*_of_kinds(facts.kinds), *found.notes),
@@ -459,15 +446,6 @@ def make(
 
 def _of_kinds(kinds: str) -> tuple[str, ...]:
     return (f"calibrated on {kinds}",) if kinds else ()
-
-
-def _check_names(policy: str, selector: str, top_p: float | None) -> None:
-    if policy not in budget.POLICIES:
-        raise ValueError(f"policy {policy!r} is not one of {list(budget.POLICIES)}")
-    if selector not in SELECTORS:
-        raise ValueError(f"selector {selector!r} is not one of {list(SELECTORS)}")
-    if top_p is not None and not (isinstance(top_p, numbers.Real) and 0 < top_p <= 1):
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r}")
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], terms: Terms) -> None:

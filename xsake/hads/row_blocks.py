@@ -11,9 +11,13 @@ import numbers
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from xsake.selection import is_forced
+
+# Row blocks that are the end of a text. The last one may hold a single token; with the one before
+# it, the end is at least a whole block of tokens.
+END = 2
 
 
 def count_blocks(length: int, block: int) -> int:
@@ -46,6 +50,15 @@ def floors(n: int, band: int = 0) -> Int[np.ndarray, " n"]:
 def ceilings(n: int) -> Int[np.ndarray, " n"]:
     """int32: how many blocks causality allows each row block."""
     return np.arange(1, n + 1, dtype=np.int32)
+
+
+def with_end(x: Float[np.ndarray, "*lead n"], weight: float) -> Float[np.ndarray, "*lead n"]:
+    """x of all row blocks, times `weight` in the last END of them.
+
+    >>> with_end(np.ones(4), 3.0)
+    array([1., 1., 3., 3.])
+    """
+    return np.where(np.arange(x.shape[-1]) >= x.shape[-1] - END, weight * x, x)
 
 
 def least_density(n: int, band: int = 0) -> float:

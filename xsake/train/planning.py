@@ -24,8 +24,8 @@ from xsake.data.stream import Stream
 from xsake.hads import Plan, calibrate, make, row_blocks
 from xsake.hads.documents import shared_blocks
 from xsake.hads.files import hash_of
-from xsake.hads.plan import Terms
 from xsake.hads.statistics import POLICIES_WITH_COST
+from xsake.hads.terms import Terms
 from xsake.parallel import sharding
 from xsake.train.config import Config
 from xsake.train.step import transformer

@@ -14,7 +14,7 @@ from xsake import _jax, block_scores, dot_product_attention
 from xsake import block_scores as scores
 from xsake.block_scores import by_kernel
 from xsake.hads import Plan, row_blocks
-from xsake.hads.plan import Terms
+from xsake.hads.terms import Terms
 
 
 def random_array(batch, length, heads, size, dtype=jnp.bfloat16, seed=0):

@@ -160,6 +160,7 @@ def table(
     curves: tuple[str, ...] = CURVES,
     certify: tuple[float, ...] = (),
     criterion: str = "error",
+    end_weights: tuple[float, ...] = (1.0,),
     seed: int = 1,
     seconds: float = 1e9,
     dtype: str = "bfloat16",
@@ -184,6 +185,7 @@ def table(
       certify: thresholds: methods that select blocks at run time are also measured with certified
         attention, at the first two densities.
       criterion: of these thresholds, "mass" or "error".
+      end_weights: methods with a plan are measured with each of them.
       seed: of the prompts.
       seconds: no new family is begun after so many.
       dtype: the model's compute dtype.
@@ -192,7 +194,7 @@ def table(
     began = time.perf_counter()
     bench = _Bench.load(model, documents, dtype, implementation)
     main, others = bench.profiles(names, length, profiles, block, curves)
-    build, certified = _builders(main, others, Certify(criterion=criterion), certify)
+    build, certified = _builders(main, others, Certify(criterion=criterion), certify, end_weights)
 
     def report(line: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
@@ -247,13 +249,21 @@ Build = Callable[..., list[Method]]  # of (density, length, names)
 
 
 def _builders(
-    main: Profile, others: dict[str, Profile], how: Certify, thresholds: tuple[float, ...]
+    main: Profile,
+    others: dict[str, Profile],
+    how: Certify,
+    thresholds: tuple[float, ...],
+    end_weights: tuple[float, ...],
 ) -> tuple[Build, Build]:
     """Methods by their names, and those that select at run time with every threshold."""
 
     @functools.lru_cache(maxsize=64)
     def build(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
-        return methods.at_density(main, density, length, others, names)
+        return [
+            method
+            for weight in end_weights
+            for method in methods.at_density(main, density, length, others, names, weight)
+        ]
 
     def certified(density: float, length: int, names: tuple[str, ...]) -> list[Method]:
         return [

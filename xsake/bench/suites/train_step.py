@@ -50,7 +50,7 @@ def problem(variant: str, length: int, tokens: int, block: int) -> Problem:
 
     from xsake.data.stream import Batch
     from xsake.hads import Plan, budget, row_blocks
-    from xsake.hads.plan import Terms
+    from xsake.hads.terms import Terms
     from xsake.model import PRESETS
     from xsake.train import planning, step
     from xsake.train.config import Compute, Config, Data
