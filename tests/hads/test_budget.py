@@ -20,24 +20,24 @@ def draw_mass(layers, heads, n, seed, sharp=2.0):
     return mass / mass.sum(-1, keepdims=True)
 
 
-def every_policy(layers, heads, n, density, seed, band=0):
+def every_policy(layers, heads, n, density, seed, band=0, end_weight=1.0):
     mass = draw_mass(layers, heads, n, seed)
     entropies = np.random.default_rng(seed).uniform(0, 1, (layers, heads))
-    yield budget.uniform(density, layers, heads, n, band)
+    yield budget.uniform(density, layers, heads, n, band, end_weight)
     yield budget.level(density, layers, heads, n, band)
-    yield budget.entropy(entropies, density, n, band)
-    yield budget.by_cost(budget.surrogate(mass, band), density, band)
-    yield budget.by_cost(budget.additive(mass, band), density, band)
+    yield budget.entropy(entropies, density, n, band, end_weight)
+    for cost in (budget.surrogate(mass, band), budget.additive(mass, band)):
+        yield budget.by_gains(budget.falling_gains(cost, band), density, band, end_weight)
 
 
 @settings(max_examples=60, deadline=None)
-@given(SIZES, st.floats(0, 1), st.integers(0, 3), st.integers(0, 2))
-def test_budgets_add_up_and_every_row_keeps_its_floor(size, share, seed, band):
+@given(SIZES, st.floats(0, 1), st.integers(0, 3), st.integers(0, 2), st.sampled_from([1, 0.2, 9]))
+def test_budgets_add_up_and_every_row_keeps_its_floor(size, share, seed, band, end_weight):
     """The total is exact; every row block has its forced blocks and at most all of its blocks."""
     layers, heads, n = size
     least = row_blocks.floors(n, band).sum() / (n * (n + 1) / 2)
     density = min(1.0, least + share * (1 - least) + 1e-9)
-    for found in every_policy(layers, heads, n, density, seed, band):
+    for found in every_policy(layers, heads, n, density, seed, band, end_weight):
         assert found.counts.sum() == round(density * layers * heads * n * (n + 1) / 2)
         assert (found.counts >= row_blocks.floors(n, band)).all()
         assert (found.counts <= row_blocks.ceilings(n)).all()
@@ -62,6 +62,35 @@ def test_kl_is_optimal_for_its_surrogate(seed):
     )
     np.testing.assert_allclose(budget.cost_of(cost, found.counts), best, rtol=1e-12)
     assert total < heads * n * (n + 1) / 2  # there was something to choose
+
+
+@pytest.mark.parametrize("weight", [0.01, 20.0])
+def test_a_weighted_end_is_optimal_for_the_weighted_cost(weight):
+    """Against every allocation of the same total to two heads of five row blocks."""
+    cost = budget.surrogate(draw_mass(1, 2, 5, 3))
+    weighted = np.swapaxes(row_blocks.with_end(np.swapaxes(cost, 2, 3), weight), 2, 3)
+    np.testing.assert_array_equal(weighted[..., -2:, :], weight * cost[..., -2:, :])
+    np.testing.assert_array_equal(weighted[..., :-2, :], cost[..., :-2, :])
+    counts = {
+        x: budget.by_gains(budget.falling_gains(cost), 0.85, end_weight=x).counts
+        for x in (1.0, weight)
+    }
+    ranges = list(map(range, row_blocks.floors(5), row_blocks.ceilings(5) + 1))
+    best = min(
+        budget.cost_of(weighted, np.array(x).reshape(1, 2, 5))
+        for x in itertools.product(*ranges * 2)
+        if sum(x) == counts[weight].sum()
+    )
+    np.testing.assert_allclose(budget.cost_of(weighted, counts[weight]), best, rtol=1e-12)
+    if weight > 1:
+        assert budget.cost_of(weighted, counts[1.0]) > best  # the weight decides something
+
+
+def test_an_end_of_great_weight_keeps_nearly_all_of_its_blocks():
+    uniform, level, *others = every_policy(2, 3, 12, 0.6, 0, end_weight=1e6)
+    assert (level.counts[..., -1] < 12).all()  # a window has no weights
+    for found in uniform, *others:
+        assert found.counts[..., -2:].mean() > 0.95 * 11.5  # but those that hold no mass
 
 
 def test_kl_beats_uniform_and_entropy_on_its_surrogate():

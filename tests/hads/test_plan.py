@@ -102,6 +102,35 @@ def test_the_length_of_a_calibrated_plan_may_end_inside_a_block():
     assert dataclasses.replace(plan, terms=terms).length == 125
 
 
+@pytest.mark.parametrize("length", [2 * BLOCK, N_ROWS * BLOCK, 12 * BLOCK - 3])
+def test_the_end_of_a_text_has_the_density_of_the_weighted_end_at_every_length(length, tmp_path):
+    plan, plain = (make(profile_of(), 0.75, "output", end_weight=x) for x in (30, 1))
+    end, n = row_blocks.END, row_blocks.count_blocks(length, BLOCK)
+    shares = [
+        x.at(length).counts[..., -end:].sum() / (8 * row_blocks.ceilings(n)[-end:].sum())
+        for x in (plan, plain)
+    ]
+    at_end = plan.counts[..., -end:].sum() / (8 * row_blocks.ceilings(N_ROWS)[-end:].sum())
+    if n > end:
+        np.testing.assert_allclose(shares[0], at_end, atol=0.2)  # of few whole blocks
+        assert shares[0] > shares[1] + 0.05
+    least = row_blocks.least_density(n)
+    np.testing.assert_allclose(plan.at(length).density, max(0.75, least), atol=0.51 / (4 * n * n))
+    # what each head may read of a cache follows the last row block that is not weighted
+    wanted, found = plan.counts[..., N_ROWS - end - 1], plan.decode_budget(0.5)
+    free = found < 1
+    np.testing.assert_allclose((found / wanted)[free], (found / wanted)[free][0], rtol=1e-5)
+    plan.save(tmp_path / "plan")
+    assert Plan.load(tmp_path / "plan").terms == plan.terms
+    assert "the last 2 row blocks count 30 ×" in str(plan)
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan"), "2", True])
+def test_a_weight_of_the_end_that_is_no_weight_is_refused(weight):
+    with pytest.raises(ValueError, match="end_weight must be a number above 0, got"):
+        make(profile_of(), 0.6, end_weight=weight)
+
+
 def test_scores_for_a_shorter_text_are_the_top_left_corner():
     """Row block i sees the same keys in a shorter text, so the calibrated order applies."""
     scores = np.random.default_rng(0).random((1, 2, 8, 8))
