@@ -319,7 +319,8 @@ def merge(out: Path, parts: list[Path]) -> None:
     """Joins tables of several lengths, block sizes or methods of the same model, prompts and seed.
 
     If a length occurs with several block sizes, the names of its methods say the block. Of a cell
-    that several tables have, the first table's is kept.
+    that several tables have, the first table's is kept. A table may be one that this wrote, if it
+    has one block size for each length.
     """
     tables = [json.loads(part.read_text()) for part in parts]
     same = ("schema", "kind", "model_hash", "filler_hash", "prompts", "seed", "rule")
@@ -328,36 +329,48 @@ def merge(out: Path, parts: list[Path]) -> None:
             raise ValueError(f"the tables differ in {name}; measure them again, from one folder")
     result: dict[str, Any] = {name: tables[0][name] for name in same}
     origins = [table["provenance"] for table in tables]
-    commands = dict.fromkeys(x["command"] for x in origins)
-    commits = dict.fromkeys(x["commit"] for x in origins)
+    commands = dict.fromkeys(one for x in origins for one in x["command"].split("; "))
+    commits = dict.fromkeys(one for x in origins for one in x["commit"].split(", "))
     result["provenance"] = origins[0] | {
         "command": "; ".join(commands),
         "commit": ", ".join(commits),
     }
-    parts_of = [
-        {
-            "length": x["rows"][0]["length"],
-            **{name: x[name] for name in ("block", "calibration_data_hash", "kinds")},
-        }
-        for x in tables
-    ]
-    result["parts"] = [x for i, x in enumerate(parts_of) if x not in parts_of[:i]]
+    parts_of = [_parts(table) for table in tables]
+    everything = [part for each in parts_of for part in each.values()]
+    result["parts"] = [x for i, x in enumerate(everything) if x not in everything[:i]]
+    blocks = {length: set() for each in parts_of for length in each}
+    for part in everything:
+        blocks[part["length"]].add(part["block"])
     for name in ("rows", "perplexity", "infeasible"):
         result[name] = []
     known: set[tuple[Any, ...]] = set()
-    for table, part in zip(tables, parts_of, strict=True):
-        several = len({x["block"] for x in parts_of if x["length"] == part["length"]}) > 1
-        suffix = f", blocks of {part['block']}" if several else ""
+    for table, by_length in zip(tables, parts_of, strict=True):
         for name in ("rows", "perplexity", "infeasible"):
-            for row in table[name]:
-                new = row | {"block": part["block"]}
-                if row.get("method", "dense") != "dense":
-                    new["method"] += suffix
+            for row in table.get(name, []):  # one that was cut off may lack the last two
+                new = row | {"block": by_length[row["length"]]["block"]}
+                several = len(blocks[row["length"]]) > 1
+                if several and row.get("method", "dense") != "dense":
+                    new["method"] += f", blocks of {new['block']}"
                 cell = (name, *(new.get(x) for x in CELL))
                 if cell not in known:
                     known.add(cell)
                     result[name].append(new)
     out.write_text(to_json(result))
+
+
+def _parts(table: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What the methods of each length were made from; a table that `merge` wrote has several."""
+    parts = table.get("parts")
+    if parts is None:
+        facts = {name: table[name] for name in ("block", "calibration_data_hash", "kinds")}
+        parts = [{"length": table["rows"][0]["length"], **facts}]
+    found = {part["length"]: part for part in parts}
+    if len(found) < len(parts):
+        raise ValueError(
+            "a table that has a length with two block sizes cannot be joined again; "
+            "join the tables that it was made from"
+        )
+    return found
 
 
 # -------------------------------------------------------------------------------------------- heads
