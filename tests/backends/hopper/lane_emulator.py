@@ -133,7 +133,7 @@ def emulate(monkeypatch: Any) -> None:
     shared: list[Memory] = []
     cell: dict[str, np.int32] = {}
 
-    def launch(body, name, out_type, grid, operands, **scratch):
+    def launch(body, name, out_type, grid, operands, approx_math=False, **scratch):
         results = [unwritten(x) for x in out_type]
         given = [np.asarray(x) for x in operands]
         refs = [Ref(Memory(x)) for x in (*given, *results)]
@@ -197,7 +197,14 @@ def emulate(monkeypatch: Any) -> None:
     def scatter_octets(ref, indices, values):
         ref.memory.store(ref.inside(octets(indices)), values, OCTET_LANE)
 
+    def count_in_warp(flags):
+        by_warp = np.asarray(flags).reshape(-1, layouts.WARP)
+        total = by_warp.cumsum(1)
+        together = np.broadcast_to(total[:, -1:], total.shape)
+        return tuple(x.astype(np.int32).reshape(-1) for x in (total - by_warp, together))
+
     replaced = {
+        "count_in_warp": count_in_warp,
         "copy_octets": copy_octets,
         "await_copies": lambda: None,
         "gather_octets": gather_octets,

@@ -23,8 +23,11 @@ OCTETS = plgpu.Layout.WG_STRIDED((THREADS * OCTET,), vec_size=OCTET)
 UNROLL = 16  # iterations whose loads are issued together
 
 
-def launch(body, name, out_type, grid, operands, **scratch):
-    """The results of body(*operands, *results, **scratch), one warpgroup per cell of the grid."""
+def launch(body, name, out_type, grid, operands, approx_math=False, **scratch):
+    """The results of body(*operands, *results, **scratch), one warpgroup per cell of the grid.
+
+    approx_math: exp2 and log2 are single instructions, without numbers below 2⁻¹²⁶.
+    """
     return plgpu.kernel(
         body,
         out_type=tuple(out_type),
@@ -33,6 +36,7 @@ def launch(body, name, out_type, grid, operands, **scratch):
         grid_names=tuple(grid),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
+            approx_math=approx_math,
             unsafe_no_auto_barriers=True,  # the bodies have their own barriers for shared memory
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
@@ -244,6 +248,30 @@ def squared_distances(ref, octets, count):
     return emit(ref, octets)
 
 
+def count_in_warp(flags):
+    """(how many earlier lanes of the warp have a flag, how many lanes of it); flags are 0 or 1."""
+
+    def count(lines):
+        lines = [
+            ".reg .pred p; .reg .b32 all, before; setp.ne.s32 p, $1, 0;",
+            "vote.sync.ballot.b32 all, p, -1; mov.u32 before, %lanemask_lt;",
+            *lines,
+        ]
+
+        @plgpu.inline_mgpu(
+            arg_types=(LANES,),
+            return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=LANES),
+        )
+        def emit(_, flags):
+            found = asm(lines, "=r,r", [_own(flags)])
+            register = vector.broadcast(ir.VectorType.get((1,), found.type), found)
+            return _array(register, LANES, is_signed=True)
+
+        return emit(flags)
+
+    return count(["and.b32 all, all, before; popc.b32 $0, all;"]), count(["popc.b32 $0, all;"])
+
+
 def exchange(values, distance):
     """The float32 values of lane ^ distance, a lane of the same warp."""
 
@@ -274,10 +302,12 @@ def _own(array):
     return vector.extract(register, [], [0])
 
 
-def _array(register, layout):
+def _array(register, layout, is_signed=None):
     """The array of which every lane has this register."""
     registers = np.full(1, register, object)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=layout.to_mgpu(), _is_signed=is_signed
+    )
 
 
 def _by_lane(values):
