@@ -1,8 +1,8 @@
 """Block scores by the kernels for Hopper GPUs.
 
-    q [B, T, N, H] ─ hopper/means.py ─ mean queries [B, R, N, H] ─┐
-    k [B, S, K, H] ───────────────────────────────────────────────┴─ hopper/scores.py ─ [B, N, R, n]
-                                            counts [N, R] ─ hopper/best_blocks.py ─ lists ─┘
+    q [B, T, N, H] ─ hopper/means.py or outliers.py ─ queries [B, R · parts, N, H] ─┐
+    k [B, S, K, H] ─────────────────────────────────────────────────────────────────┴─ scores.py ─┐
+                                                   counts [N, R] ─ best_blocks.py ─ lists ────────┘
 
 `jax.vmap` of these functions is one launch for the whole batch.
 """
@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from xsake import _jax
 from xsake.backends import unaliased
 from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
-from xsake.block_scores.queries import Represent, means
+from xsake.block_scores.queries import Represent, means, outliers
 
 Index = int | Int[Array, ""]  # of a row block; may be traced
 MAX_RANKED = 256  # kv blocks; a row block compares all of them with each other
@@ -52,10 +52,13 @@ def _joined(sizes: Sequence[int]) -> str:
 def queries_of(q: Array, k: Array, block: int, parts: int, represent: Represent) -> Array:
     """The queries of every row block, [B, R · parts, N, H] in k's dtype, in base 2 and scaled."""
     from xsake.backends.hopper import means as hopper_means
+    from xsake.backends.hopper import outliers as hopper_outliers
 
     scale = math.log2(math.e) / math.sqrt(k.shape[-1])
     if parts == 1:
         return hopper_means.means(q, block, scale=scale)
+    if represent is outliers:
+        return hopper_outliers.outliers(q, block, parts, scale=scale)
     # parts are too small for the kernel that averages
     queries = jax.vmap(lambda q: represent(q, block // parts, block))(q)
     return (queries * scale).astype(k.dtype)

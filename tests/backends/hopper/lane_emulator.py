@@ -22,6 +22,7 @@ from xsake.backends.hopper import (
     interval_transpose,
     lanes,
     layouts,
+    outliers,
     transpose,
     work_table,
 )
@@ -30,8 +31,9 @@ from xsake.backends.hopper.selected import top
 
 UNWRITTEN = -(1 << 30)  # of results and shared memory before the first store
 LANE = np.arange(THREADS, dtype=np.int32)
+OCTET_LANE = LANE.repeat(lanes.OCTET)  # of every value of an octet
 EVERY_LANE = -1  # in place of a lane: all lanes, as in a load of a scalar
-MODULES = layouts, lanes, transpose, work_table, interval_transpose, top, best_blocks
+MODULES = layouts, lanes, transpose, work_table, interval_transpose, top, best_blocks, outliers
 
 
 class Race(AssertionError):
@@ -115,8 +117,15 @@ class Ref:
 
     def __setitem__(self, where: Any, values: Any) -> None:
         run = self if where is Ellipsis else self.at[where]
-        assert run.size == THREADS
-        run.memory.store(run.first + LANE, np.asarray(values), LANE)
+        run.memory.store(run.first + np.arange(run.size), np.asarray(values), run.lane)
+
+    def load(self) -> np.ndarray:
+        return self.memory.load(self.first + np.arange(self.size), self.lane)
+
+    @property
+    def lane(self) -> np.ndarray:
+        """Which lane has each element when all of them are loaded: one, or eight in a row."""
+        return {LANE.size: LANE, OCTET_LANE.size: OCTET_LANE}[self.size]
 
 
 def emulate(monkeypatch: Any) -> None:
@@ -124,8 +133,8 @@ def emulate(monkeypatch: Any) -> None:
     shared: list[Memory] = []
     cell: dict[str, np.int32] = {}
 
-    def launch(body, name, out_type, grid, operands, **scratch):
-        results = [np.full(x.shape, UNWRITTEN, x.dtype) for x in out_type]
+    def launch(body, name, out_type, grid, operands, approx_math=False, **scratch):
+        results = [unwritten(x) for x in out_type]
         given = [np.asarray(x) for x in operands]
         refs = [Ref(Memory(x)) for x in (*given, *results)]
         for place in itertools.product(*map(range, grid.values())):
@@ -135,9 +144,13 @@ def emulate(monkeypatch: Any) -> None:
             shared.clear()
         return [jnp.asarray(x) for x in results]
 
+    def unwritten(kind: Any) -> np.ndarray:
+        with np.errstate(over="ignore"):  # -inf in float16
+            return np.full(kind.shape, UNWRITTEN).astype(kind.dtype)
+
     def shared_memory(kind: Any) -> Memory:
-        (size,) = kind.shape
-        shared.append(Memory(np.full(size, UNWRITTEN, kind.dtype), is_shared=True))
+        assert len(kind.shape) == 1
+        shared.append(Memory(unwritten(kind), is_shared=True))
         return shared[-1]
 
     def barrier() -> None:
@@ -159,7 +172,46 @@ def emulate(monkeypatch: Any) -> None:
     def gather(ref, indices):
         return ref.memory.load(ref.inside(indices), LANE)
 
+    def octets(indices):
+        return (np.asarray(indices)[:, None] * lanes.OCTET + np.arange(lanes.OCTET)).ravel()
+
+    def copy_octets(ref, first, stride, count, to, valid=None):
+        for row in range(count):
+            is_valid = True if valid is None else (valid > row).repeat(lanes.OCTET)
+            at = np.where(is_valid, octets(first + row * stride), 0)
+            loaded = ref.memory.load(ref.inside(at), OCTET_LANE)
+            run = to.at[pl.ds(row * OCTET_LANE.size, OCTET_LANE.size)]
+            run[...] = np.where(is_valid, loaded, np.zeros_like(loaded))
+
+    def float_octets(ref, count):
+        size = OCTET_LANE.size
+        return [ref.at[pl.ds(r * size, size)].load().astype(np.float32) for r in range(count)]
+
+    def squared_distances(ref, octets, count):
+        away = [x - octets for x in float_octets(ref, count)]
+        return [np.square(x).reshape(THREADS, lanes.OCTET).sum(1) for x in away]
+
+    def gather_octets(ref, indices):
+        return ref.memory.load(ref.inside(octets(indices)), OCTET_LANE)
+
+    def scatter_octets(ref, indices, values):
+        ref.memory.store(ref.inside(octets(indices)), values, OCTET_LANE)
+
+    def count_in_warp(flags):
+        by_warp = np.asarray(flags).reshape(-1, layouts.WARP)
+        total = by_warp.cumsum(1)
+        together = np.broadcast_to(total[:, -1:], total.shape)
+        return tuple(x.astype(np.int32).reshape(-1) for x in (total - by_warp, together))
+
     replaced = {
+        "count_in_warp": count_in_warp,
+        "copy_octets": copy_octets,
+        "await_copies": lambda: None,
+        "gather_octets": gather_octets,
+        "scatter_octets": scatter_octets,
+        "sum_octets": lambda ref, count: sum(float_octets(ref, count)),
+        "squared_distances": squared_distances,
+        "exchange": lambda values, distance: values[LANE ^ distance],
         "launch": launch,
         "gather": gather,
         "scatter": scatter,
@@ -181,7 +233,7 @@ def emulate(monkeypatch: Any) -> None:
     monkeypatch.setattr(top, "_pair", lambda ref, i: (gather(ref, 2 * i), gather(ref, 2 * i + 1)))
     monkeypatch.setattr(top, "_floats", lambda value: np.full(THREADS, value, np.float32))
     monkeypatch.setattr(plgpu, "commit_smem", barrier)
-    monkeypatch.setattr(plgpu, "load", lambda ref, layout: ref.memory.load(ref.first + LANE, LANE))
+    monkeypatch.setattr(plgpu, "load", lambda ref, layout: ref.load())
     monkeypatch.setattr(pl, "when", _when)
     monkeypatch.setattr(pl, "loop", _loop)
 

@@ -12,7 +12,7 @@ import pytest
 from tests.conditions import needs_gpu, needs_interpreter, needs_newer_jax
 from xsake import _jax, block_scores, dot_product_attention
 from xsake import block_scores as scores
-from xsake.block_scores import by_kernel
+from xsake.block_scores import by_kernel, queries
 from xsake.hads import Plan, row_blocks
 from xsake.hads.terms import Terms
 
@@ -173,7 +173,13 @@ def interpreted_kernel(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import means as hopper_means
+    from xsake.backends.hopper import outliers as hopper_outliers
     from xsake.backends.hopper import scores as hopper_scores
+
+    def outliers(q, block, parts, *, scale):
+        """In plain JAX: nothing interprets the kernel. test_outliers.py compares it with this."""
+        chosen = jax.vmap(lambda q: queries.outliers(q, block // parts, block))(q)
+        return (chosen * scale).astype(q.dtype)
 
     calls = []
     kernel = hopper_scores.scores
@@ -185,6 +191,7 @@ def interpreted_kernel(monkeypatch):
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
     means = functools.partial(hopper_means.means, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(hopper_means, "means", means)
+    monkeypatch.setattr(hopper_outliers, "outliers", outliers)
     by_kernel.batchable.cache_clear()
     block_scores.estimate.clear_cache()
     monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
@@ -301,6 +308,19 @@ def test_a_training_step_lowers_for_cuda(monkeypatch):
     block_scores.estimate.clear_cache()
     assert text.count("@mosaic_gpu") == 6
     assert "3x2x3x64xf32" in text  # [B, N, blocks, rows of a tile]
+
+
+@pytest.mark.parametrize("selector", ["mean_query", "outlier_queries"])
+@needs_newer_jax
+def test_a_selection_is_three_kernels(selector, monkeypatch):
+    """Its queries, the scores and the lists; nothing that XLA would have to launch a kernel for."""
+    monkeypatch.setattr(scores, "why_not", lambda q, k, block: None)
+    q, k = (jax.ShapeDtypeStruct((2, 320, heads, 128), jnp.bfloat16) for heads in (2, 1))
+    counts = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    select = jax.jit(lambda q, k, counts: block_scores.select(selector, q, k, counts, 64).lists)
+    text = select.trace(q, k, counts).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 3
+    assert "stablehlo.reduce" not in text
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake.backends.hopper.lanes import (
     LANES,
+    count_in_warp,
     div_rem_lanes,
     every_lane,
     for_each,
@@ -28,13 +29,14 @@ from xsake.backends.hopper.lanes import (
     launch,
     scatter,
 )
-from xsake.backends.hopper.layouts import LOG2E, THREADS, div_rem, round_up
+from xsake.backends.hopper.layouts import LOG2E, THREADS, WARP, div_rem, round_up
 from xsake.block_mask.lists import Lists
 
 LOWEST = -1e30  # in place of NaN and -inf
+PAST = -1e38  # after the diagonal: below every block that a row block may visit
 HIGHEST = 1e38  # rounding of huge logits may put a share above 1
 FORCED = 3e38
-# Added to the base-2 logarithm of squared shares: those from 2⁻¹²⁰ to 1 fit into a float32.
+# Added to the base-2 logarithm of squared shares: those from 2⁻²⁴⁶ to 1 fit into a float32.
 SHIFT = 120.0
 
 
@@ -44,7 +46,7 @@ def best_blocks(
     """Lists of the counts[b, n, i] best blocks of each row block, forced ones first; causal.
 
     The same blocks as `selection.keep_top` selects, but for the rounding of nearly equal scores.
-    Blocks whose share is below 2⁻¹³⁴ in every part are equal here: the earlier one comes first.
+    Blocks whose share is below 2⁻¹²³ in every part are equal here: the earlier one comes first.
 
     Args:
       sums: float32 [B, N, n, at least n · parts]: log Σ exp(q · k / √H) over the keys of each
@@ -67,7 +69,9 @@ def best_blocks(
         [jax.ShapeDtypeStruct((int(np.prod(shape)),), jnp.int32) for shape in shapes],
         {"row": B * N * n},
         (sums.reshape(-1), counts.reshape(-1)),
+        approx_math=True,
         weights=plgpu.SMEM((padded,), jnp.float32),
+        ranks=plgpu.SMEM((padded,), jnp.int32),
         kept=plgpu.SMEM((padded,), jnp.int32),
         parts_max=plgpu.SMEM((THREADS,), jnp.float32),
         parts_sum=plgpu.SMEM((THREADS,), jnp.float32),
@@ -88,13 +92,15 @@ class _RowBlocks:
 
     def body(
         self, sums, counts, starts, listed, full, index,
-        *, weights, kept, parts_max, parts_sum, totals,
+        *, weights, ranks, kept, parts_max, parts_sum, totals,
     ):  # fmt: skip
         """One row block of one head; the longest ones begin first."""
         i, head = div_rem(lax.axis_index("row"), self.B * self.N)
         i = self.n - 1 - i
         chunks = lax.div(i, jnp.int32(THREADS)) + 1
         first = head * (self.n * self.queries) + i * self.parts  # of block 0, part 0
+        # Loaded here, long before they are used: a load takes as long as the sums below.
+        before, count = self._counts(counts, head, i)
         if self.parts > 1:
             self._normalise(sums, first, i, parts_max, parts_sum, totals)
 
@@ -104,10 +110,11 @@ class _RowBlocks:
             weight = self._weight(sums, first + jnp.minimum(j, i) * self.queries, i, totals)
             weight = jnp.minimum(jnp.where(weight > LOWEST, weight, LOWEST), HIGHEST)
             is_forced = (j == 0) | (j >= i - self.band)
-            weights[pl.ds(chunk * THREADS, THREADS)] = jnp.where(is_forced, FORCED, weight)
+            weight = jnp.where(is_forced, FORCED, weight)
+            weights[pl.ds(chunk * THREADS, THREADS)] = jnp.where(j <= i, weight, PAST)
 
         plgpu.commit_smem()
-        start, count = self._extent(counts, head, i)
+        start = before.sum()
 
         @pl.loop(0, chunks)
         def _(chunk):
@@ -116,30 +123,29 @@ class _RowBlocks:
             own = plgpu.load(weights.at[here], layout=LANES)
 
             def compare(others, rank):
-                loaded = [weights[jnp.minimum(other, i)] for other in others]
+                loaded = [weights[other] for other in others]
                 for other, weight in zip(others, loaded, strict=True):
                     is_before = (weight > own) | ((weight == own) & (other < j))
-                    rank += jnp.where(is_before & (other <= i), 1, 0)
+                    rank += jnp.where(is_before, 1, 0)
                 return rank
 
             rank = for_each(i + 1, compare, every_lane(0))
-            kept[here] = jnp.where((rank < count) & (j <= i), 1, 0)
+            is_kept = jnp.where((rank < count) & (j <= i), 1, 0)
+            earlier, together = count_in_warp(is_kept)
+            ranks[here] = jnp.where(is_kept > 0, earlier, -1)
+            kept[here] = together
 
         plgpu.commit_smem()
 
         @pl.loop(0, chunks)
         def _(chunk):
             j = chunk * THREADS + lane_index()
-            own = plgpu.load(kept.at[pl.ds(chunk * THREADS, THREADS)], layout=LANES)
-
-            def add(others, position):
-                loaded = [kept[jnp.minimum(other, i)] for other in others]
-                for other, is_kept in zip(others, loaded, strict=True):
-                    position += jnp.where(other < j, is_kept, 0)
-                return position
-
-            at = start + for_each(i + 1, add, every_lane(0))
-            scatter(index, jnp.where(own > 0, head * self.capacity + at, -1), j)
+            rank = plgpu.load(ranks.at[pl.ds(chunk * THREADS, THREADS)], layout=LANES)
+            at = start + rank
+            for end in range(WARP, round_up(self.n, THREADS), WARP):
+                # Warps of chunks that are not there are read by no lane that is kept.
+                at += jnp.where(j >= end, kept[end - WARP], 0)
+            scatter(index, jnp.where(rank >= 0, head * self.capacity + at, -1), j)
 
         self._write(starts, listed, full, index, head, i, start, count)
 
@@ -193,8 +199,8 @@ class _RowBlocks:
             weight += jnp.where(part < real, square, 0.0)
         return weight
 
-    def _extent(self, counts, head, i):
-        """(where the row block's list begins in its head, how many blocks it has)."""
+    def _counts(self, counts, head, i):
+        """(its lanes' part of the sum of the counts of earlier row blocks, the count of this)."""
         row = 0 if self.count_batch == 1 else lax.div(head, jnp.int32(self.N))
         offset = (row * self.N + lax.rem(head, jnp.int32(self.N))) * self.n
 
@@ -207,8 +213,7 @@ class _RowBlocks:
             return before + jnp.where(rows < i, clipped(rows), 0)
 
         chunks = lax.div(i, jnp.int32(THREADS)) + 1
-        before = lax.fori_loop(0, chunks, add, every_lane(0))
-        return before.sum(), clipped(every_lane(0) + i)
+        return lax.fori_loop(0, chunks, add, every_lane(0)), clipped(every_lane(0) + i)
 
     def _write(self, starts, listed, full, index, head, i, start, count):
         """The row block's extent, by lane 0; after the last row block the tail of the lists."""

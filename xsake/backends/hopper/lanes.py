@@ -4,21 +4,30 @@ A lane is one of the 128 threads of the warpgroup here. The interpreter has no l
 lane; tests/backends/hopper/lane_emulator.py runs the kernels on a CPU.
 """
 
+import functools
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from xsake.backends.hopper.layouts import THREADS, div_rem
-from xsake.backends.hopper.ptx import asm, shared_address
+from xsake.backends.hopper.ptx import address, asm, i32, shared_address
 
 LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one value per thread
+OCTET = 8  # values of 16 bits in the widest load of a thread
+OCTETS = plgpu.Layout.WG_STRIDED((THREADS * OCTET,), vec_size=OCTET)
 UNROLL = 16  # iterations whose loads are issued together
 
 
-def launch(body, name, out_type, grid, operands, **scratch):
-    """The results of body(*operands, *results, **scratch), one warpgroup per cell of the grid."""
+def launch(body, name, out_type, grid, operands, approx_math=False, **scratch):
+    """The results of body(*operands, *results, **scratch), one warpgroup per cell of the grid.
+
+    approx_math: exp2 and log2 are single instructions, without numbers below 2⁻¹²⁶.
+    """
     return plgpu.kernel(
         body,
         out_type=tuple(out_type),
@@ -27,6 +36,7 @@ def launch(body, name, out_type, grid, operands, **scratch):
         grid_names=tuple(grid),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
+            approx_math=approx_math,
             unsafe_no_auto_barriers=True,  # the bodies have their own barriers for shared memory
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
@@ -126,6 +136,178 @@ def add_one(ref, indices):
         asm(lines, "r,r", [shared_address(ref), at])
 
     emit(ref, indices)
+
+
+def copy_octets(ref, first, stride, count, to, valid=None):
+    """to[r, lane] = octet number first[lane] + r · stride of ref, for r < count; asynchronous.
+
+    Octet i is ref[8 i : 8 i + 8], 16 bytes of global memory; values have 16 bits. `to` is in shared
+    memory, [count · 128 · 8]. From r = valid[lane] on, nothing is read, and zeros are written. All
+    octets of a call are in flight together; a lane may read its own after `await_copies`, those of
+    others after a barrier that follows.
+    """
+    lanes = [first] if valid is None else [first, valid]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[LANES] * len(lanes)))
+    def emit(_, ref, to, *lanes):
+        lines = [
+            ".reg .b64 a; .reg .b32 t, bytes; .reg .pred p; mov.u32 t, %tid.x;",
+            f"and.b32 t, t, {THREADS - 1}; mad.lo.u32 t, t, 16, $1; mad.wide.u32 a, $2, 16, $0;",
+        ]
+        for row in range(count):
+            copy = f"[t+{row * THREADS * 16}], [a+{row * stride * 16}], 16"
+            if valid is not None:
+                lines.append(f"setp.gt.s32 p, $3, {row}; selp.b32 bytes, 16, 0, p;")
+                copy += ", bytes"
+            lines.append(f"cp.async.cg.shared.global {copy};")
+        constraints = "l,r" + ",r" * len(lanes)
+        asm(lines, constraints, [address(ref), shared_address(to), *map(_own, lanes)])
+
+    emit(ref, to, *lanes)
+
+
+def await_copies():
+    """Waits for the lane's copies."""
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        asm(["cp.async.wait_all;"], "~{memory}")
+
+    emit()
+
+
+def scatter_octets(ref, indices, octets):
+    """ref[8 i : 8 i + 8] = a lane's octet, for its index i; 16-bit values in global memory."""
+    lines = [
+        ".reg .b64 a; mad.wide.u32 a, $1, 16, $0;",
+        "st.global.v4.b32 [a], {$2, $3, $4, $5};",
+    ]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES, OCTETS))
+    def emit(_, ref, indices, octets):
+        (register,) = octets.registers.flat
+        words = mgpu.utils.bitcast(
+            register, ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+        )
+        words = [vector.extract(words, [], [i]) for i in range(4)]
+        asm(lines, "l,r,r,r,r,r", [address(ref), _own(indices), *words])
+
+    emit(ref, indices, octets)
+
+
+def gather_octets(ref, indices):
+    """ref[8 i : 8 i + 8] of every lane's index i; ref is in shared memory."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), LANES),
+        return_type=plgpu.ShapeDtypeStruct((THREADS * OCTET,), ref.dtype, layout=OCTETS),
+    )
+    def emit(_, ref, indices):
+        octet = ir.VectorType.get((OCTET,), ir.MemRefType(ref.type).element_type)
+        at = mgpu.utils.getelementptr(address(ref), [_own(indices)], octet)
+        return _array(llvm.load(octet, at, alignment=16), OCTETS)
+
+    return emit(ref, indices)
+
+
+def sum_octets(ref, count):
+    """Σ_r of every lane's octets r < count of ref, float32; ref is as `copy_octets` writes it."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((THREADS * OCTET,), jnp.float32, layout=OCTETS),
+    )
+    def emit(_, ref):
+        return _array(functools.reduce(arith.addf, _float_octets(ref, count)), OCTETS)
+
+    return emit(ref)
+
+
+def squared_distances(ref, octets, count):
+    """Σ (ref[r, lane] - octets[lane])² over each lane's octet, for every r < count; float32.
+
+    ref is as `copy_octets` writes it.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), OCTETS),
+        return_type=(plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, layout=LANES),) * count,
+    )
+    def emit(_, ref, octets):
+        (own,) = octets.registers.flat
+
+        def distance(octet):
+            away = arith.subf(octet, own)
+            first, *others = (vector.extract(away, [], [i]) for i in range(OCTET))
+            square = arith.mulf(first, first)
+            total = functools.reduce(lambda total, x: llvm.intr_fma(x, x, total), others, square)
+            return _array(vector.broadcast(ir.VectorType.get((1,), total.type), total), LANES)
+
+        return tuple(map(distance, _float_octets(ref, count)))
+
+    return emit(ref, octets)
+
+
+def count_in_warp(flags):
+    """(how many earlier lanes of the warp have a flag, how many lanes of it); flags are 0 or 1."""
+
+    def count(lines):
+        lines = [
+            ".reg .pred p; .reg .b32 all, before; setp.ne.s32 p, $1, 0;",
+            "vote.sync.ballot.b32 all, p, -1; mov.u32 before, %lanemask_lt;",
+            *lines,
+        ]
+
+        @plgpu.inline_mgpu(
+            arg_types=(LANES,),
+            return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=LANES),
+        )
+        def emit(_, flags):
+            found = asm(lines, "=r,r", [_own(flags)])
+            register = vector.broadcast(ir.VectorType.get((1,), found.type), found)
+            return _array(register, LANES, is_signed=True)
+
+        return emit(flags)
+
+    return count(["and.b32 all, all, before; popc.b32 $0, all;"]), count(["popc.b32 $0, all;"])
+
+
+def exchange(values, distance):
+    """The float32 values of lane ^ distance, a lane of the same warp."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(LANES,),
+        return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, layout=LANES),
+    )
+    def emit(_, values):
+        (register,) = values.registers.flat
+        return _array(mgpu.utils.shfl_bfly(register, distance), LANES)
+
+    return emit(values)
+
+
+def _float_octets(ref, count):
+    """The lane's octets r < count, as vectors of float32."""
+    octet = ir.VectorType.get((OCTET,), ir.MemRefType(ref.type).element_type)
+    floats = ir.VectorType.get((OCTET,), ir.F32Type.get())
+    lane = arith.remui(mgpu.utils.thread_idx(), i32(THREADS))
+    for row in range(count):
+        at = mgpu.utils.getelementptr(address(ref), [arith.addi(lane, i32(row * THREADS))], octet)
+        yield arith.extf(floats, llvm.load(octet, at, alignment=16))
+
+
+def _own(array):
+    """A lane's own value of an array of the layout LANES."""
+    (register,) = array.registers.flat
+    return vector.extract(register, [], [0])
+
+
+def _array(register, layout, is_signed=None):
+    """The array of which every lane has this register."""
+    registers = np.full(1, register, object)
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=layout.to_mgpu(), _is_signed=is_signed
+    )
 
 
 def _by_lane(values):
