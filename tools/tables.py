@@ -415,7 +415,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
         for cells in (
             *(task_tables.loss, task_tables.depth, task_tables.perplexity),
             *(task_tables.tuning, task_tables.ranking, task_tables.heads, task_tables.floors),
-            *(task_tables.certified, task_tables.pairs),
+            *(task_tables.certified, task_tables.pairs, task_tables.ends),
         )
     },
     **{

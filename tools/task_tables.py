@@ -262,6 +262,53 @@ def _compared(both: list[tuple[Record, Record]]) -> list[str]:
     ]
 
 
+END = re.compile(r", end × (\d+)$")
+
+
+def ends(report: Record) -> Cells:
+    """The weights of a prompt's end side by side, on the families that all of them have."""
+    means = {(x["length"], x["density"], x["method"]): x for x in summarise(report["rows"])}
+    gaps = {(x["length"], x["density"], x["method"]): x for x in report["perplexity"]}
+    weighted = [x for x in means if END.search(x[2])]
+    points = sorted({(length, density) for length, density, _ in weighted}, reverse=True)
+
+    def lines() -> Iterator[list[str]]:
+        for length, density in points:
+            mine = [x[2] for x in weighted if x[:2] == (length, density)]
+            methods = [END.sub("", mine[0]), *sorted(mine, key=_weight)]
+            shared = set.intersection(
+                *(set(means[length, density, x]["families"]) for x in methods)
+            )
+            kept = [x for x in report["rows"] if x["length"] == length and x["family"] in shared]
+            found = [x for x in summarise(kept) if x["density"] == density]
+            found = [x for x in found if x["method"] in methods]
+            for mean in sorted(found, key=lambda x: _weight(x["method"])):
+                error = mean["accuracy_difference_standard_error"]
+                gap = gaps.get((length, density, mean["method"]))
+                yield [
+                    f"{length:,}",
+                    f"{density:g}",
+                    f"{_weight(mean['method'])}",
+                    str(len(shared)),
+                    _spread(mean["accuracy_difference"], error, 100, 1, "+"),
+                    f"{mean['share_of_dense']:.3f}",
+                    f"{mean['loss_difference']:+.2f}",
+                    "" if gap is None else _gap(gap),
+                ]
+
+    head = "tokens | density | weight of the end | families | difference, points | share of dense"
+    return [*head.split(" | "), "loss difference", "perplexity gap, %"], lines()
+
+
+def _weight(method: str) -> int:
+    found = END.search(method)
+    return int(found[1]) if found else 1
+
+
+def _gap(row: Record) -> str:
+    return _spread(row["perplexity_gap"], row["perplexity_gap_standard_error"], 100, 2)
+
+
 def _uncertified(method: str) -> str:
     return re.sub(r" certified.*?(?=, blocks of |$)", "", method)
 
@@ -311,7 +358,7 @@ def perplexity(report: Record) -> Cells:
         row = cells.get((length, method, density))
         if row is None:
             return ""
-        return _spread(row["perplexity_gap"], row["perplexity_gap_standard_error"], 100, 2)
+        return _gap(row)
 
     head = ["tokens"] if lengths else []
     head += ["method", *(f"perplexity gap, % at density {d:g}" for d in densities)]

@@ -207,6 +207,21 @@ def test_blocks_are_compared_at_equal_density_and_at_equal_time(wide, narrow):
     assert line[7] == "2, 0"
 
 
+def test_weights_of_the_end_are_compared_on_the_families_that_all_have():
+    rows = [cell("dense", 1.0, "1111", family=f) for f in "fg"]
+    weights = (("", "1100"), (", end × 64", "1101"), (", end × 4", "1111"))
+    rows += [cell(f"outlier_queries/output{x}", 0.2, right, family="f") for x, right in weights]
+    rows.append(cell("outlier_queries/output", 0.2, "0000", family="g"))
+    rows.append(cell("outlier_queries/output, end × 4 certified, error 0.2", 0.2, "1111"))
+    gap = {"method": "outlier_queries/output, end × 4", "density": 0.2, "length": 64}
+    gap |= {"perplexity_gap": 0.01, "perplexity_gap_standard_error": 0.001}
+    lines = lines_of(task_tables.ends({"rows": rows, "perplexity": [gap]}))
+    assert [x["weight of the end"] for x in lines] == ["1", "4", "64"]
+    assert [x["share of dense"] for x in lines] == ["0.500", "1.000", "0.750"]
+    assert {x["families"] for x in lines} == {"1"}
+    assert [x["perplexity gap, %"] for x in lines] == ["", "1.00 ± 0.10", ""]
+
+
 def test_floors_and_goals_are_judged():
     families = ("f", "g", "h")
     rows = [cell("dense", 1.0, "1111", family=f) for f in families]

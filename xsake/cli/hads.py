@@ -183,6 +183,7 @@ def plan(
     policy: str = "output",
     selector: str = "mean_query",
     top_p: float | None = None,
+    end_weight: float = 1.0,
 ) -> None:
     """Writes a plan: a block budget for every head and row block, and a selector.
 
@@ -194,11 +195,14 @@ def plan(
       selector: static, pooled, antidiagonal, gaussian, mean_query, past_query,
         part_queries, outlier_queries or every_query.
       top_p: stop adding blocks to a row block at this share of its estimated attention mass.
+      end_weight: how many times as much as other row blocks the last two of a text count in the
+        budget, at the same density. For prompts that end with a question: 16.
     """
     from xsake import hads
 
     writable_file(out)
-    made = hads.make(hads.Profile.load(profile), density, policy, selector, top_p=top_p)
+    more = {"top_p": top_p, "end_weight": end_weight}
+    made = hads.make(hads.Profile.load(profile), density, policy, selector, **more)
     made.save(out)
     console.print(str(made))
     console.print(f"written: {out}")
