@@ -130,6 +130,13 @@ DESCRIPTIONS: dict[str, Description] = {
     "tasks-blocks-128": Description(
         _TASKS + "blocks of 128 instead of 64, on prompts that were held out.", _HEADS
     ),
+    "tasks-end": Description(
+        _TASKS + "budgets that weigh the end of a prompt more, on prompts that were held out.",
+        _HEADS,
+    ),
+    "tasks-end-tuning": Description(
+        _TASKS + "the weight of a prompt's end, on the prompts that it was chosen on.", _HEADS
+    ),
     "tasks-final": Description(
         _TASKS + "HADS, sink and window, and the oracle, on prompts that were held out.", _HEADS
     ),
