@@ -5,16 +5,19 @@ lane; tests/backends/hopper/lane_emulator.py runs the kernels on a CPU.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from xsake.backends.hopper.layouts import THREADS, div_rem
-from xsake.backends.hopper.ptx import asm, shared_address
+from xsake.backends.hopper.ptx import address, asm, shared_address
 
 LANES = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)  # one value per thread
 UNROLL = 16  # iterations whose loads are issued together
+EIGHT = 8  # values of 16 bits that a lane loads or copies together: 16 bytes
 
 
 def launch(body, name, out_type, grid, operands, **scratch):
@@ -69,6 +72,25 @@ def every_lane(value):
     return _by_lane(jnp.full((THREADS,), value, jnp.int32))
 
 
+def sum_of_lanes(values, shared):
+    """The sum of the values of all lanes, in every lane; shared is [128] of their dtype.
+
+    There is a barrier after it: the caller may use `shared` again.
+    """
+    shared[...] = values
+    plgpu.commit_smem()
+
+    def add(lanes, total):
+        loaded = [shared[jnp.int32(lane)] for lane in lanes]
+        for x in loaded:
+            total += x
+        return total
+
+    total = for_each(THREADS, add, every_lane(0).astype(shared.dtype))
+    plgpu.commit_smem()
+    return total
+
+
 def div_rem_lanes(x, y):
     """(x // y, x % y) of every lane's x, which is not negative.
 
@@ -113,6 +135,52 @@ def scatter(ref, indices, values):
     emit(ref, indices, values)
 
 
+def gather_eight(ref, indices):
+    """ref[8 index + i] of every lane's index in float32, a tuple for i = 0 … 7.
+
+    ref is bfloat16 or float16 [size] in global memory, which begins at a multiple of 16 bytes.
+    """
+    wide = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, layout=LANES)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES), return_type=(wide,) * EIGHT)
+    def emit(_, ref, indices):
+        (at,) = (vector.extract(x, [], [0]) for x in indices.registers.flat)
+        kind, single = ir.F32Type.get(), ir.VectorType.get((1,), ir.F32Type.get())
+        loaded = llvm.load(_eight(ref), _address_of_eight(ref, at), alignment=16)
+        values = arith.extf(ir.VectorType.get((EIGHT,), kind), loaded)
+        found = []
+        for i in range(EIGHT):
+            registers = np.empty_like(indices.registers)
+            registers.flat[0] = vector.broadcast(single, vector.extract(values, [], [i]))
+            found.append(
+                mgpu.FragmentedArray(_registers=registers, _layout=indices.layout, _is_signed=None)
+            )
+        return tuple(found)
+
+    return emit(ref, indices)
+
+
+def copy_eight(source, indices, target, places):
+    """target[8 place + i] = source[8 index + i] for i = 0 … 7, in lanes whose place is ≥ 0.
+
+    Both are of one dtype of 16 bits, in global memory, and begin at multiples of 16 bytes.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES, plgpu.RefType(), LANES))
+    def emit(_, source, indices, target, places):
+        at, place = (
+            vector.extract(x, [], [0]) for array in (indices, places) for x in array.registers.flat
+        )
+        zero = arith.constant(at.type, ir.IntegerAttr.get(at.type, 0))
+        valid = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, place, zero))
+        with ir.InsertionPoint(valid.regions[0].blocks[0]):
+            loaded = llvm.load(_eight(source), _address_of_eight(source, at), alignment=16)
+            llvm.store(loaded, _address_of_eight(target, place), alignment=16)
+            scf.yield_([])
+
+    emit(source, indices, target, places)
+
+
 def add_one(ref, indices):
     """ref[index] += 1 for every lane whose index is not negative; ref is int32 in shared memory."""
     lines = [
@@ -135,3 +203,14 @@ def _by_lane(values):
 
 def _index(integer):
     return arith.index_cast(ir.IndexType.get(), integer)
+
+
+def _eight(ref):
+    """The type of eight elements of a ref."""
+    return ir.VectorType.get((EIGHT,), ref.type.element_type)
+
+
+def _address_of_eight(ref, at):
+    """The address of element 8 · at of a ref."""
+    wide = arith.extsi(ir.IntegerType.get_signless(64), at)
+    return mgpu.utils.getelementptr(address(ref), [wide], _eight(ref))
