@@ -81,10 +81,7 @@ def sum_of_lanes(values, shared):
     plgpu.commit_smem()
 
     def add(lanes, total):
-        loaded = [shared[jnp.int32(lane)] for lane in lanes]
-        for x in loaded:
-            total += x
-        return total
+        return sum([shared[lane] for lane in lanes], total)
 
     total = for_each(THREADS, add, every_lane(0).astype(shared.dtype))
     plgpu.commit_smem()

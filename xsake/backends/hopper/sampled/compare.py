@@ -92,25 +92,21 @@ class _Rows:
         each = [gather(logs, (x * self.N + n) * self.G + g) for x in of_pieces]
         at = [((x * self.G + g) * self.N + n) * self.lanes + part for x in of_pieces]
         loaded = [gather_eight(outs, x) for x in at]
-        if sinks is not None:  # one more piece, whose values are 0
+        if sinks is not None:  # one more piece
             each.append(gather(sinks, (b * self.N if self.sink_batch > 1 else 0) + n))
         weights, total, dense = _weights(each)
-        error = square = total * 0.0
+        error = square = 0.0
         for i in range(EIGHT):
-            exact = total * 0.0
-            for weight, x in zip(weights, loaded, strict=False):
-                exact += weight * x[i]
-            exact = exact / total
-            error += (exact - here[i]) * (exact - here[i])
-            square += exact * exact
+            # no value of a sink, which is 0
+            exact = sum(weight * x[i] for weight, x in zip(weights, loaded, strict=False)) / total
+            error = error + (exact - here[i]) * (exact - here[i])
+            square = square + exact * exact
         errors[...] = error
         squares[...] = square
         plgpu.commit_smem()
 
         def of_row(shared):
-            first = within * self.lanes
-            return sum((gather(shared, first + i) for i in range(1, self.lanes)),
-                       gather(shared, first))  # fmt: skip
+            return sum(gather(shared, within * self.lanes + i) for i in range(self.lanes))
 
         writes = (part == 0) & (place < self.rows)
         for kind, value in enumerate((_dropped(sparse, dense), of_row(errors), of_row(squares))):
@@ -125,9 +121,7 @@ def _weights(logs):
         top = jnp.maximum(top, x)
     top = jnp.where(top == LOWEST, 0.0, top)
     weights = [jnp.exp2((x - top) * LOG2E) for x in logs]
-    total = weights[0]
-    for x in weights[1:]:
-        total += x
+    total = sum(weights[1:], weights[0])
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
     return weights, total, jnp.where(seen, top + jnp.log2(total) * (1 / LOG2E), LOWEST)
