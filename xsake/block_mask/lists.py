@@ -266,7 +266,7 @@ def lists_of_classes(classes: Array | np.ndarray, grid: Grid) -> Lists:
     return Lists._make([*map(jnp.asarray, arrays), None])
 
 
-def known_lists(classes: np.ndarray, grid: Grid) -> Any:
+def known_lists(classes: np.ndarray, grid: Grid) -> Lists:
     """`lists_of_classes` with arrays of NumPy."""
     nk = grid.counts[1]
     whole = np.arange(nk) < grid.shape[1] // grid.block[1]  # a block past S is partial
@@ -279,7 +279,7 @@ def known_lists(classes: np.ndarray, grid: Grid) -> Any:
     for head in np.ndindex(classes.shape[:2]):
         entries = columns[head][listed[head]]
         index[head][: len(entries)] = entries
-    return Lists(starts_of(count, np), count, full_count, index, None)
+    return Lists._make([starts_of(count, np), count, full_count, index, None])
 
 
 def _counted(full: Array, partial: Array) -> tuple[Array, Array, tuple[Array, Array]]:

@@ -159,8 +159,9 @@ def certified_attention(
         exact = attend_sampled(kept, sample, rule, logits_soft_cap, every=every)
         here = at_sample(out, sample).astype(jnp.float32), at_sample(logsumexp, sample)
         error = exact[0] - here[0]
-        each = dropped_mass(here[1], exact[1]), (error**2).sum(-1), (exact[0] ** 2).sum(-1)
-        figures = jnp.swapaxes(jnp.stack(each, 1), 2, 3)  # [B, 3, N, G]
+        squares = (error**2).sum(-1), (exact[0] ** 2).sum(-1)
+        figures = jnp.stack([dropped_mass(here[1], exact[1]), *squares], 1)
+        figures = jnp.swapaxes(figures, 2, 3)  # [B, 3, N, G]
 
     limits = None
     if bound:
@@ -169,7 +170,7 @@ def certified_attention(
         limits = bounds(*constants, dropped, mask.block, Softmax(logits_soft_cap))
     dense_row_blocks = jnp.zeros((B, N, mask.grid.counts[0]), bool)
     adds = threshold is not None or guarantee is not None
-    if adds or not by_kernel:
+    if adds or not by_kernel:  # else a kernel counts them
         visited, live = _visited_and_live(mask, rule, B, N)
     if adds:
         dense_row_blocks = _failing(figures, criterion, limits, mask, threshold, guarantee, every)
@@ -181,13 +182,12 @@ def certified_attention(
         out = _corrected(out, error, served, sample, every)
 
     if by_kernel:
-        counted = None if adds else mask
-        each, densities = sampled_by_kernel.report(figures, T, every, window, counted)
+        each, densities = sampled_by_kernel.report(figures, T, every, window, mask)
     else:
-        each, densities = estimates.of_figures(figures, T, every, window), None
-    if densities is None:
-        final = jnp.where(dense_row_blocks, live, visited)
-        densities = _share(visited, live), _share(final, live)
+        each = estimates.of_figures(figures, T, every, window)
+        densities = (_share(visited, live),) * 2
+    if adds:
+        densities = densities[0], _share(jnp.where(dense_row_blocks, live, visited), live)
     report = Report(
         **estimates.with_bounds(each, limits, window),
         dense_row_blocks=dense_row_blocks,

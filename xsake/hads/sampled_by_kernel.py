@@ -124,47 +124,38 @@ def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., 
 
 
 def report(
-    values: Float[Array, "B 3 N G"],
-    length: int,
-    every: int,
-    window: int,
-    mask: BlockMask | None,
-) -> tuple[dict[str, Estimate], tuple[Array, Array] | None]:
-    """`estimates.of_figures`, and for a mask the density twice, float32 [B, N] each.
+    values: Float[Array, "B 3 N G"], length: int, every: int, window: int, mask: BlockMask
+) -> tuple[dict[str, Estimate], tuple[Array, Array]]:
+    """`estimates.of_figures`, and the mask's density, float32 [B, N], twice.
 
-    The density is the number of blocks that are visited ÷ those that the mask's rule allows. It is
-    given twice because one array that is returned twice would be copied.
+    The density is the number of blocks that are visited ÷ those that the rule allows. There are two
+    arrays of it because one that is returned twice would be copied.
     """
-    of_mask: tuple[Array, ...] = ()
-    key = None
-    if mask is not None:
-        lists = mask.lists
-        of_mask = lists.kv_start, lists.kv_count, lists.kv_index
-        key = mask.rule, mask.shape, mask.block
-    found = _reporting(length, every, window, key)(*jax.lax.stop_gradient((values, *of_mask)))
+    start, count, _, index, _ = mask.lists
+    reported = _reporting(length, every, window, (mask.rule, mask.shape, mask.block))
+    *found, one, other = reported(*jax.lax.stop_gradient((values, start, count, index)))
     names = [name + suffix for name in estimates.FIGURES for suffix in ("", "_by_head")]
     fields = len(Estimate._fields)
-    each = {name: Estimate(*found[i * fields : (i + 1) * fields]) for i, name in enumerate(names)}
-    return each, None if mask is None else tuple(found[-2:])
+    each = {name: Estimate(*found[i * fields :][:fields]) for i, name in enumerate(names)}
+    return each, (one, other)
 
 
 @functools.lru_cache(maxsize=32)
 def _reporting(length: int, every: int, window: int, of_mask: Any) -> Callable[..., Any]:
-    """(figures, kv_start, kv_count, kv_index) -> all Estimates, and densities of a mask."""
+    """(figures, kv_start, kv_count, kv_index) -> fields of all Estimates, densities of a mask."""
     windows = estimates.windows_of(length, every, window)
 
     @jax.custom_batching.custom_vmap
-    def reported(values: Array, *lists: Array) -> tuple[Array, ...]:
+    def reported(values: Array, start: Array, count: Array, index: Array) -> tuple[Array, ...]:
         from xsake.backends.hopper.sampled import means
 
-        visits = None
-        if of_mask is not None:
-            rule, shape, block = of_mask
-            grid = Grid(shape, block)
-            spans = masks.everything().spans(grid) if rule is None else rule.spans(grid)
-            visits = Visits(*lists, spans.live(grid.counts[1]))
+        rule, shape, block = of_mask
+        grid = Grid(shape, block)
+        spans = (masks.everything() if rule is None else rule).spans(grid)
+        assert spans is not None  # why_not: a window has spans
+        visits = Visits(start, count, index, spans.live(grid.counts[1]))
         found = means.means(values, windows, estimates.WIDENED, estimates.MOST, visits)
-        return _jax.vary(found, _jax.varying_axes(values, *lists))
+        return _jax.vary(found, _jax.varying_axes(values, start, count, index))
 
     @reported.def_vmap
     def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Any, Any]:
@@ -172,7 +163,7 @@ def _reporting(length: int, every: int, window: int, of_mask: Any) -> Callable[.
             x if mapped else jnp.broadcast_to(x, (size, *x.shape))
             for x, mapped in zip(given, is_mapped, strict=True)
         )
-        if any(is_mapped[1:]) or (lists and lists[0].shape[1] > 1):
+        if any(is_mapped[1:]) or lists[0].shape[1] > 1:
             lists = [jnp.broadcast_to(x, (*values.shape[:2], *x.shape[2:])) for x in lists]
         else:
             lists = [x[:1] for x in lists]

@@ -1,12 +1,14 @@
 """Means of a sample by window and by head, their intervals, and densities, on Hopper (sm90).
 
-    figures [B, 3, N, G] ─ a CTA per head and figure: a window per lane, then all groups ─ means
+    figures [B, 3, N, G] ─┬─ a CTA per head and figure, a window per lane ─ means of windows
+                          └─ a CTA per head and figure ─ means over all groups
     lists ─ a CTA per head: a row block per lane, its blocks that the rule allows ─ densities
 
 The formula is that of `hads.estimates`. Every result is an array of its own: slices of one array
 would be launches of their own.
 """
 
+import functools
 import math
 
 import jax
@@ -38,7 +40,7 @@ def means(
     windows: Windows,
     widened: tuple[float, ...],
     most: tuple[float, ...],
-    visits: Visits | None = None,
+    visits: Visits,
 ) -> tuple[Array, ...]:
     """mean, standard error, low and high of figure 0 by window, by head, of figure 1 …; densities.
 
@@ -47,27 +49,24 @@ def means(
       windows: of the sample.
       widened: how much longer the upper half of an interval is, for each figure.
       most: the largest value of each figure.
-      visits: of all heads; None: there are no densities. Else the last two results are the blocks
-        visited ÷ the blocks allowed, float32 [B, N], twice: XLA copies what is returned twice.
+      visits: of all heads. The last two results are the blocks visited ÷ the blocks allowed,
+        float32 [B, N], twice: XLA copies what is returned twice.
     """
     B, _, N, G = figures.shape
     count = len(windows.tokens) - 1
     # One array, and one number more: XLA would compute 0, 1, 2, … or equal numbers by a kernel.
     table = np.concatenate([*windows[3:], [0.5]]).astype(np.float32)
-    operands = [figures.reshape(-1), jnp.asarray(table)]
+    limits = np.concatenate([*visits.live, [-7]]).astype(np.int32)
+    lists = visits.kv_start, visits.kv_count, visits.kv_index
     shapes = [(B, N, count)] * FIELDS + [(B, N)] * FIELDS
-    shapes *= FIGURES
-    if visits is not None:
-        limits = np.concatenate([*visits.live, [-7]]).astype(np.int32)
-        operands += [*(x.reshape(-1) for x in visits[:3]), jnp.asarray(limits)]
-        shapes += [(B, N)] * 2
+    shapes = [*shapes * FIGURES, (B, N), (B, N)]
     body = _Heads(B, N, G, windows, widened, most, visits)
     found = launch(
         body.run,
         "xsake_sampled_means",
         [jax.ShapeDtypeStruct((math.prod(shape),), jnp.float32) for shape in shapes],
-        {"kind": FIGURES + (visits is not None), "head": B * N},
-        operands,
+        {"part": 2 * FIGURES + 1, "head": B * N},
+        [x.reshape(-1) for x in (figures, jnp.asarray(table), *lists, jnp.asarray(limits))],
         shared=plgpu.SMEM((THREADS,), jnp.float32),
         counted=plgpu.SMEM((THREADS,), jnp.int32),
     )
@@ -84,23 +83,22 @@ class _Heads:
         self.widened, self.most = widened, most
         self.visits = visits
 
-    def run(self, figures, table, *refs, shared, counted):
-        """One figure of one head, or its density."""
-        kind, head = lax.axis_index("kind"), lax.axis_index("head")
-        lists, found = ((), refs) if self.visits is None else (refs[:4], refs[4:])
+    def run(self, figures, table, start, count, index, limits, *found, shared, counted):
+        """A figure of one head by window, or over all groups; or the head's density."""
+        part, head = lax.axis_index("part"), lax.axis_index("head")
+        b, n = div_rem(head, self.N)
         for figure in range(FIGURES):
-            refs_of = found[2 * FIELDS * figure : 2 * FIELDS * (figure + 1)]
-
-            @pl.when(kind == figure)
-            def _(figure=figure, refs_of=refs_of):
-                b, n = div_rem(head, self.N)
-                x = _Figure(self, figures, ((b * FIGURES + figure) * self.N + n) * self.G)
-                ends = self.widened[figure], self.most[figure]
-                self.by_window(x, table, head, ends, refs_of[:FIELDS])
-                self.by_head(x, table, head, ends, refs_of[FIELDS:], shared)
-
-        if lists:
-            pl.when(kind == FIGURES)(lambda: self.density(head, *lists, found[-2:], counted))
+            x = _Figure(self, figures, ((b * FIGURES + figure) * self.N + n) * self.G)
+            given = x, table, head, (self.widened[figure], self.most[figure])
+            first = 2 * FIELDS * figure
+            by_window = functools.partial(self.by_window, *given, found[first : first + FIELDS])
+            ends = found[first + FIELDS : first + 2 * FIELDS]
+            by_head = functools.partial(self.by_head, *given, ends, shared)
+            pl.when(part == 2 * figure)(by_window)
+            pl.when(part == 2 * figure + 1)(by_head)
+        lists = start, count, index, limits
+        density = functools.partial(self.density, head, *lists, found[-2:], counted)
+        pl.when(part == 2 * FIGURES)(density)
 
     def by_window(self, x, table, head, ends, found):
         """The means of a window per lane."""
