@@ -29,6 +29,7 @@ MODULES = (
     "xsake.hads.plan",
     "xsake.hads.baselines",
     "xsake.hads.certificate",
+    "xsake.hads.estimates",
     "xsake.integrations",
     "xsake.model",
     "xsake.model.huggingface",

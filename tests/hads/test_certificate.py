@@ -10,7 +10,7 @@ from scipy import stats
 
 from xsake import dot_product_attention, hads, masks
 from xsake.block_mask import BlockMask
-from xsake.hads import certificate, sampled
+from xsake.hads import certificate, estimates, sampled
 from xsake.masks.rule import Grid
 
 T, BLOCK, EVERY, WINDOW = 92, 8, 8, 32
@@ -120,9 +120,9 @@ def test_several_sinks_of_a_head_count_as_their_sum():
         np.testing.assert_array_equal(one, other)
 
 
-def estimate(x, length, every, window, widened=certificate.WIDENED_MASS, most=np.inf):
+def estimate(x, length, every, window, widened=estimates.WIDENED_MASS, most=np.inf):
     """Of every window."""
-    return certificate.estimates(x, length, every, window, widened, most)[0]
+    return estimates.estimates(x, length, every, window, widened, most)[0]
 
 
 def test_estimates_are_unbiased():
@@ -186,7 +186,7 @@ def test_estimates_are_those_of_the_definition(length, every, window):
     sizes = np.minimum(length - np.arange(0, length, every), every)
     rng = np.random.default_rng(length)
     x = (100 + rng.standard_normal((3, len(sizes))) / 100).astype(np.float32)
-    by_window, whole = certificate.estimates(jnp.asarray(x), length, every, window, 1.5, np.inf)
+    by_window, whole = estimates.estimates(jnp.asarray(x), length, every, window, 1.5, np.inf)
     per = -(-window // every)
     parts = [slice(i, i + per) for i in range(0, len(sizes), per)]
     assert by_window.mean.shape == (3, len(parts))
@@ -210,7 +210,7 @@ def test_estimates_are_those_of_the_definition(length, every, window):
 
 def test_a_value_that_is_no_number_stays_in_its_window():
     x = jnp.ones(16).at[3].set(jnp.nan)
-    by_window, whole = certificate.estimates(x, 128, 8, 32, 1.5, np.inf)
+    by_window, whole = estimates.estimates(x, 128, 8, 32, 1.5, np.inf)
     np.testing.assert_array_equal(jnp.isnan(by_window.mean), [True, False, False, False])
     np.testing.assert_array_equal(jnp.isnan(by_window.high), [True, False, False, False])
     assert jnp.isnan(whole.mean)
@@ -463,12 +463,18 @@ def test_queries_that_see_no_key_stay_zero_in_pieces():
 
 
 def test_pieces_fill_a_gpu_and_divide_the_keys(monkeypatch):
-    assert sampled._pieces((1, 512, 16, 128), 32768) == 1  # not a GPU
+    def pieces(B, T, N, S=None, every=64, rule=RULES["causal"]):
+        G = -(-T // 64)
+        return sampled.number_of_pieces((B, T, N, 128), S or T, G, 128, rule, every)
+
+    assert pieces(1, 8192, 16) == 1  # not a GPU
     monkeypatch.setattr(sampled._jax, "why_no_hopper", lambda needs_jax: None)
     monkeypatch.setattr(sampled._jax, "multiprocessors", lambda: 132)
-    assert sampled._pieces((1, 512, 16, 128), 32768) == 8
-    assert sampled._pieces((1, 128, 16, 128), 8192) == 16
-    assert sampled._pieces((1, 128, 16, 128), 8191) == 1
-    assert sampled._pieces((8, 512, 16, 128), 32768) == 1
+    assert pieces(1, 8192, 16) == 8  # 128 work tiles
+    assert pieces(1, 8192, 16, every=None) == 8
+    assert pieces(1, 32768, 16) == 16  # row blocks see 4, 8, 12 and 16 of them
+    assert pieces(4, 8192, 16) == 2
+    assert pieces(1, 8192, 16, S=8191) == 1
+    assert pieces(16, 32768, 16) == 1
     assert not sampled._splits(RULES["array"])
     assert sampled._splits(RULES["documents"])

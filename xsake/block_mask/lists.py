@@ -259,9 +259,16 @@ def lists_of_classes(classes: Array | np.ndarray, grid: Grid) -> Lists:
 
     Those of a NumPy array are constants, also under jit.
     """
-    nq, nk = grid.counts
     if not isinstance(classes, np.ndarray):
+        nq, nk = grid.counts
         return lists_from_map(classes > 0, classes == 2, grid, nq * nk)
+    *arrays, _ = known_lists(classes, grid)
+    return Lists._make([*map(jnp.asarray, arrays), None])
+
+
+def known_lists(classes: np.ndarray, grid: Grid) -> Lists:
+    """`lists_of_classes` with arrays of NumPy."""
+    nk = grid.counts[1]
     whole = np.arange(nk) < grid.shape[1] // grid.block[1]  # a block past S is partial
     classes = np.where(whole, classes, np.minimum(classes, 1))
     count, full_count = ((classes >= kind).sum(-1, dtype=np.int32) for kind in (1, 2))
@@ -272,8 +279,7 @@ def lists_of_classes(classes: Array | np.ndarray, grid: Grid) -> Lists:
     for head in np.ndindex(classes.shape[:2]):
         entries = columns[head][listed[head]]
         index[head][: len(entries)] = entries
-    arrays = starts_of(count, np), count, full_count, index
-    return Lists._make([*map(jnp.asarray, arrays), None])
+    return Lists._make([starts_of(count, np), count, full_count, index, None])
 
 
 def _counted(full: Array, partial: Array) -> tuple[Array, Array, tuple[Array, Array]]:

@@ -14,31 +14,25 @@ means over the sample are unbiased. `bound` is not a sample: no query's dropped 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped
-from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from xsake import masks
 from xsake.backends import merged
 from xsake.block_mask import BlockMask
+from xsake.hads import estimates, sampled_by_kernel
 from xsake.hads.chunks import Softmax
 from xsake.hads.correction import attend
+from xsake.hads.estimates import WINDOW, Estimate
 from xsake.hads.mass_bounds import bounds
 from xsake.hads.sampled import EVERY, at_sample, attend_sampled, sample_queries
 from xsake.masks.carrying import Documents
 from xsake.masks.rule import Grid, Rule, Tokens, conjuncts, cut
-
-WINDOW = 1024  # queries of a window, for which estimates are reported
-CONFIDENCE = 0.95
-# Values of queries are skewed: most are small, a few are large. Student's interval of a few of them
-# rarely reaches up to the mean, so its upper half is widened; docs/certificate.md has the coverage.
-WIDENED_MASS = 1.5
-WIDENED_ERROR = 4.0  # squares are more skewed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +44,6 @@ class Certify:
     guarantee: float | None = None
     correct: bool = False
     seed: int = 0  # of the samples; every layer has its own
-
-
-class Estimate(NamedTuple):
-    """The mean over all queries, estimated from a sample; [B, N, windows] or [B, N], float32."""
-
-    mean: Float[Array, "B N *W"]  # unbiased
-    # Its square is unbiased if all groups have one mean and one spread, too large if means differ.
-    # A short last group, whose values count for less, may have another spread: then either.
-    standard_error: Float[Array, "B N *W"]
-    low: Float[Array, "B N *W"]  # the interval that covers the mean in 95% of samples
-    high: Float[Array, "B N *W"]
 
 
 @jax.tree_util.register_dataclass
@@ -167,39 +150,52 @@ def certified_attention(
     out, logsumexp = attend(query, key, value, mask, sinks=sinks, **how)
     given = query, key, value, sinks
     sample = sample_queries(rng, B, T, every)
-    kept = given if correct else lax.stop_gradient(given)
-    exact = attend_sampled(kept, sample, rule, logits_soft_cap, every=every)
-    here = at_sample(out, sample).astype(jnp.float32), at_sample(logsumexp, sample)
-    error = exact[0] - here[0]
-    mass = dropped_mass(here[1], exact[1])
+    by_kernel = sampled_by_kernel.why_not(query, key, value, rule, correct=correct) is None
+    if by_kernel:
+        found = (out, logsumexp)
+        figures = sampled_by_kernel.figures(given, found, sample, rule, logits_soft_cap, every)
+    else:
+        kept = given if correct else lax.stop_gradient(given)
+        exact = attend_sampled(kept, sample, rule, logits_soft_cap, every=every)
+        here = at_sample(out, sample).astype(jnp.float32), at_sample(logsumexp, sample)
+        error = exact[0] - here[0]
+        squares = (error**2).sum(-1), (exact[0] ** 2).sum(-1)
+        figures = jnp.stack([dropped_mass(here[1], exact[1]), *squares], 1)
+        figures = jnp.swapaxes(figures, 2, 3)  # [B, 3, N, G]
 
     limits = None
     if bound:
         constants = lax.stop_gradient((query, key, logsumexp))
         dropped = _dropped(mask, rule, B, N)
         limits = bounds(*constants, dropped, mask.block, Softmax(logits_soft_cap))
-    compared = mass
-    if criterion == "error":
-        size = (exact[0] ** 2).sum(-1)
-        compared = jnp.sqrt((error**2).sum(-1) / jnp.where(size > 0, size, 1))
-    visited, live = _visited_and_live(mask, rule, B, N)
-    fails = jnp.zeros(visited.shape, bool)
-    if threshold is not None or guarantee is not None:
-        fails = _failing(compared, limits, mask, threshold, guarantee, every)
-        fails &= visited < live
-        out = _done_densely((query, key, value), out, logsumexp, fails, mask, rule, how)
+    dense_row_blocks = jnp.zeros((B, N, mask.grid.counts[0]), bool)
+    adds = threshold is not None or guarantee is not None
+    if adds or not by_kernel:  # else a kernel counts them
+        visited, live = _visited_and_live(mask, rule, B, N)
+    if adds:
+        dense_row_blocks = _failing(figures, criterion, limits, mask, threshold, guarantee, every)
+        dense_row_blocks &= visited < live
+        out = _done_densely((query, key, value), out, logsumexp, dense_row_blocks, mask, rule, how)
     if correct:
-        served = _served(rule, sample, T, N, every) & ~_by_query(fails, mask.block[0], T)
+        served = _served(rule, sample, T, N, every)
+        served &= ~_by_query(dense_row_blocks, mask.block[0], T)
         out = _corrected(out, error, served, sample, every)
 
-    found = Report(
-        **_report(mass, error, exact[0], limits, T, every, window),
-        dense_row_blocks=fails,
-        density_given=_share(visited, live),
-        density=_share(jnp.where(fails, live, visited), live),
+    if by_kernel:
+        each, densities = sampled_by_kernel.report(figures, T, every, window, mask)
+    else:
+        each = estimates.of_figures(figures, T, every, window)
+        densities = (_share(visited, live),) * 2
+    if adds:
+        densities = densities[0], _share(jnp.where(dense_row_blocks, live, visited), live)
+    report = Report(
+        **estimates.with_bounds(each, limits, window),
+        dense_row_blocks=dense_row_blocks,
+        density_given=densities[0],
+        density=densities[1],
         sample=sample,
     )
-    return out, lax.stop_gradient(found)
+    return out, lax.stop_gradient(report)
 
 
 def _check(
@@ -272,88 +268,6 @@ def dropped_mass(
     return -jnp.expm1(jnp.minimum(change, 0))
 
 
-def _report(
-    mass: Float[Array, "B G N"],
-    error: Float[Array, "B G N Hv"],
-    exact: Float[Array, "B G N Hv"],
-    limits: Float[Array, "B N T"] | None,
-    T: int,
-    every: int,
-    window: int,
-) -> dict[str, Any]:
-    """The estimates and bounds of a Report."""
-    figures = jnp.stack([mass, (error**2).sum(-1), (exact**2).sum(-1)])
-    widened, most = (
-        np.array(each, np.float32).reshape(3, 1, 1, 1)
-        for each in ((WIDENED_MASS, WIDENED_ERROR, WIDENED_ERROR), (1, np.inf, np.inf))
-    )
-    both = estimates(jnp.moveaxis(figures, 2, 3), T, every, window, widened, most)
-    found: dict[str, Any] = {"bound": None, "largest_bound": None}
-    for i, name in enumerate(("dropped_mass", "squared_error", "squared_output")):
-        for suffix, of_all in zip(("", "_by_head"), both, strict=True):
-            found[name + suffix] = Estimate(*(each[i] for each in of_all))
-    if limits is not None:
-        real = cut(jnp.ones(T, bool), window, 0, False)
-        by_window = cut(limits, window, -1, 0.0)
-        found["bound"] = by_window.sum(-1) / real.sum(-1)
-        found["largest_bound"] = by_window.max(-1)
-        # what is proved also limits what is estimated
-        for name, proved in (
-            ("dropped_mass", found["bound"]),
-            ("dropped_mass_by_head", limits.mean(-1)),
-        ):
-            high = jnp.minimum(found[name].high, proved)
-            found[name] = found[name]._replace(low=jnp.minimum(found[name].low, high), high=high)
-    return found
-
-
-def estimates(
-    x: Float[Array, "*axes G"],
-    length: int,
-    every: int,
-    window: int,
-    widened: float | np.ndarray,
-    most: float | np.ndarray,
-) -> tuple[Estimate, Estimate]:
-    """Means over windows, [*axes, windows], and over all queries, [*axes].
-
-        mean = Σ w x,  w = tokens of the group ÷ tokens of the window
-        standard error² = Σ w² / (1 - Σ w²) · Σ w (x - mean)²
-        interval = mean - t · standard error … mean + widened · t · standard error
-
-    With G groups of one size, Σ w² / (1 - Σ w²) = 1 / (G - 1). The groups differ in their means,
-    too, which makes the standard error larger than that of the sample. With one group in a window
-    nothing is known of the spread: the interval is 0 … `most`.
-
-    All queries are one more window here, the last one, so that the same two sums serve both.
-    """
-    per = -(-window // every)
-    sizes = np.minimum(length - np.arange(0, length, every), every).astype(np.float32)
-    window_of = np.arange(len(sizes)) // per
-    windows = int(window_of[-1]) + 1
-
-    def totals(of_group: np.ndarray) -> np.ndarray:
-        by_window = np.bincount(window_of, of_group)
-        return np.append(by_window, by_window.sum()).astype(np.float32)
-
-    tokens, groups = totals(sizes), totals(np.ones_like(sizes))
-    number = jnp.arange(windows + 1)[:, None]
-    inside = (jnp.arange(len(sizes)) // per == number) | (number == windows)
-    weight = sizes / jnp.asarray(tokens)[:, None]  # where it is inside
-    x = x[..., None, :]
-    mean = jnp.where(inside, weight * x, 0).sum(-1)
-    mean = jnp.minimum(mean, most)  # it is above by rounding only
-    spread = jnp.where(inside, weight * (x - mean[..., None]) ** 2, 0).sum(-1)
-    squares = totals(sizes**2) / tokens**2
-    scale = np.where(groups > 1, squares / np.maximum(1 - squares, 1e-6), 0)
-    standard_error = jnp.sqrt(scale * spread)
-    student = stdtrit(np.maximum(groups - 1, 1), (1 + CONFIDENCE) / 2)
-    half = jnp.where(groups > 1, student.astype(np.float32) * standard_error, jnp.inf)
-    low, high = jnp.maximum(mean - half, 0), jnp.minimum(mean + widened * half, most)
-    each = mean, standard_error, low, high
-    return Estimate(*(x[..., :-1] for x in each)), Estimate(*(x[..., -1] for x in each))
-
-
 # ---------------------------------------------------------------------- row blocks done densely
 
 
@@ -402,7 +316,8 @@ def _share(blocks: Int[Array, "B N nq"], live: Any) -> Float[Array, "B N"]:
 
 
 def _failing(
-    compared: Float[Array, "B G N"],
+    figures: Float[Array, "B 3 N G"],
+    criterion: str,
     limits: Float[Array, "B N T"] | None,
     mask: BlockMask,
     threshold: float | None,
@@ -413,7 +328,10 @@ def _failing(
     nq, bq = mask.grid.counts[0], mask.block[0]
     fails = jnp.zeros((), bool)
     if threshold is not None:
-        over = jnp.swapaxes(compared, 1, 2) >= threshold  # [B, N, G]
+        compared, error, size = jnp.unstack(figures, axis=1)  # [B, N, G] each
+        if criterion == "error":
+            compared = jnp.sqrt(error / jnp.where(size > 0, size, 1))
+        over = compared >= threshold
         if bq >= every:
             fails |= cut(over, bq // every, -1, False).any(-1)
         else:

@@ -9,6 +9,7 @@ multiprocessors of a GPU would wait. Pieces of the keys make shorter lists, and 
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import jax
@@ -20,16 +21,19 @@ from jaxtyping import Float, Int, Shaped
 from xsake import _jax
 from xsake.arguments import block_for
 from xsake.backends.hopper.limits import NEEDS_JAX
-from xsake.block_mask import MAX_CONSTANT, BlockMask
+from xsake.block_mask import BLOCK, MAX_CONSTANT, BlockMask
 from xsake.hads.correction import attend
 from xsake.masks.carrying import Between, Documents, at_queries
 from xsake.masks.positional import Window
 from xsake.masks.rule import Grid, Rule, combine, conjuncts
 
 EVERY = 64  # tokens of a group, from which one query is sampled
-ROWS = 64  # queries of a work tile
-TILES = 4  # work tiles for every multiprocessor: lists of a causal rule differ in length
-LEAST = 512  # keys of a piece
+LEAST = 256  # keys of a piece
+MOST = 16  # pieces: each adds an output that is written and read again
+MANY = 8  # work tiles per multiprocessor, beyond which pieces are not divided
+# Blocks of 128 keys that a work tile could visit while it begins (its record, its queries, the
+# first keys) and ends (its output). Assumed, not measured.
+OVERHEAD = 2.0
 
 
 def sample_queries(rng: Array, batch: int, length: int, every: int = EVERY) -> Int[Array, "B G"]:
@@ -63,8 +67,8 @@ def attend_sampled(
       sample: the queries, ascending.
       rule: of all queries.
       soft_cap: of the logits.
-      pieces: of the keys; must divide S. Default: what keeps a Hopper GPU busy; 1 elsewhere,
-        and for rules that are not windows or documents.
+      pieces: of the keys; must divide S. Default: those with which a Hopper GPU ends first; 1
+        elsewhere, and for rules that are not windows or documents.
       every: the sample has one query of each group of so many, as by `sample_queries`. Then the
         blocks of windows are known before the sample is.
     """
@@ -72,7 +76,10 @@ def attend_sampled(
     queries = at_sample(query, sample)
     S = key.shape[1]
     if pieces is None:
-        pieces = _pieces(queries.shape, S) if _splits(rule) else 1
+        pieces = 1
+        if _splits(rule):
+            G = sample.shape[1]
+            pieces = number_of_pieces(query.shape, S, G, block_for(G), rule, every)
     if pieces == 1:
         mask = at_queries(rule, sample)
         out, logsumexp = attend(queries, key, value, mask, logits_soft_cap=soft_cap, sinks=sinks)
@@ -86,15 +93,48 @@ def attend_sampled(
     return _joined(out, logsumexp, sinks, pieces)
 
 
-def _pieces(shape: tuple[int, ...], S: int) -> int:
-    """The power of two that gives every multiprocessor of a Hopper GPU some work tiles."""
+def number_of_pieces(
+    shape: tuple[int, ...], S: int, G: int, rows: int, rule: Rule, every: int | None
+) -> int:
+    """The power of two with which a Hopper GPU is estimated to end first.
+
+    A work tile, a row block and a piece, takes the time of the blocks that it visits and OVERHEAD;
+    the longest begin first, each on the first multiprocessor that is free.
+
+    Args:
+      shape: of all queries, [B, T, N, H].
+      S: keys.
+      G: queries of the sample, in row blocks of `rows`.
+      rows: of a row block.
+      rule: of all queries.
+      every: as by `attend_sampled`.
+    """
     if _jax.why_no_hopper(NEEDS_JAX) is not None:
         return 1
-    B, G, N, _ = shape
-    tiles, pieces = B * N * -(-G // ROWS), 1
-    while tiles * pieces < TILES * _jax.multiprocessors() and S % (2 * pieces * LEAST) == 0:
-        pieces *= 2
-    return pieces
+    B, T, N, _ = shape
+    row_blocks, parts = -(-G // rows), -(-S // LEAST)
+    spans = None if every is None else rule.spans(Grid((T, S), (rows * every, LEAST)))
+    lo, hi = (np.zeros(row_blocks), np.full(row_blocks, parts))
+    if spans is not None:
+        lo, hi = spans.live(parts)
+
+    def end(pieces: int) -> float:
+        begin = np.arange(pieces)[:, None] * (parts / pieces)
+        seen = np.minimum(hi, begin + parts / pieces) - np.maximum(lo, begin)
+        lengths = np.sort(seen[seen > 0] * (LEAST / BLOCK) + OVERHEAD)[::-1]
+        free = [0.0] * _jax.multiprocessors()
+        for length in np.repeat(lengths, B * N):
+            heapq.heapreplace(free, free[0] + length)
+        return max(free)
+
+    choices, tiles = [1], B * N * row_blocks
+    while (
+        (pieces := 2 * choices[-1]) <= MOST
+        and S % (pieces * LEAST) == 0
+        and tiles * choices[-1] < MANY * _jax.multiprocessors()
+    ):
+        choices.append(pieces)
+    return min(choices, key=end) if len(choices) > 1 else 1
 
 
 def _splits(rule: Rule) -> bool:
@@ -135,25 +175,36 @@ def _with_known_blocks(
     pieces: int,
     every: int,
 ) -> BlockMask | Rule:
-    """The pieces' rule as a BlockMask whose lists are constants; the rule if they cannot be.
-
-    `rule`, with (T, S) = shape, classifies the row blocks of all queries that the sample is of: a
-    row block of sampled queries has the class of the one, `every` times as long, around it.
-    """
+    """The pieces' rule as a BlockMask whose lists are constants; the rule if they cannot be."""
     (B, G), size = sampled, shape[1] // pieces
     block = block_for(G), block_for(size)
+    classes = block_classes(rule, shape, block, pieces, every)
+    if classes is None or B * pieces * classes[0].size > MAX_CONSTANT:
+        return piece_rule
+    if len(classes) < pieces:  # as with one row block: lists that all of them share
+        return BlockMask.from_classes(classes, piece_rule, (G, size), block)
+    return BlockMask.from_classes(np.tile(classes, (B, 1, 1, 1)), piece_rule, (G, size), block)
+
+
+def block_classes(
+    rule: Rule, shape: tuple[int, int], block: tuple[int, int], pieces: int, every: int
+) -> np.ndarray | None:
+    """The classes of a sample's blocks, [pieces, 1, row blocks, kv blocks of a piece].
+
+    [1, …] if all pieces have the same; None if they depend on arrays. `rule`, with (T, S) = shape,
+    classifies the row blocks of all queries that the sample is of: a row block of sampled queries
+    has the class of the one, `every` times as long, around it.
+    """
     grid = Grid(shape, (block[0] * every, block[1]))
     spans = rule.spans(grid)
-    if spans is None or size % block[1] or B * np.prod(grid.counts) > MAX_CONSTANT:
-        return piece_rule
+    if spans is None or (pieces > 1 and shape[1] % (pieces * block[1])):
+        return None
     live_lo, live_hi, full_lo, full_hi = (x[:, None] for x in spans)
     column = np.arange(grid.counts[1])
     live = (live_lo <= column) & (column < live_hi)
     classes = live.astype(np.int8) + (live & (full_lo <= column) & (column < full_hi))
     by_piece = np.swapaxes(classes.reshape(len(classes), pieces, -1), 0, 1)[:, None]
-    if (by_piece == by_piece[0]).all():  # as with one row block: lists that all of them share
-        return BlockMask.from_classes(by_piece[:1], piece_rule, (G, size), block)
-    return BlockMask.from_classes(np.tile(by_piece, (B, 1, 1, 1)), piece_rule, (G, size), block)
+    return by_piece[:1] if (by_piece == by_piece[0]).all() else by_piece
 
 
 def _joined(

@@ -27,13 +27,17 @@ from xsake.backends.hopper import (
     work_table,
 )
 from xsake.backends.hopper.layouts import THREADS
+from xsake.backends.hopper.sampled import compare, means, rows
 from xsake.backends.hopper.selected import top
 
 UNWRITTEN = -(1 << 30)  # of results and shared memory before the first store
 LANE = np.arange(THREADS, dtype=np.int32)
 OCTET_LANE = LANE.repeat(lanes.OCTET)  # of every value of an octet
 EVERY_LANE = -1  # in place of a lane: all lanes, as in a load of a scalar
-MODULES = layouts, lanes, transpose, work_table, interval_transpose, top, best_blocks, outliers
+MODULES = (
+    *(layouts, lanes, transpose, work_table, interval_transpose, top, best_blocks, outliers),
+    *(compare, means, rows),
+)
 
 
 class Race(AssertionError):
@@ -97,6 +101,10 @@ class Ref:
         self.size = memory.values.size - self.first if size is None else int(size)
 
     @property
+    def dtype(self) -> np.dtype:
+        return self.memory.values.dtype
+
+    @property
     def at(self) -> Any:
         class At:
             def __getitem__(_, run: pl.Slice) -> Ref:
@@ -128,13 +136,18 @@ class Ref:
         return {LANE.size: LANE, OCTET_LANE.size: OCTET_LANE}[self.size]
 
 
+def unwritten(shape: Any, dtype: Any) -> np.ndarray:
+    """An array before the first store; float16 cannot hold UNWRITTEN."""
+    return np.full(shape, np.nan if dtype == np.float16 else UNWRITTEN, dtype)
+
+
 def emulate(monkeypatch: Any) -> None:
     """Lets kernels of lanes.py run here. What calls them must not be compiled: jax.disable_jit."""
     shared: list[Memory] = []
     cell: dict[str, np.int32] = {}
 
     def launch(body, name, out_type, grid, operands, approx_math=False, **scratch):
-        results = [unwritten(x) for x in out_type]
+        results = [unwritten(x.shape, x.dtype) for x in out_type]
         given = [np.asarray(x) for x in operands]
         refs = [Ref(Memory(x)) for x in (*given, *results)]
         for place in itertools.product(*map(range, grid.values())):
@@ -144,13 +157,9 @@ def emulate(monkeypatch: Any) -> None:
             shared.clear()
         return [jnp.asarray(x) for x in results]
 
-    def unwritten(kind: Any) -> np.ndarray:
-        with np.errstate(over="ignore"):  # -inf in float16
-            return np.full(kind.shape, UNWRITTEN).astype(kind.dtype)
-
     def shared_memory(kind: Any) -> Memory:
-        assert len(kind.shape) == 1
-        shared.append(Memory(unwritten(kind), is_shared=True))
+        (size,) = kind.shape
+        shared.append(Memory(unwritten(size, kind.dtype), is_shared=True))
         return shared[-1]
 
     def barrier() -> None:
@@ -203,6 +212,16 @@ def emulate(monkeypatch: Any) -> None:
         together = np.broadcast_to(total[:, -1:], total.shape)
         return tuple(x.astype(np.int32).reshape(-1) for x in (total - by_warp, together))
 
+    def gather_eight(ref, indices):
+        found = (ref.memory.load(ref.inside(8 * indices + i), LANE) for i in range(8))
+        return tuple(x.astype(np.float32) for x in found)
+
+    def copy_eight(source, indices, target, places):
+        valid = places >= 0
+        for i in range(8):
+            values = source.memory.load(source.inside(np.where(valid, 8 * indices + i, 0)), LANE)
+            scatter(target, np.where(valid, 8 * places + i, -1), values)
+
     replaced = {
         "count_in_warp": count_in_warp,
         "copy_octets": copy_octets,
@@ -215,6 +234,8 @@ def emulate(monkeypatch: Any) -> None:
         "launch": launch,
         "gather": gather,
         "scatter": scatter,
+        "gather_eight": gather_eight,
+        "copy_eight": copy_eight,
         "add_one": add_one,
         "lane_index": lambda: LANE,
         "every_lane": lambda value: np.full(THREADS, value, np.int32),

@@ -26,6 +26,7 @@
     backward_columns.py    dk, dv, fused dq: backward_steps.py, backward_dq.py, dq_cast.py
     backward_rows.py       dq, unless fused
     means.py, scores.py    scores of blocks, for `xsake.block_scores`
+    sampled/               attention of sampled queries, for `xsake.hads`
     selected/              blocks that every token selects for itself, for `xsake.nsa`
 
 Modules that import Pallas are imported when a kernel is traced: `import xsake` does without them.
@@ -39,6 +40,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
@@ -55,6 +57,12 @@ from xsake.backends.hopper import limits, tilings
 from xsake.backends.options import Options
 from xsake.backends.statistics import Observed, Statistics, joined
 from xsake.block_mask import BlockMask
+from xsake.block_mask.lists import Lists
+
+MOST_KNOWN_TILES = 1 << 13  # of a work table that is a constant: 256 KiB
+# Of `run_pieces` with such a table, in place of what is measured for calls of the same class. A
+# counter would be written to the table.
+PIECES_TILING: dict[str, Any] = {"rows": None, "schedule": "fixed"}
 
 
 def why_not(call: Call) -> str | None:
@@ -265,6 +273,53 @@ def run_forward(
         sinks=sinks,
     )
     return _jax.vary(unaliased(*results), _jax.varying_axes(q))
+
+
+@jax.named_scope("xsake_pieces")
+def run_pieces(
+    q: Array,
+    k: Array,
+    v: Array,
+    pairs: Array,
+    lists: Any,
+    block: tuple[int, int],
+    soft_cap: float | None,
+) -> tuple[Array, Array]:
+    """Attention of the same queries to several pieces of keys: out [C, T, N, Hv], lse [C, N, T].
+
+    Args:
+      q: [B, T, N, H]; B divides C, and batch row b has the pieces b · C / B and following.
+      k: [C, S, K, H].
+      v: [C, S, K, Hv].
+      pairs: int32 [C, 2, T]: keys lo … hi - 1 of a piece that a query sees.
+      lists: `known_lists` of the first pieces; those after them have the same again.
+      block: of the lists.
+      soft_cap: of the logits.
+    """
+    from xsake.backends.hopper import forward_kernel, work_table
+
+    sizes = Sizes.of(q, k, v)._replace(B=len(k))
+    mask = BlockMask.from_lists(lists, None, (sizes.T, sizes.S), block)
+    tiling = tilings.measured_forward(sizes, mask)
+    table = None
+    if sizes.B * sizes.N * mask.grid.counts[0] <= MOST_KNOWN_TILES:
+        table = work_table.known_table(lists, sizes.B, sizes.N)
+        tiling = dataclasses.replace(tiling, **PIECES_TILING)
+    elif len(lists.kv_count) > 1:
+        repeats = (sizes.B // len(lists.kv_count), 1, 1)
+        lists = Lists._make([*(np.tile(x, repeats) for x in lists[:4]), None])
+    out, logsumexp = forward_kernel.forward(
+        q,
+        k,
+        v,
+        lists,
+        block=block,
+        rule=kernel_rule.KernelRule(None, rows=(pairs,), is_interval=True),
+        soft_cap=soft_cap,
+        tiling=tiling,
+        table=table,
+    )
+    return out, logsumexp
 
 
 def _in_rows(mask: BlockMask, rows: int | None, head_size: int) -> BlockMask:

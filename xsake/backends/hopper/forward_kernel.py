@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -70,6 +71,7 @@ def forward(
     tiling: ForwardTiling = DEFAULT_TILING,
     statistics: Observed | None = None,
     sinks: jax.Array | None = None,
+    table: np.ndarray | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Attention over the listed blocks: out [B, T, N, Hv] like q, logsumexp [B, N, T] float32.
@@ -77,15 +79,23 @@ def forward(
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S] of bfloat16, float16 or
     float32; one value per key is float32. A row that sees no key gets zeros and -inf.
 
+    q may have fewer batch rows than k and v, B / c: row b is then that of their rows b · c to
+    b · c + c - 1. `table` is the work table, where it is known before the call is compiled.
+
     With `statistics` also, in float32: the mean mass of every block [B, N, row blocks, kv blocks],
     in whose denominator `sinks` are: float32 [N], the logarithm of their sum; and the entropy over
     blocks, and for "tokens" that over keys, [B, N, T] in nats, without sinks.
     """
-    shape = Shape.of(q, k, v, lists, block)
+    sharers = max(k.shape[0] // q.shape[0], 1)
+    all_rows = jax.ShapeDtypeStruct((q.shape[0] * sharers, *q.shape[1:]), q.dtype)
+    shape = Shape.of(all_rows, k, v, lists, block)
     B, T, _, N, _, H, Hv = shape.sizes
     q, k, v = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (q, k, v))
-    with jax.named_scope("work_table"):
-        table = work_table(lists, B, N, shape.sizes.K, shape.kv_bytes, tiling, interpret)
+    if table is None:
+        with jax.named_scope("work_table"):
+            made = work_table(lists, B, N, shape.sizes.K, shape.kv_bytes, tiling, interpret)
+    else:
+        made = jnp.asarray(table)
     rule = rule or KernelRule(None)
     kernel = _Kernel(
         shape,
@@ -96,6 +106,7 @@ def forward(
         bias=bias,
         interpret=interpret,
     )
+    kernel.sharers = sharers
     if statistics:
         kernel.statistics = StatisticsTile(kernel, statistics == "tokens", sinks is not None)
     others = (
@@ -104,11 +115,11 @@ def forward(
         *bias_operands(bias, shape),
         *([] if sinks is None else [sinks]),
     )
-    table = _jax.own_copy(table, (q, k, v, *others))
+    made = _jax.own_copy(made, (q, k, v, *others))
     out, lse, *more = kernel.launch(
         "xsake_forward",
         kernel.body,
-        (q, k, v, table, *others),
+        (q, k, v, made, *others),
         (
             jax.ShapeDtypeStruct((B, q.shape[1], N, Hv), q.dtype),
             # Whole row blocks: the copy of a block's logsumexp needs no guard.
@@ -157,6 +168,7 @@ class _Kernel(BlockKernel):
     """The kernel body and its roles."""
 
     statistics: Any = None  # a StatisticsTile, if they are wanted
+    sharers = 1  # batch rows of k and v that share a batch row of q
 
     def __init__(self, shape, rule, tiling, **static):
         large = shape.largest_head > 128
@@ -263,6 +275,8 @@ class _Kernel(BlockKernel):
             plgpu.copy_gmem_to_smem(gmem, scratch.v_smem.at[slot], scratch.v_ready.at[slot])
 
         def q_tile(tile):
+            if self.sharers > 1:
+                tile = tile._replace(b=lax.div(tile.b, jnp.int32(self.sharers)))
             return self.tokens_of(tile, q_gmem, tile.n)
 
         k_ring = Ring(self.stages, self.k_slots(scratch).wait, load_k)

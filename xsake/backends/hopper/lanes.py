@@ -79,6 +79,22 @@ def every_lane(value):
     return _by_lane(jnp.full((THREADS,), value, jnp.int32))
 
 
+def sum_of_lanes(values, shared):
+    """The sum of the values of all lanes, in every lane; shared is [128] of their dtype.
+
+    There is a barrier after it: the caller may use `shared` again.
+    """
+    shared[...] = values
+    plgpu.commit_smem()
+
+    def add(lanes, total):
+        return sum([shared[lane] for lane in lanes], total)
+
+    total = for_each(THREADS, add, every_lane(0).astype(shared.dtype))
+    plgpu.commit_smem()
+    return total
+
+
 def div_rem_lanes(x, y):
     """(x // y, x % y) of every lane's x, which is not negative.
 
@@ -121,6 +137,52 @@ def scatter(ref, indices, values):
             scf.yield_([])
 
     emit(ref, indices, values)
+
+
+def gather_eight(ref, indices):
+    """ref[8 index + i] of every lane's index in float32, a tuple for i = 0 … 7.
+
+    ref is bfloat16 or float16 [size] in global memory, which begins at a multiple of 16 bytes.
+    """
+    wide = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, layout=LANES)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES), return_type=(wide,) * OCTET)
+    def emit(_, ref, indices):
+        (at,) = (vector.extract(x, [], [0]) for x in indices.registers.flat)
+        kind, single = ir.F32Type.get(), ir.VectorType.get((1,), ir.F32Type.get())
+        loaded = llvm.load(_eight(ref), _address_of_eight(ref, at), alignment=16)
+        values = arith.extf(ir.VectorType.get((OCTET,), kind), loaded)
+        found = []
+        for i in range(OCTET):
+            registers = np.empty_like(indices.registers)
+            registers.flat[0] = vector.broadcast(single, vector.extract(values, [], [i]))
+            found.append(
+                mgpu.FragmentedArray(_registers=registers, _layout=indices.layout, _is_signed=None)
+            )
+        return tuple(found)
+
+    return emit(ref, indices)
+
+
+def copy_eight(source, indices, target, places):
+    """target[8 place + i] = source[8 index + i] for i = 0 … 7, in lanes whose place is ≥ 0.
+
+    Both are of one dtype of 16 bits, in global memory, and begin at multiples of 16 bytes.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES, plgpu.RefType(), LANES))
+    def emit(_, source, indices, target, places):
+        at, place = (
+            vector.extract(x, [], [0]) for array in (indices, places) for x in array.registers.flat
+        )
+        zero = arith.constant(at.type, ir.IntegerAttr.get(at.type, 0))
+        valid = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, place, zero))
+        with ir.InsertionPoint(valid.regions[0].blocks[0]):
+            loaded = llvm.load(_eight(source), _address_of_eight(source, at), alignment=16)
+            llvm.store(loaded, _address_of_eight(target, place), alignment=16)
+            scf.yield_([])
+
+    emit(source, indices, target, places)
 
 
 def add_one(ref, indices):
@@ -317,3 +379,14 @@ def _by_lane(values):
 
 def _index(integer):
     return arith.index_cast(ir.IndexType.get(), integer)
+
+
+def _eight(ref):
+    """The type of eight elements of a ref."""
+    return ir.VectorType.get((OCTET,), ref.type.element_type)
+
+
+def _address_of_eight(ref, at):
+    """The address of element 8 · at of a ref."""
+    wide = arith.extsi(ir.IntegerType.get_signless(64), at)
+    return mgpu.utils.getelementptr(address(ref), [wide], _eight(ref))

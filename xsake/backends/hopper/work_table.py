@@ -86,6 +86,24 @@ def work_table(
     return table.reshape(tiles + 1, WIDTH)
 
 
+def known_table(lists: Lists, B: int, N: int) -> np.ndarray:
+    """All work tiles, longest first, of lists whose arrays are NumPy's and that all heads share.
+
+    It is a constant of the program, for schedules that do not write to it. Batch row b has list
+    b % c of c batch rows of lists.
+    """
+    batch, _, blocks = lists.kv_count.shape
+    tiles = B * N * blocks
+    b, n, i = np.indices((B, N, blocks), np.int32).reshape(3, -1)
+    start, count, full = (x[b % batch, 0, i] for x in lists[:3])
+    record = WorkTile(b, n, i, start + b % batch * lists.kv_index.shape[-1], count, full)
+    table = np.zeros((tiles + 1, WIDTH), np.int32)
+    order = np.argsort(-count, kind="stable")
+    table[:-1, : len(record)] = np.stack(record, axis=-1)[order]
+    table[-1] = _end_record(tiles)
+    return table
+
+
 class _Runs(NamedTuple):
     """Which work tiles are sorted among themselves."""
 

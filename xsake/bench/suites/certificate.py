@@ -31,13 +31,8 @@ from xsake.bench.timing import provenance, time_queued
 from xsake.block_mask import BlockMask
 from xsake.evaluate.table import to_json
 from xsake.hads import Plan, Profile, budget, certified_attention, make
-from xsake.hads.certificate import (
-    WIDENED_ERROR,
-    WIDENED_MASS,
-    WINDOW,
-    dropped_mass,
-    estimates,
-)
+from xsake.hads.certificate import dropped_mass
+from xsake.hads.estimates import WIDENED_ERROR, WIDENED_MASS, WINDOW, estimates
 from xsake.hads.mass_bounds import bounds
 from xsake.hads.sampled import EVERY, sample_queries
 from xsake.model import huggingface

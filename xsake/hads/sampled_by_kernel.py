@@ -1,0 +1,173 @@
+"""The sample of a certificate by the kernels for Hopper GPUs: few launches.
+
+    q, sample ─ hopper/sampled/rows.py ─ hopper.run_pieces ─ hopper/sampled/compare.py ─ figures
+    figures, lists ─ hopper/sampled/means.py ─ Estimates, densities
+
+The definition is plain JAX: `sampled.attend_sampled`, `estimates.of_figures`. `jax.vmap` of these
+functions folds the mapped axis into the batch. None of them has a derivative.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from xsake import _jax, masks
+from xsake.backends import hopper, unaliased
+from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
+from xsake.backends.hopper.sampled import Visits
+from xsake.block_mask import BlockMask
+from xsake.block_mask.lists import known_lists
+from xsake.hads import estimates
+from xsake.hads.estimates import Estimate
+from xsake.hads.sampled import block_classes, number_of_pieces
+from xsake.masks.positional import Window
+from xsake.masks.rule import Grid, Rule, conjuncts
+
+
+def why_not(q: Any, k: Any, v: Any, rule: Rule, *, correct: bool) -> str | None:
+    """The first reason why the kernels cannot measure a sample of q [B, T, N, H], k and v."""
+    if reason := _jax.why_no_hopper(NEEDS_JAX):
+        return reason
+    if correct:
+        return "returns no errors of single elements, which correct = True adds to the output"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"supports bfloat16 and float16; this is {q.dtype}"
+    if q.dtype != k.dtype or k.dtype != v.dtype:
+        return f"supports arrays of one type; these are {q.dtype}, {k.dtype} and {v.dtype}"
+    sizes = q.shape[-1], v.shape[-1]
+    if not set(sizes) <= set(HEAD_SIZES):
+        return f"supports heads of {', '.join(map(str, HEAD_SIZES))}; these are {sizes}"
+    if not all(isinstance(x, Window) for x in conjuncts(rule)):
+        return f"supports causal rules and windows; this is {rule}"
+    return None
+
+
+def _window(rule: Rule) -> tuple[int | None, int | None]:
+    """(left, right) of the smallest window of a conjunction of windows; None: no limit."""
+
+    def least(numbers: list[int | None]) -> int | None:
+        return min((x for x in numbers if x is not None), default=None)
+
+    windows: Any = list(conjuncts(rule))
+    return least([x.left for x in windows]), least([x.right for x in windows])
+
+
+def figures(
+    given: tuple[Array, Array, Array, Array | None],
+    sparse: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    sample: Int[Array, "B G"],
+    rule: Rule,
+    soft_cap: float | None,
+    every: int,
+) -> Float[Array, "B 3 N G"]:
+    """Dropped mass, squared error and squared dense output of every sampled query.
+
+    Args:
+      given: query, key, value, and sinks or None.
+      sparse: out and logsumexp of all queries, with sinks.
+      sample: one query of each group of `every`.
+      rule: of all queries.
+      soft_cap: of the logits.
+      every: tokens of a group.
+    """
+    *qkv, sinks = given
+    out, logsumexp = sparse
+    of_heads = () if sinks is None else (sinks.astype(jnp.float32)[None],)
+    measure = _measuring(rule, soft_cap, every)
+    given = jax.lax.stop_gradient((*qkv, sample, out, jnp.moveaxis(logsumexp, 2, 1), *of_heads))
+    return measure(*given)
+
+
+@functools.lru_cache(maxsize=32)
+def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., Array]:
+    """(q, k, v, sample, out, logsumexp [B, N, T], sinks [B|1, N]) -> figures."""
+
+    @jax.custom_batching.custom_vmap
+    def measured(*given: Array) -> Array:
+        from xsake.backends.hopper.sampled import compare, rows
+
+        *qkv, sample, out, logsumexp = given[:6]
+        q, k, v = unaliased(*qkv)
+        T, S, G = q.shape[1], k.shape[1], sample.shape[1]
+        block = next((x for x in BLOCKS if x >= G), BLOCKS[-1]), BLOCKS[-1]
+        pieces = number_of_pieces(q.shape, S, G, block[0], rule, every)
+        width = -(-G // block[0]) * block[0]
+        queries, pairs = rows.rows(q, sample, _window(rule), S, pieces, width)
+        k, v = (x.reshape(-1, S // pieces, *x.shape[2:]) for x in (k, v))
+        classes = block_classes(rule, (T, S), block, pieces, every)
+        assert classes is not None  # why_not: a window has spans
+        lists = known_lists(classes, Grid((G, S // pieces), block, len(classes), 1))
+        of_pieces = hopper.run_pieces(queries, k, v, pairs, lists, block, soft_cap)
+        sparse = unaliased(out, logsumexp)
+        found = compare.compare(of_pieces, sparse, sample, *given[6:])
+        return _jax.vary(found, _jax.varying_axes(*given))
+
+    @measured.def_vmap
+    def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Array, bool]:
+        wide = [
+            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, mapped in zip(given, is_mapped, strict=True)
+        ]
+        if len(wide) > 6:
+            wide[6] = jnp.broadcast_to(wide[6], (size, wide[0].shape[1], wide[6].shape[2]))
+        found = measured(*(x.reshape(-1, *x.shape[2:]) for x in wide))
+        return found.reshape(size, -1, *found.shape[1:]), True
+
+    return measured
+
+
+def report(
+    values: Float[Array, "B 3 N G"], length: int, every: int, window: int, mask: BlockMask
+) -> tuple[dict[str, Estimate], tuple[Array, Array]]:
+    """`estimates.of_figures`, and the mask's density, float32 [B, N], twice.
+
+    The density is the number of blocks that are visited ÷ those that the rule allows. There are two
+    arrays of it because one that is returned twice would be copied.
+    """
+    start, count, _, index, _ = mask.lists
+    reported = _reporting(length, every, window, (mask.rule, mask.shape, mask.block))
+    *found, one, other = reported(*jax.lax.stop_gradient((values, start, count, index)))
+    names = [name + suffix for name in estimates.FIGURES for suffix in ("", "_by_head")]
+    fields = len(Estimate._fields)
+    each = {name: Estimate(*found[i * fields :][:fields]) for i, name in enumerate(names)}
+    return each, (one, other)
+
+
+@functools.lru_cache(maxsize=32)
+def _reporting(length: int, every: int, window: int, of_mask: Any) -> Callable[..., Any]:
+    """(figures, kv_start, kv_count, kv_index) -> fields of all Estimates, densities of a mask."""
+    windows = estimates.windows_of(length, every, window)
+
+    @jax.custom_batching.custom_vmap
+    def reported(values: Array, start: Array, count: Array, index: Array) -> tuple[Array, ...]:
+        from xsake.backends.hopper.sampled import means
+
+        rule, shape, block = of_mask
+        grid = Grid(shape, block)
+        spans = (masks.everything() if rule is None else rule).spans(grid)
+        assert spans is not None  # why_not: a window has spans
+        visits = Visits(start, count, index, spans.live(grid.counts[1]))
+        found = means.means(values, windows, estimates.WIDENED, estimates.MOST, visits)
+        return _jax.vary(found, _jax.varying_axes(values, start, count, index))
+
+    @reported.def_vmap
+    def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Any, Any]:
+        values, *lists = (
+            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, mapped in zip(given, is_mapped, strict=True)
+        )
+        if any(is_mapped[1:]) or lists[0].shape[1] > 1:
+            lists = [jnp.broadcast_to(x, (*values.shape[:2], *x.shape[2:])) for x in lists]
+        else:
+            lists = [x[:1] for x in lists]
+        found = reported(*(x.reshape(-1, *x.shape[2:]) for x in (values, *lists)))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in found), (True,) * len(found)
+
+    return reported
