@@ -35,13 +35,15 @@ class GradientKernel(BlockKernel):
         self.check_stages(stages)
         return stages, 1 if self.reuse_operand_smem else stages
 
-    def run_steps(self, wg, work_tile, done, decides, ds_of, add):
+    def run_steps(self, wg, work_tile, done, decides, ds_of, add, steps=None):
         """add(t, ds_of(t, masked)) for every step t of a work tile that is this warpgroup's.
 
         Full steps come first, then partial ones, where `masked` is the rule. decides: as
-        RuleTile.decides returns it.
+        RuleTile.decides returns it. steps: those of the work tile; None: all steps of its visits.
         """
         first_step, full, count = self.own_steps(wg, work_tile, done)
+        if steps is not None and not self.alternate:
+            count = steps
 
         def step(t, masked):
             t = first_step + t * self.stride if self.alternate else t
