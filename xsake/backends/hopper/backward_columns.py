@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -98,31 +97,31 @@ class ColumnsKernel(GradientKernel):
         self.frees_v_early = self.has_dk and not self.alternate
         # One of the two dsT tiles has been read when a work tile ends: dk and dv are staged there.
         self.results_through_ds = fused and small and self.dq is backward_dq.ByRows
-        # Whether the last visit of a work tile may have fewer steps than a block. With alternating
+        # Whether the second half of a work tile's last visit may be left out. With alternating
         # steps, each warpgroup would have to count its own.
         has_ends = self.rule.is_interval and self.rule.column_arrays > 0
-        self.ends_early = has_ends and self.splits > 1 and not self.alternate
+        self.ends_early = has_ends and self.visit_block > ROWS and not self.alternate
         # Whether dq's row index is loaded when a step begins; with small steps that is slower.
         self.loads_index_early = fused and self.step > ROWS
 
     def steps_of(self, work_tile, index, rule_refs):
-        """The steps of a work tile.
+        """(the steps of a work tile, whether the last one has 64 of 128 queries or None: never).
 
-        Of its last visit, steps whose queries see no key of the block are left out, for instance if
-        the last document of the block ends in the first half of a row block.
+        The second half of its last visit is left out if its queries see no key of the block, for
+        instance if the last document of the block ends in the first half of that row block.
         """
         steps = work_tile.count * self.splits
         if not self.ends_early:
-            return steps
+            return steps, None
         last_key = jnp.minimum((work_tile.i + 1) * self.tile_block, self.shape.sizes.S) - 1
         end = self.rule.end_of_column(rule_refs, work_tile, last_key)
         last_visit = jnp.maximum(work_tile.start + work_tile.count - 1, 0)
-        queries = end - index[last_visit] * self.visit_block
-        live = lax.div(queries + (self.step - 1), jnp.int32(self.step))
-        left_out = self.splits - jnp.clip(live, 1, self.splits)
-        is_known = (end >= 0) & (work_tile.count > work_tile.full)
+        ends = (end >= 0) & (end <= index[last_visit] * self.visit_block + ROWS)
+        ends = (ends & (work_tile.count > work_tile.full)).astype(jnp.int32)
         # Opaque: otherwise the compiler keeps what the number is made of, and spills.
-        return self.opaque(steps - jnp.where(is_known, left_out, 0))
+        if self.splits > 1:
+            return self.opaque(steps - ends), None
+        return steps, self.opaque(ends) > 0
 
     def _dq_strategy(self, panels):
         if self.alternate:
@@ -271,7 +270,7 @@ class ColumnsKernel(GradientKernel):
             d_out_ring,
             residents,
             residents_last=self.frees_v_early,
-            steps_of=lambda tile: self.steps_of(tile, index, context.rule_refs),
+            steps_of=lambda tile: self.steps_of(tile, index, context.rule_refs)[0],
         )
 
     def statistics(self, scratch):
