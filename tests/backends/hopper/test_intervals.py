@@ -11,7 +11,7 @@ import pytest
 
 import xsake
 from tests import oracle
-from tests.conditions import needs_interpreter
+from tests.conditions import needs_gpu, needs_interpreter
 from tests.specs import to_rule
 from xsake import BlockMask, Options, _jax, masks
 from xsake.backends import Call, hopper, kernel_rule
@@ -135,3 +135,69 @@ def test_gradients_by_two_intervals_agree_when_interpreted(name, monkeypatch):
     want = oracle.attention_grads(**x, allowed=allowed, scale=0.125)
     for key, gradient in zip(("dq", "dk", "dv"), found, strict=True):
         assert oracle.relative_error(gradient, want[key]) <= 1e-2, key
+
+
+def check_ends(size, tiling, interpret):
+    """The last 64 queries of kv block 0 in the first batch row have NaN, and are left out.
+
+    In the second batch row, whose ids are not sorted, every step is computed.
+    """
+    from xsake.backends.hopper import backward_kernel
+
+    T, scale = 248, 0.125
+    ids = np.stack([np.arange(T) >= 150, np.arange(T) % 3])  # 150: in the first half of row block 1
+    rule = ("and", ("documents", ids, ids), ("causal",))
+    mask = BlockMask.from_rule(to_rule(rule), (T, T))
+    assert (np.asarray(mask.intervals)[:, 0, 0, 0] < 0).tolist() == [False, True]
+    x = oracle.random_inputs(np.random.default_rng(0), 2, T, T, 1, 1, size)
+    x = {key: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float64) for key, value in x.items()}
+    setting = {"allowed": oracle.allowed(rule, 2, 1, T, T), "scale": scale}
+    out, lse = oracle.attention(x["q"], x["k"], x["v"], **setting)
+    want = oracle.attention_grads(**x, **setting)
+    given = {key: value.copy() for key, value in {**x, "out": out, "lse": lse}.items()}
+    for key in ("q", "d_out"):
+        given[key][0, 192:] = np.nan
+    q, k, v, out, d_out = (
+        jnp.asarray(given[key], jnp.bfloat16) for key in ("q", "k", "v", "out", "d_out")
+    )
+    lse, d_lse = (jnp.asarray(np.moveaxis(given[x], 2, 1), jnp.float32) for x in ("lse", "d_lse"))
+    dq, dk, dv, _ = backward_kernel.backward(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        d_out,
+        d_lse,
+        mask.lists,
+        rule=kernel_rule.by_key(mask),
+        row_rule=kernel_rule.by_query(mask),
+        scale=scale,
+        tiling=tiling,
+        interpret=interpret,
+    )
+    # The other queries and keys of the first batch row do see NaN.
+    for name, found, tokens in (("dq", dq, 192), ("dk", dk, 128), ("dv", dv, 128)):
+        for row, end in ((0, tokens), (1, T)):
+            assert np.isfinite(np.asarray(found[row, :end], np.float32)).all(), (name, row)
+            error = oracle.relative_error(found[row, :end], want[name][row, :end])
+            assert error <= 1e-2, (name, row)
+
+
+@pytest.mark.parametrize("row_step", [64, pytest.param(128, marks=pytest.mark.slow)])
+@needs_interpreter
+def test_queries_after_the_last_document_of_a_kv_block_are_not_read(row_step, monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    check_ends(64, BackwardTiling(fused=False, row_step=row_step), plgpu.InterpretGPUParams())
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("cast", ["pass", "kernel"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_they_are_not_read_on_a_gpu(size, cast, fused, persistent):
+    check_ends(size, BackwardTiling(fused=fused, cast=cast, persistent=persistent), False)

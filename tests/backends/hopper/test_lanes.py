@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.backends.hopper.test_work_table import (
+    check_nested_tables,
     check_tables,
     check_transposed,
     expected_table,
@@ -44,6 +45,7 @@ def test_a_work_table_is_sorted_as_python_sorts_it(name, emulator):
     with jax.disable_jit():
         for has_tail in (False, True):
             check_tables(name, interpret=False, has_tail=has_tail)
+        check_nested_tables(name, interpret=False)
 
 
 def test_a_long_run_is_sorted_too(emulator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import jax
@@ -50,7 +51,7 @@ def tiling(order, l2_bytes=24 << 20):
     return types.SimpleNamespace(order=order, l2_bytes=l2_bytes)
 
 
-def expected_table(mask, batch, heads, run, has_tail):
+def expected_table(mask, batch, heads, run, has_tail, nesting="bni"):
     """The rows one by one, sorted by Python: longest first within runs, and within the tail."""
     start, count, full, index = (np.asarray(x) for x in mask.lists[:4])
     list_batch, list_heads, blocks = count.shape
@@ -60,6 +61,7 @@ def expected_table(mask, batch, heads, run, has_tail):
         at = (b if list_batch > 1 else 0, n // (heads // list_heads), i)
         first = (at[0] * list_heads + at[1]) * index.shape[-1]
         rows.append((b, n, i, first + start[at], count[at], full[at], 0, 0))
+    rows.sort(key=lambda row: [row["bni".index(axis)] for axis in nesting])
     tail = max(0, len(rows) - (4 * SMS if has_tail else 0)) // run * run
     runs = [rows[first : first + run] for first in range(0, tail, run)]
     rows = [row for part in (*runs, rows[tail:]) for row in sorted(part, key=lambda row: -row[4])]
@@ -75,6 +77,39 @@ ORDERS = [
     ("sections", 200_000, 1, 1, lambda blocks, group: 2 * group * blocks),
     ("sections", 24 << 20, 2, 2, lambda blocks, group: None),
 ]
+
+
+# order, query heads per list head, nesting, where heads or batch rows share a bias
+NESTED = [
+    ("natural", 2, "ibn"),
+    ("longest", 2, "ibn"),
+    ("longest", 1, "bin"),
+    ("natural", 3, "nib"),
+]
+
+
+def check_nested_tables(name, interpret):
+    """Work tiles of several heads and batch rows, row block by row block."""
+    from xsake.backends.hopper import work_table
+
+    mask = random_mask(name)
+    list_batch, list_heads, blocks = mask.kv_count.shape
+    for order, group, nesting in NESTED:
+        batch, heads = 2 if list_batch == 1 else list_batch, list_heads * group
+        table = functools.partial(
+            work_table.work_table,
+            B=batch,
+            N=heads,
+            K=list_heads,
+            kv_bytes=1,
+            tiling=tiling(order),
+            interpret=interpret,
+            nesting=nesting,
+        )
+        found = jax.jit(table)(mask.lists)
+        run = 1 if order == "natural" else batch * heads * blocks
+        want = expected_table(mask, batch, heads, run, has_tail=True, nesting=nesting)
+        np.testing.assert_array_equal(found, want, err_msg=f"{order} {nesting}")
 
 
 def check_tables(name, interpret, has_tail):
@@ -101,6 +136,29 @@ def check_tables(name, interpret, has_tail):
 def test_a_table_has_every_work_tile_longest_first(name):
     """Lists shared by heads and batch rows, runs that do and do not divide the work tiles."""
     check_tables(name, interpret=True, has_tail=name != "causal")
+
+
+@pytest.mark.parametrize("name", ["few", "causal", "nothing"])
+def test_equal_work_tiles_keep_the_order_of_their_nesting(name):
+    check_nested_tables(name, interpret=True)
+
+
+@pytest.mark.parametrize(("shape", "nesting"), [((1, 1), "ibn"), ((2, 1), "bin"), ((1, 8), "nib")])
+def test_heads_that_share_a_bias_add_to_the_same_rows_of_its_gradient(shape, nesting):
+    """Two batch rows of eight heads: those that share the bias have consecutive work tiles."""
+    from xsake.backends.hopper import backward_kernel, work_table
+    from xsake.backends.options import BackwardTiling
+
+    mask = BlockMask.from_rule(masks.causal(), (8 * 64, 8 * 64), block=(64, 64))
+    bias = jax.ShapeDtypeStruct((*shape, 512, 512), jnp.bfloat16)
+    how, found = backward_kernel._together(bias, mask.lists, BackwardTiling())
+    assert found == nesting
+    table = work_table.work_table(mask.lists, 2, 8, 8, 1, how, interpret=True, nesting=found)
+    b, n, i, _, count, *_ = np.asarray(table)[:-1].T
+    assert (np.diff(count) <= 0).all()
+    own = b if shape[0] > 1 else n if shape[1] > 1 else 0 * b
+    together = 16 // len(np.unique(own))
+    assert (np.ptp((i + 8 * own).reshape(-1, together), axis=1) == 0).all()
 
 
 def test_the_work_ends_with_the_shortest_tiles_of_several_heads(monkeypatch):
@@ -145,6 +203,7 @@ def test_the_kernel_computes_the_same_table(name):
     """As Python sorts it."""
     for has_tail in (False, True):
         check_tables(name, interpret=False, has_tail=has_tail)
+    check_nested_tables(name, interpret=False)
 
 
 @pytest.mark.gpu

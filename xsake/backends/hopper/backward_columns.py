@@ -97,8 +97,31 @@ class ColumnsKernel(GradientKernel):
         self.frees_v_early = self.has_dk and not self.alternate
         # One of the two dsT tiles has been read when a work tile ends: dk and dv are staged there.
         self.results_through_ds = fused and small and self.dq is backward_dq.ByRows
+        # Whether the second half of a work tile's last visit may be left out. With alternating
+        # steps, each warpgroup would have to count its own.
+        has_ends = self.rule.is_interval and self.rule.column_arrays > 0
+        self.ends_early = has_ends and self.visit_block > ROWS and not self.alternate
         # Whether dq's row index is loaded when a step begins; with small steps that is slower.
         self.loads_index_early = fused and self.step > ROWS
+
+    def steps_of(self, work_tile, index, rule_refs):
+        """(the steps of a work tile, whether the last one has 64 of 128 queries or None: never).
+
+        The second half of its last visit is left out if its queries see no key of the block, for
+        instance if the last document of the block ends in the first half of that row block.
+        """
+        steps = work_tile.count * self.splits
+        if not self.ends_early:
+            return steps, None
+        last_key = jnp.minimum((work_tile.i + 1) * self.tile_block, self.shape.sizes.S) - 1
+        end = self.rule.end_of_column(rule_refs, work_tile, last_key)
+        last_visit = jnp.maximum(work_tile.start + work_tile.count - 1, 0)
+        ends = (end >= 0) & (end <= index[last_visit] * self.visit_block + ROWS)
+        ends = (ends & (work_tile.count > work_tile.full)).astype(jnp.int32)
+        # Opaque: otherwise the compiler keeps what the number is made of, and spills.
+        if self.splits > 1:
+            return self.opaque(steps - ends), None
+        return steps, self.opaque(ends) > 0
 
     def _dq_strategy(self, panels):
         if self.alternate:
@@ -205,17 +228,15 @@ class ColumnsKernel(GradientKernel):
         context = _Context(index, rule_refs, bias_ref, outs, scratch)
         self.run_roles(
             lambda wg: self.compute(wg, work, context),
-            lambda: self.memory(q, k, v, d_out, lse, delta, work, index, scratch),
+            lambda: self.memory(q, k, v, d_out, lse, delta, work, context),
             self.cast_role(q.dtype, work, context),
         )
 
     # Memory warpgroup
 
-    def memory(
-        self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, index, scratch
-    ):
+    def memory(self, q_gmem, k_gmem, v_gmem, d_out_gmem, lse_gmem, delta_gmem, work, context):
         """Copies K, V once per work tile and Q, d_out once per step, as soon as slots are free."""
-        copy = plgpu.copy_gmem_to_smem
+        copy, index, scratch = plgpu.copy_gmem_to_smem, context.index, context.scratch
         lse_smem, delta_smem = self.statistics(scratch)
 
         def load_q(tile, queries, slot):
@@ -241,7 +262,16 @@ class ColumnsKernel(GradientKernel):
         d_out_ring = Ring(
             self.d_out_stages, lambda x: plgpu.barrier_wait(scratch.d_out_free.at[x]), load_d_out
         )
-        stream(self, work, index, q_ring, d_out_ring, residents, residents_last=self.frees_v_early)
+        stream(
+            self,
+            work,
+            index,
+            q_ring,
+            d_out_ring,
+            residents,
+            residents_last=self.frees_v_early,
+            steps_of=lambda tile: self.steps_of(tile, index, context.rule_refs)[0],
+        )
 
     def statistics(self, scratch):
         """(lse, delta) in shared memory, by slot."""

@@ -20,6 +20,7 @@ two compute warpgroups have 64 rows (of keys, of queries) each and accumulate in
 row and rows past T have lse = +inf: their p and ds are zeros.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -120,12 +121,13 @@ def backward(
         with jax.named_scope("dk_dv_dq" if fused else "_".join(names)):
             gradients |= columns((*tokens, table, *more), zeros, counters, interpret)
     if not fused:
-        with jax.named_scope("work_table"):
-            table = work_table(lists, B, N, K, shape.kv_bytes, tiling, interpret)
         rule = row_rule or rule
         adds = False
         if by_pairs:
             d_bias, adds = _bias_zeros(bias, shape, deterministic or interpret)
+        with jax.named_scope("work_table"):
+            how, nesting = _together(bias, lists, tiling) if adds else (tiling, "bni")
+            table = work_table(lists, B, N, K, shape.kv_bytes, how, interpret, nesting=nesting)
         rows = RowsKernel(shape, rule, tiling, adds=adds, **common)
         more = lists.kv_index.reshape(-1), *rule_operands(rule, shape, axis=0), *bias_operand
         table, d_bias = _unshared((table, d_bias), (*tokens, *more))
@@ -163,6 +165,20 @@ def _bias_zeros(bias, shape, in_order):
     if is_shared and not in_order:
         return jnp.zeros((*bias.shape[:2], *full[2:]), jnp.float32), True
     return jnp.zeros(full, bias.dtype), False
+
+
+def _together(bias, lists, tiling):
+    """(the tiling, the nesting of work tiles) in which those that share a bias run together.
+
+    They read the same rows of it, and add to the same rows of its gradient in L2, at about the same
+    time. One head after another, both pass through memory once per head: at 16,384 tokens and 16
+    heads 9 GB of bfloat16 are read, and 34 GB of float32 sums are read and written.
+    """
+    separate = "".join(axis for axis, size in zip("bn", bias.shape, strict=False) if size > 1)
+    nesting = separate + "i" + "bn".replace(separate, "")
+    # Lists of their own have different lengths: sorted, the heads of a row block would not meet.
+    is_shared = lists.kv_count.shape[:2] == (1, 1)
+    return dataclasses.replace(tiling, order="longest" if is_shared else "natural"), nesting
 
 
 def _reduced(x, bias):

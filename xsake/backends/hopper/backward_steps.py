@@ -26,7 +26,7 @@ class ColumnSteps:
         self.kernel, self.wg, self.work_tile, self.done = kernel, wg, work_tile, done
         self.index, self.rule_refs, self.bias_ref, self.outs, self.scratch = context
         self.lse_smem, self.delta_smem = kernel.statistics(self.scratch)
-        self.steps = work_tile.count * kernel.splits
+        self.steps, self.half = kernel.steps_of(work_tile, self.index, self.rule_refs)
         self.first_key = kernel.first_row(work_tile, wg)
         self.column_values = self.load_columns(kernel.rule, self.rule_refs)
         self.decides = kernel.rule.decides(self.rule_refs, work_tile, self.first_key)
@@ -41,7 +41,8 @@ class ColumnSteps:
             plgpu.barrier_wait(scratch.v_ready)
         refs = dict(zip(kernel.sizes, accumulators, strict=True))
         add = functools.partial(self.add_products, refs)
-        kernel.run_steps(self.wg, self.work_tile, self.done, self.decides, self.p_and_ds, add)
+        given = self.wg, self.work_tile, self.done, self.decides, self.p_and_ds, add
+        kernel.run_steps(*given, steps=self.steps, half=self.half)
         plgpu.barrier_arrive(scratch.k_free)
         return tuple(ref[...] for ref in refs.values())
 
@@ -59,24 +60,26 @@ class ColumnSteps:
 
     # pT and dsT
 
-    def p_and_ds(self, t, masked):
+    def p_and_ds(self, t, masked, width=None):
         """([(pT, dsT), ...], first query) of step t, one pair for each 64 queries.
 
-        64 queries at a time need fewer registers. A pT or dsT that no product needs is None; so is
-        the first query, unless it is loaded early.
+        width: how many queries are computed, the first ones; None: all. 64 queries at a time need
+        fewer registers. A pT or dsT that no product needs is None; so is the first query, unless it
+        is loaded early.
         """
         kernel, scratch = self.kernel, self.scratch
+        width = width or kernel.step
         dtype = scratch.d_out_smem.dtype
         first_query = self.first_query(t) if kernel.loads_index_early else None
         loaded = self.load_early(t, 0, masked)
-        s = self.issue_scores(t)
+        s = self.issue_scores(t, width)
         plgpu.barrier_wait(scratch.d_out_ready.at[self.d_out_slot(t)])
         # In a masked step of 64 queries, dp is issued after the rule, which needs the registers.
         dp_first = kernel.has_dk and (masked is None or kernel.step > ROWS)
-        dp = self.issue_dp(t) if dp_first else None
+        dp = self.issue_dp(t, width) if dp_first else None
         in_flight = masked is None and kernel.step == ROWS  # load lse, delta while products run
         pairs = []
-        for at in range(0, kernel.step, ROWS):
+        for at in range(0, width, ROWS):
             columns = pl.ds(at, ROWS)
             lse = functools.partial(self.per_query, self.lse_smem.at[self.q_slot(t), columns])
             delta = functools.partial(
@@ -84,7 +87,7 @@ class ColumnSteps:
             )
             s, lse = self.settle_and_load(s, int(dp_first) if at == 0 else None, lse, in_flight)
             bias, words = loaded
-            if at + ROWS < kernel.step:
+            if at + ROWS < width:
                 loaded = self.load_early(t, at + ROWS, masked)
             if kernel.bias.exists and not kernel.bias.loads_early:
                 bias = self.load_bias(t, at)
@@ -95,7 +98,7 @@ class ColumnSteps:
                 continue
             if not dp_first:
                 p, slope = lax.optimization_barrier((p, slope))
-                dp = self.issue_dp(t)
+                dp = self.issue_dp(t, width)
             exact_p, p = p, p.astype(dtype) if kernel.has_dv else None
             dp, delta = self.settle_and_load(dp, 0 if at == 0 else None, delta, in_flight)
             if kernel.frees_v_early and at == 0:
@@ -108,17 +111,23 @@ class ColumnSteps:
             plgpu.barrier_arrive(scratch.d_out_free.at[self.d_out_slot(t)])
         return pairs, first_query
 
-    def issue_scores(self, t):
-        """sT of step t, in flight."""
+    def issue_scores(self, t, width):
+        """sT of the first `width` queries of step t, in flight."""
         slot = self.q_slot(t)
         plgpu.barrier_wait(self.scratch.q_ready.at[slot])
         k = self.kernel.own_rows(self.wg, self.scratch.k_smem)
-        return self.kernel.issue(k, self.scratch.q_smem.at[self.q_slot(t)].transpose((1, 0)))
+        q = self.queries_of(self.scratch.q_smem.at[self.q_slot(t)], width)
+        return self.kernel.issue(k, q.transpose((1, 0)))
 
-    def issue_dp(self, t):
-        """dpT of step t, in flight."""
-        d_out = self.scratch.d_out_smem.at[self.d_out_slot(t)].transpose((1, 0))
+    def issue_dp(self, t, width):
+        """dpT of the first `width` queries of step t, in flight."""
+        d_out = self.queries_of(self.scratch.d_out_smem.at[self.d_out_slot(t)], width)
+        d_out = d_out.transpose((1, 0))
         return self.kernel.issue(self.kernel.own_rows(self.wg, self.scratch.v_smem), d_out)
+
+    def queries_of(self, tile, width):
+        """The first `width` rows of a step's tile."""
+        return tile if width == self.kernel.step else tile.at[pl.ds(0, width)]
 
     def settle_and_load(self, tile, wait_n, load, in_flight):
         """(the issued tile, load()); the load runs while the product is in flight, or after it.
@@ -137,7 +146,7 @@ class ColumnSteps:
 
     def part(self, tile, first):
         """64 columns of a tile."""
-        return tile if self.kernel.step == ROWS else tile[:, first : first + ROWS]
+        return tile if tile.shape[1] == ROWS else tile[:, first : first + ROWS]
 
     def load_columns(self, rule, refs):
         """A rule's values of this warpgroup's 64 keys."""
@@ -186,7 +195,8 @@ class ColumnSteps:
         """dv += pT d_out, dk += dsT q, and dq += ds k."""
         kernel, scratch = self.kernel, self.scratch
         pairs, first_query = given
-        dq_first = kernel.fused and kernel.dq.before_dk
+        is_half = len(pairs) * ROWS < kernel.step  # 64 of 128 queries: all of dq is warpgroup 0's
+        dq_first = kernel.fused and kernel.dq.before_dk and not is_half
         d_out_free = scratch.d_out_free
         if kernel.has_dv:
             self.add_product(
@@ -214,6 +224,10 @@ class ColumnSteps:
                 self.add_dq(t, kernel.settle(dq, 0), first_query, column)
         plgpu.wgmma_wait(0)  # dk is done
         plgpu.barrier_arrive(scratch.q_free.at[self.q_slot(t)])
+        if kernel.fused and is_half:
+            pl.when(self.wg == 0)(
+                lambda: self.add_dq(t, kernel.settle(self.issue_dq(t), 0), first_query)
+            )
         if kernel.dq is backward_dq.AlternatingSteps:
 
             @pl.when(lax.rem(self.done + t, jnp.int32(COMPUTE_WGS)) == self.wg)

@@ -64,6 +64,16 @@ class RuleTile:
         (marked,) = refs.rows or refs.columns
         return marked[_batch_row(marked, work_tile), 0, first] >= 0
 
+    def end_of_column(self, refs, work_tile, column):
+        """The first row that sees neither this column nor one before it; -1: it is not known.
+
+        For a rule that is an interval of rows for each column, whose ends do not decrease.
+        """
+        (ends,) = refs.columns
+        batch_row = _batch_row(ends, work_tile)
+        found = [ends[batch_row, end, column] for end in range(1, ends.shape[1], 2)]
+        return functools.reduce(jnp.maximum, found)
+
     def partial_steps(self, full, count, decides):
         """(rule, first step, end) of each loop over partial steps: this rule's, its otherwise's."""
         if not self.has_partial:

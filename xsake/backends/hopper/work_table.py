@@ -11,6 +11,7 @@ table together, one CTA per head.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ TILE_LANES = 4  # lanes that compare one work tile with the others, a quarter of
 CTA_TILES = THREADS // TILE_LANES
 KEYS = 1 << 14  # more than the work tiles that one CTA compares
 WIDTH = 8  # integers of a record
+COUNT = WorkTile._fields.index("count")
 TAIL_TILES = 4  # work tiles per multiprocessor in the tail, at least
 HEAD_TAIL_TILES = 2  # the same in `HeadTables` of heads with own lists: a tail CTA reads them all
 
@@ -57,11 +59,14 @@ def work_table(
     tiling: Any,
     interpret: Any = False,
     has_tail: bool = True,
+    nesting: str = "bni",
 ) -> Array:
     """The records of all work tiles and an end record: int32 [B * N * blocks + 1, 8].
 
-    "natural" keeps their order. "longest" sorts all work tiles by their number of visits, so that
-    the last ones to finish are short. "heads" does the same inside the query heads of each kv head,
+    nesting: how work tiles are numbered, by batch row, head and block, from the slowest axis to the
+    fastest. "natural" keeps that order. "longest" sorts all work tiles by their number of visits,
+    so that the last ones to finish are short; among equal ones it keeps the order, too. In the
+    nesting "bni" there are two more: "heads" does the same inside the query heads of each kv head,
     "sections" inside groups of kv heads whose K and V (`kv_bytes` each) fit in L2 together. In all
     orders the tail is sorted, unless there is none. The end record has count -1 and the counter of
     the "counter" schedule.
@@ -73,9 +78,11 @@ def work_table(
     # A CTA compares its tiles with those of all runs that they belong to.
     compared = min(CTA_TILES + runs.length + max(runs.length, tiles - runs.tail), tiles)
     if interpret or runs.length > MAX_COMPARED or compared >= KEYS:
-        return _table_by_xla(lists, B, N, runs, end)
+        return _table_by_xla(lists, B, N, runs, end, nesting)
+    sizes = {"b": B, "n": N, "i": blocks}
+    axes = {axis: sizes[axis] for axis in nesting}
     (table,) = launch(
-        functools.partial(_rank_tiles, lists=lists, B=B, N=N, runs=runs, end=end),
+        functools.partial(_rank_tiles, lists=lists, axes=axes, runs=runs, end=end),
         "xsake_work_table",
         [jax.ShapeDtypeStruct(((tiles + 1) * WIDTH,), jnp.int32)],
         dict(part=pl.cdiv(tiles, CTA_TILES)),
@@ -147,21 +154,28 @@ def per_tile(x, B, N):
 
 def _end_record(tiles: int) -> np.ndarray:
     end = np.zeros(WIDTH, np.int32)
-    end[WorkTile._fields.index("count")] = -1
+    end[COUNT] = -1
     end[COUNTER] = min(_jax.multiprocessors(), tiles)
     return end
 
 
-def _rank_tiles(start, count, full, table, *, shared, ranks, lists, B, N, runs, end):
-    """The kernel body: four lanes rank a work tile among all others of its run."""
+def _rank_tiles(start, count, full, table, *, shared, ranks, lists, axes, runs, end):
+    """The kernel body: four lanes rank a work tile among all others of its run.
+
+    axes: the sizes of "b", "n" and "i", the slowest first.
+    """
     list_batch, list_heads, blocks = lists.kv_count.shape
-    tiles = B * N * blocks
+    tiles = math.prod(axes.values())
 
     def locate(tile):
         """((b, n, i), the index of its list's head); batch rows and heads may share lists."""
-        head, i = div_rem_lanes(tile, blocks)
-        b, n = div_rem_lanes(head, N)
-        list_head, _ = div_rem_lanes(n, N // list_heads)
+        at = {}
+        slowest, *others = axes
+        for axis in reversed(others):
+            tile, at[axis] = div_rem_lanes(tile, axes[axis])
+        at[slowest] = tile
+        b, n, i = (at[axis] for axis in "bni")
+        list_head, _ = div_rem_lanes(n, axes["n"] // list_heads)
         return (b, n, i), list_head if list_batch == 1 else b * list_heads + list_head
 
     def list_of(tile):
@@ -233,7 +247,9 @@ def _write_end(table, tiles, end):
     scatter(table, jnp.where(lane < WIDTH, tiles * WIDTH + lane, -1), value)
 
 
-def _table_by_xla(lists: Lists, B: int, N: int, runs: _Runs, end: np.ndarray) -> Array:
+def _table_by_xla(
+    lists: Lists, B: int, N: int, runs: _Runs, end: np.ndarray, nesting: str
+) -> Array:
     """The same table by a sort in plain JAX."""
     each = functools.partial(per_tile, B=B, N=N)
     blocks = lists.kv_count.shape[-1]
@@ -245,6 +261,8 @@ def _table_by_xla(lists: Lists, B: int, N: int, runs: _Runs, end: np.ndarray) ->
     count = each(lists.kv_count)
     record = WorkTile(b, n, i, each(lists.kv_start + offset), count, each(lists.full_count))
     table = jnp.stack([*record, *[jnp.zeros_like(b)] * (WIDTH - len(record))], axis=-1)
+    nested = table.reshape(B, N, blocks, WIDTH).transpose(*map("bni".index, nesting), 3)
+    table, count = nested.reshape(table.shape), nested[..., COUNT].reshape(-1)
     order = jnp.lexsort((-count, runs.begin(jnp.arange(b.size, dtype=jnp.int32))))
     return jnp.concatenate([table[order], end[None]])
 

@@ -32,17 +32,20 @@ def call_class(sizes: Sizes, mask: BlockMask, has_bias: bool = False) -> str:
 
     The kernel's head size; the length; and the lists. "one": all heads share a list, e.g. of
     documents, "one sparse" if its capacity is below 15% of all blocks, e.g. a window, "causal" if
-    the mask is causal and nothing else, "bias" if there is no mask but `has_bias`, of every pair.
-    Otherwise "sparse" or "mixed".
+    the mask is causal and nothing else, "bias" if there is no mask but `has_bias`, of every pair,
+    in any dtype; it is measured with bfloat16. Otherwise "sparse" or "mixed". Heads of up to 64
+    under a causal mask with a bias are "bias" too: "causal" is measured with work tiles of 192
+    queries there, which no call with a bias has.
     """
     size = limits.padded_head_size(max(sizes.H, sizes.Hv))
     length = "short" if sizes.T < LONG else "long"
     row_blocks, kv_blocks = mask.grid.counts
     is_sparse = mask.kv_index.shape[-1] < SPARSE * row_blocks * kv_blocks
-    if has_bias and mask.is_rule and mask.rule == masks.everything():
+    is_everything = mask.is_rule and mask.rule == masks.everything()
+    is_causal = kernel_rule.is_causal_alone(mask)
+    if has_bias and (is_everything or (is_causal and size <= limits.TALL_HEAD_SIZE)):
         lists = "bias"
     elif mask.kv_count.shape[1] == 1:
-        is_causal = kernel_rule.is_causal_alone(mask)
         lists = "one sparse" if is_sparse else "causal" if is_causal else "one"
     else:
         lists = "sparse" if is_sparse else "mixed"
@@ -52,7 +55,10 @@ def call_class(sizes: Sizes, mask: BlockMask, has_bias: bool = False) -> str:
 def measured_forward(sizes: Sizes, mask: BlockMask, bias: Array | None = None) -> ForwardTiling:
     """The fastest tiling measured for this class of calls; the default where none was measured."""
     has_bias = bias is not None and bias.shape[2] > 1
-    return ForwardTiling(**_fields("forward", call_class(sizes, mask, has_bias)))
+    name = call_class(sizes, mask, has_bias)
+    if bias is not None:  # of one value per key: the speed of no bias, but no row blocks of 192
+        name = name.replace("causal", "one")
+    return ForwardTiling(**_fields("forward", name))
 
 
 def measured_backward(sizes: Sizes, mask: BlockMask) -> BackwardTiling:
