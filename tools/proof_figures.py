@@ -14,7 +14,7 @@ from xsake.parallel.cost import Shape
 
 RESULTS = Path("benchmarks/results")
 METHODS = "hads-64-2026-11-15.json"  # all methods, perplexity
-TASKS = "tasks-final-2026-11-18.json"  # tasks at three lengths, held-out prompts
+TASKS = "tasks-final-2026-11-19.json"  # tasks at three lengths, held-out prompts
 SPEED = {
     "mean_query": "certificate-speed-2026-11-17.json",
     "outlier_queries": "certificate-speed-2026-11-18.json",

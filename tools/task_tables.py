@@ -195,6 +195,7 @@ def certified(report: Record) -> Cells:
 HADS = "outlier_queries/output"
 PAIRS: tuple[tuple[str, float | None, str, float | None], ...] = (
     (HADS, None, "oracle/output", None),
+    (f"{HADS}, end × 16", None, HADS, None),
     ("outlier_queries/loss", None, HADS, None),
     (f"{HADS}, blocks of 128", None, f"{HADS}, blocks of 64", None),
     # about as fast: docs/certificate.md has the times

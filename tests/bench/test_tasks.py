@@ -165,6 +165,36 @@ def lines_of(table):
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 
+def test_joined_tables_are_joined_again_and_a_selection_of_methods_is_kept(tmp_path):
+    same = dict.fromkeys(("schema", "kind", "model_hash", "filler_hash", "prompts", "seed"), 1)
+    same |= {"rule": "r", "block": 64, "calibration_data_hash": "h", "kinds": "k"}
+    same |= {"perplexity": [], "infeasible": []}
+
+    def table(name, methods, length, commit):
+        given = {"length": length, "family": "f", "density": 0.2}
+        rows = [given | {"method": x} for x in ("dense", *methods)]
+        found = same | {"rows": rows, "provenance": {"command": f"c{commit}", "commit": commit}}
+        (tmp_path / name).write_text(json.dumps(found))
+        return tmp_path / name
+
+    first, second = table("1", "ab", 64, "x"), table("2", "bc", 128, "y")
+    tasks.merge(tmp_path / "both", [first, second])
+    cut_off = json.loads(table("3", "d", 64, "z").read_text())
+    del cut_off["perplexity"], cut_off["infeasible"]
+    (tmp_path / "3").write_text(json.dumps(cut_off))
+    tasks.merge(tmp_path / "all", [tmp_path / "both", tmp_path / "3"], ("a", "c", "d"))
+    found = json.loads((tmp_path / "all").read_text())
+    kept = [(x["length"], x["method"]) for x in found["rows"]]
+    assert kept == [(64, "dense"), (64, "a"), (128, "dense"), (128, "c"), (64, "d")]
+    assert [x["length"] for x in found["parts"]] == [64, 128]
+    assert found["provenance"] == {"command": "cx; cy; cz", "commit": "x, y, z"}
+    wide = json.loads(table("4", "a", 64, "x").read_text()) | {"block": 128}
+    (tmp_path / "4").write_text(json.dumps(wide))
+    tasks.merge(tmp_path / "sizes", [first, tmp_path / "4"])
+    with pytest.raises(ValueError, match="a length with two block sizes cannot be joined again"):
+        tasks.merge(tmp_path / "again", [tmp_path / "sizes", second])
+
+
 @pytest.mark.parametrize("block", ["", ", blocks of 128"])
 def test_certified_methods_are_shown_with_the_density_that_they_visited(block):
     rows = [

@@ -87,6 +87,11 @@ DESCRIPTIONS: dict[str, Description] = {
         "cuDNN.",
         _SQUARE,
     ),
+    "hopper-bias-16384": Description(
+        "A shared bias and a token mask on an H200 at 16,384 tokens with heads of 64, beside "
+        "jax.nn on XLA and on cuDNN.",
+        _SQUARE,
+    ),
     "hopper-features": Description(
         "Windows, documents, sinks, soft caps and other options on an H200; memory.", _SQUARE
     ),
@@ -133,6 +138,9 @@ DESCRIPTIONS: dict[str, Description] = {
     "tasks-end": Description(
         _TASKS + "budgets that weigh the end of a prompt more, on prompts that were held out.",
         _HEADS,
+    ),
+    "tasks-end-weights": Description(
+        _TASKS + "several weights of a prompt's end, on prompts that were held out.", _HEADS
     ),
     "tasks-end-tuning": Description(
         _TASKS + "the weight of a prompt's end, on the prompts that it was chosen on.", _HEADS

@@ -315,12 +315,12 @@ def _perplexity(
     return found
 
 
-def merge(out: Path, parts: list[Path]) -> None:
+def merge(out: Path, parts: list[Path], names: tuple[str, ...] = ()) -> None:
     """Joins tables of several lengths, block sizes or methods of the same model, prompts and seed.
 
     If a length occurs with several block sizes, the names of its methods say the block. Of a cell
     that several tables have, the first table's is kept. A table may be one that this wrote, if it
-    has one block size for each length.
+    has one block size for each length. With `names`, dense attention and these methods are kept.
     """
     tables = [json.loads(part.read_text()) for part in parts]
     same = ("schema", "kind", "model_hash", "filler_hash", "prompts", "seed", "rule")
@@ -348,8 +348,10 @@ def merge(out: Path, parts: list[Path]) -> None:
         for name in ("rows", "perplexity", "infeasible"):
             for row in table.get(name, []):  # one that was cut off may lack the last two
                 new = row | {"block": by_length[row["length"]]["block"]}
-                several = len(blocks[row["length"]]) > 1
-                if several and row.get("method", "dense") != "dense":
+                method = row.get("method", "dense")
+                if names and method not in ("dense", *names):
+                    continue
+                if len(blocks[row["length"]]) > 1 and method != "dense":
                     new["method"] += f", blocks of {new['block']}"
                 cell = (name, *(new.get(x) for x in CELL))
                 if cell not in known:
