@@ -27,6 +27,7 @@ MODULES = (
     "xsake.hads.profile",
     "xsake.hads.budget",
     "xsake.hads.plan",
+    "xsake.hads.terms",
     "xsake.hads.baselines",
     "xsake.hads.certificate",
     "xsake.hads.estimates",

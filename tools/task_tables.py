@@ -263,7 +263,7 @@ def _compared(both: list[tuple[Record, Record]]) -> list[str]:
     ]
 
 
-END = re.compile(r", end × (\d+)$")
+END = re.compile(r", end × ([\d.e+-]+)(?=, blocks of |$)")
 
 
 def ends(report: Record) -> Cells:
@@ -271,12 +271,12 @@ def ends(report: Record) -> Cells:
     means = {(x["length"], x["density"], x["method"]): x for x in summarise(report["rows"])}
     gaps = {(x["length"], x["density"], x["method"]): x for x in report["perplexity"]}
     weighted = [x for x in means if END.search(x[2])]
-    points = sorted({(length, density) for length, density, _ in weighted}, reverse=True)
+    points = {(length, density, END.sub("", method)) for length, density, method in weighted}
 
     def lines() -> Iterator[list[str]]:
-        for length, density in points:
-            mine = [x[2] for x in weighted if x[:2] == (length, density)]
-            methods = [END.sub("", mine[0]), *sorted(mine, key=_weight)]
+        for length, density, plain in sorted(points, reverse=True):
+            here = [x[2] for x in means if x[:2] == (length, density)]
+            methods = [x for x in here if x == plain or (END.search(x) and END.sub("", x) == plain)]
             shared = set.intersection(
                 *(set(means[length, density, x]["families"]) for x in methods)
             )
@@ -289,7 +289,8 @@ def ends(report: Record) -> Cells:
                 yield [
                     f"{length:,}",
                     f"{density:g}",
-                    f"{_weight(mean['method'])}",
+                    plain,
+                    f"{_weight(mean['method']):g}",
                     str(len(shared)),
                     _spread(mean["accuracy_difference"], error, 100, 1, "+"),
                     f"{mean['share_of_dense']:.3f}",
@@ -297,13 +298,14 @@ def ends(report: Record) -> Cells:
                     "" if gap is None else _gap(gap),
                 ]
 
-    head = "tokens | density | weight of the end | families | difference, points | share of dense"
-    return [*head.split(" | "), "loss difference", "perplexity gap, %"], lines()
+    head = "tokens | density | method | weight of its end | families | difference, points"
+    more = ["share of dense", "loss difference", "perplexity gap, %"]
+    return [*head.split(" | "), *more], lines()
 
 
-def _weight(method: str) -> int:
+def _weight(method: str) -> float:
     found = END.search(method)
-    return int(found[1]) if found else 1
+    return float(found[1]) if found else 1.0
 
 
 def _gap(row: Record) -> str:

@@ -246,7 +246,7 @@ def test_weights_of_the_end_are_compared_on_the_families_that_all_have():
     gap = {"method": "outlier_queries/output, end × 4", "density": 0.2, "length": 64}
     gap |= {"perplexity_gap": 0.01, "perplexity_gap_standard_error": 0.001}
     lines = lines_of(task_tables.ends({"rows": rows, "perplexity": [gap]}))
-    assert [x["weight of the end"] for x in lines] == ["1", "4", "64"]
+    assert [x["weight of its end"] for x in lines] == ["1", "4", "64"]
     assert [x["share of dense"] for x in lines] == ["0.500", "1.000", "0.750"]
     assert {x["families"] for x in lines} == {"1"}
     assert [x["perplexity gap, %"] for x in lines] == ["", "1.00 ± 0.10", ""]

@@ -31,7 +31,9 @@ def every_policy(layers, heads, n, density, seed, band=0, end_weight=1.0):
 
 
 @settings(max_examples=60, deadline=None)
-@given(SIZES, st.floats(0, 1), st.integers(0, 3), st.integers(0, 2), st.sampled_from([1, 0.2, 9]))
+@given(
+    SIZES, st.floats(0, 1), st.integers(0, 3), st.integers(0, 2), st.sampled_from([1.0, 0.2, 9.0])
+)
 def test_budgets_add_up_and_every_row_keeps_its_floor(size, share, seed, band, end_weight):
     """The total is exact; every row block has its forced blocks and at most all of its blocks."""
     layers, heads, n = size

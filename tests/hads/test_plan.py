@@ -19,7 +19,7 @@ from xsake.hads.gains import gains
 from xsake.hads.profile import Facts
 from xsake.hads.row_blocks import stretched
 from xsake.hads.statistics import DENSITIES, SELECTORS, Statistics
-from xsake.hads.terms import Terms
+from xsake.hads.terms import Terms, check_terms
 from xsake.model import KVCache
 from xsake.model.generate import prefill
 
@@ -102,18 +102,19 @@ def test_the_length_of_a_calibrated_plan_may_end_inside_a_block():
     assert dataclasses.replace(plan, terms=terms).length == 125
 
 
-@pytest.mark.parametrize("length", [2 * BLOCK, N_ROWS * BLOCK, 12 * BLOCK - 3])
+@pytest.mark.parametrize("length", [2 * BLOCK, 10 * BLOCK, 12 * BLOCK - 3])
 def test_the_end_of_a_text_has_the_density_of_the_weighted_end_at_every_length(length, tmp_path):
-    plan, plain = (make(profile_of(), 0.75, "output", end_weight=x) for x in (30, 1))
+    plan, plain = (make(profile_of(), 0.75, "output", end_weight=x) for x in (30.0, 1.0))
     end, n = row_blocks.END, row_blocks.count_blocks(length, BLOCK)
-    shares = [
-        x.at(length).counts[..., -end:].sum() / (8 * row_blocks.ceilings(n)[-end:].sum())
-        for x in (plan, plain)
-    ]
-    at_end = plan.counts[..., -end:].sum() / (8 * row_blocks.ceilings(N_ROWS)[-end:].sum())
     if n > end:
-        np.testing.assert_allclose(shares[0], at_end, atol=0.2)  # of few whole blocks
-        assert shares[0] > shares[1] + 0.05
+        known = plan.counts / row_blocks.ceilings(N_ROWS)
+        middle = known[..., :-end]
+        beyond = middle[..., -(N_ROWS // 4) :].mean(-1, keepdims=True)
+        target = [middle, np.repeat(beyond, n - N_ROWS, -1), known[..., -end:]]
+        target = np.concatenate(target, -1) * row_blocks.ceilings(n)
+        want = budget.filled(target, 0.75, n).counts
+        np.testing.assert_array_equal(plan.at(length).counts, want)
+        assert want[..., -end:].sum() > plain.at(length).counts[..., -end:].sum()
     least = row_blocks.least_density(n)
     np.testing.assert_allclose(plan.at(length).density, max(0.75, least), atol=0.51 / (4 * n * n))
     # what each head may read of a cache follows the last row block that is not weighted
@@ -125,10 +126,24 @@ def test_the_end_of_a_text_has_the_density_of_the_weighted_end_at_every_length(l
     assert "the last 2 row blocks count 30 ×" in str(plan)
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan"), "2", True])
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan"), "2", True])
 def test_a_weight_of_the_end_that_is_no_weight_is_refused(weight):
     with pytest.raises(ValueError, match="end_weight must be a number above 0, got"):
-        make(profile_of(), 0.6, end_weight=weight)
+        check_terms("output", "mean_query", None, end_weight=weight)
+
+
+def test_settings_that_are_numpy_numbers_are_saved(tmp_path):
+    plan = make(profile_of(), 0.6, top_p=np.float64(0.9), end_weight=np.float64(16))
+    plan.save(tmp_path / "plan")
+    assert Plan.load(tmp_path / "plan").terms == plan.terms
+
+
+def test_prompts_of_which_only_the_longest_would_have_a_weighted_end_are_refused():
+    plan = make(profile_of(), 0.6, end_weight=16.0)
+    plan.check_lengths([3 * BLOCK, 3 * BLOCK - 5])
+    make(profile_of(), 0.6).check_lengths([BLOCK, 3 * BLOCK])
+    with pytest.raises(ValueError, match=r"these prompts have \[1, 3\] row blocks of 16 tokens"):
+        plan.check_lengths([BLOCK, 3 * BLOCK])
 
 
 def test_scores_for_a_shorter_text_are_the_top_left_corner():

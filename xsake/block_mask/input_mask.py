@@ -3,15 +3,15 @@
     Plan ──────────────────────────── is an InputMask ─┐
     (layer, q, k) -> BlockMask ───────── as_input_mask ┴─ .mask(layer, q, k) ─ BlockMask
 
-The model, prefill and training use only the methods `mask`, `at` and `padded` and the attributes
-`chunked` and `row_block`.
+The model, prefill and training use only the methods `mask`, `at`, `padded`, `check_lengths` and
+`check` and the attributes `chunked` and `row_block`.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -74,6 +74,9 @@ class InputMask(abc.ABC):
         It has the same shapes for every length. The default is `at(capacity)`.
         """
         return self.at(capacity)
+
+    def check_lengths(self, lengths: Iterable[int]) -> None:  # noqa: B027  (a hook)
+        """Raises if prompts of these lengths cannot be read in one batch; by default none."""
 
     def check(self, layers: int, heads: int) -> None:  # noqa: B027  (a hook)
         """Raises if the mask is not for a model of so many layers and query heads; by default none.

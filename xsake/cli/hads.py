@@ -201,8 +201,8 @@ def plan(
     from xsake import hads
 
     writable_file(out)
-    more = {"top_p": top_p, "end_weight": end_weight}
-    made = hads.make(hads.Profile.load(profile), density, policy, selector, **more)
+    found = hads.Profile.load(profile)
+    made = hads.make(found, density, policy, selector, top_p=top_p, end_weight=end_weight)
     made.save(out)
     console.print(str(made))
     console.print(f"written: {out}")

@@ -204,7 +204,7 @@ def at_density(
     length: int,
     others: dict[str, Profile] | None = None,
     names: Sequence[str] | None = None,
-    end_weight: float = 1,
+    end_weight: float = 1.0,
 ) -> list[Method]:
     """All methods at one density for texts of `length` tokens.
 
@@ -221,11 +221,14 @@ def at_density(
     if names is not None:
         check_names(names, labelled)
     fixed = _fixed(profile, density, length, names) if end_weight == 1 else ()
-    return list(fixed) + [
+    found = list(fixed) + [
         dataclasses.replace(method, name=method.name + _end(end_weight))
         for label, each in labelled.items()
         for method in _planned(each, density, length, label, names, end_weight)
     ]
+    if names and not found:
+        raise ValueError(f"none of {list(names)} has a plan, whose end a weight could be of")
+    return found
 
 
 def _end(weight: float) -> str:
@@ -366,10 +369,15 @@ def of_plan(plan: Plan, length: int) -> Method:
         raise ValueError(
             "the density of a plan with top_p depends on the input; measure one without"
         )
-    name = f"{terms.selector}/{terms.policy}{_end(terms.end_weight)}"
+    name = name_of(plan)
     if terms.selector == "static":
         return _given(name, "static", selection.keep_top(plan.scores, plan.counts, terms.band))
     return _scored(name, "run time", plan.counts, terms.selector, terms.band)
+
+
+def name_of(plan: Plan) -> str:
+    """The name of the method that selects as the plan does."""
+    return f"{plan.terms.selector}/{plan.terms.policy}{_end(plan.terms.end_weight)}"
 
 
 def oracle_counts(

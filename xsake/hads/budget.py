@@ -41,7 +41,7 @@ class Budget:
 
 
 def uniform(
-    density: float, layers: int, heads: int, n: int, band: int = 0, end_weight: float = 1
+    density: float, layers: int, heads: int, n: int, band: int = 0, end_weight: float = 1.0
 ) -> Budget:
     """Every head the same: row block i keeps about density · (i + 1) blocks, at least the forced.
 
@@ -55,7 +55,7 @@ def entropy(
     density: float,
     n: int,
     band: int = 0,
-    end_weight: float = 1,
+    end_weight: float = 1.0,
 ) -> Budget:
     """Splits the budget over heads in proportion to their entropy.
 
@@ -125,7 +125,7 @@ def by_gains(
     gains: Float[np.ndarray, "layers heads n n-1"],
     density: float,
     band: int = 0,
-    end_weight: float = 1,
+    end_weight: float = 1.0,
 ) -> Budget:
     """The budget of `by_cost` from `falling_gains(cost)`.
 

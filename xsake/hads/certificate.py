@@ -23,6 +23,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped
 
 from xsake import masks
+from xsake.arguments import check_soft_cap
 from xsake.backends import merged
 from xsake.block_mask import BlockMask
 from xsake.hads import estimates, sampled_by_kernel
@@ -141,6 +142,7 @@ def certified_attention(
         that can run.
     """
     _check(query, key, mask, threshold, criterion, guarantee, correct, bound, every, window)
+    logits_soft_cap = check_soft_cap(logits_soft_cap)
     _check_key(rng)
     if sinks is not None and jnp.ndim(sinks) == 2:
         sinks = jax.nn.logsumexp(sinks, axis=-1)  # one that stands for all of a head

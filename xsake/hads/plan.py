@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -204,7 +205,7 @@ class Plan(InputMask):
                 f"call plan.at({length}) before the plan enters jit"
             )
         terms = self.terms
-        end = row_blocks.END if terms.end_weight != 1 and min(n, old) > row_blocks.END else 0
+        end = min(self._end(n), self._end(old))
         share = np.asarray(self.counts) / row_blocks.ceilings(old)
         share, at_end = np.split(share, [old - end], -1)
         if n > old:
@@ -217,8 +218,25 @@ class Plan(InputMask):
         scores = None if self.scores is None else row_blocks.stretched(np.asarray(self.scores), n)
         return dataclasses.replace(self, counts=found.counts, scores=scores)
 
+    def _end(self, n: int) -> int:
+        """Of n row blocks, how many are the weighted end: none of a text that has no others."""
+        return row_blocks.END if self.terms.end_weight != 1 and n > row_blocks.END else 0
+
+    def check_lengths(self, lengths: Iterable[int]) -> None:
+        """Refuses prompts of which only the longest would have a weighted end."""
+        counts = {row_blocks.count_blocks(int(x), self.terms.block) for x in lengths}
+        if self.terms.end_weight != 1 and len(counts) > 1:
+            raise ValueError(
+                f"the plan weighs the end of a text {self.terms.end_weight:g} ×, which is at one "
+                f"place for a batch, and these prompts have {sorted(counts)} row blocks of "
+                f"{self.terms.block} tokens; generate from prompts of equally many in one call"
+            )
+
     def padded(self, length: int, capacity: int) -> Plan:
-        """`at(length)` with row blocks for `capacity` tokens; those of padding keep the fewest."""
+        """`at(length)` with row blocks for `capacity` tokens; those of padding keep the fewest.
+
+        The result is for that length alone: `at` would take its padding for text.
+        """
         found, n = self.at(length), row_blocks.count_blocks(capacity, self.terms.block)
         more = n - found.counts.shape[-1]
         if more <= 0:
@@ -238,9 +256,8 @@ class Plan(InputMask):
         end, clipped at 1.
         """
         row_blocks.check_density(density)
-        end = row_blocks.END if self.terms.end_weight != 1 else 0
-        last = max(self.counts.shape[-1] - 1 - end, 0)
-        wanted = np.asarray(self.counts)[..., last].astype(np.float64)
+        n = self.counts.shape[-1]
+        wanted = np.asarray(self.counts)[..., n - 1 - self._end(n)].astype(np.float64)
         small, large = 0.0, 1 / wanted.min()
         for _ in range(100):
             middle = (small + large) / 2
@@ -388,7 +405,7 @@ def make(
     selector: str = "mean_query",
     *,
     top_p: float | None = None,
-    end_weight: float = 1,
+    end_weight: float = 1.0,
     length: int | None = None,
 ) -> Plan:
     """A plan from a profile.
@@ -402,7 +419,8 @@ def make(
       top_p: a row block keeps the fewest blocks that reach this fraction of its estimated mass, at
         most its count.
       end_weight: how many times as much as other row blocks the last ones of a text, its end,
-        count in the budget; for prompts that end with their question.
+        count in the budget; for prompts that end with their question. Of packed documents it is the
+        end of the last one.
       length: of the texts that the plan is for; default the profile's. `plan.at` adapts the length
         too, but only this argument allows a density that is infeasible at the profile's length.
     """
@@ -434,8 +452,8 @@ def make(
         block=facts.block,
         length=facts.length,
         band=facts.band,
-        top_p=top_p,
-        end_weight=end_weight,
+        top_p=None if top_p is None else float(top_p),  # a NumPy number cannot be saved
+        end_weight=float(end_weight),
         model_hash=facts.model_hash,
         data_hash=facts.data_hash,
         notes=(*_of_kinds(facts.kinds), *found.notes),

@@ -19,6 +19,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from xsake import _jax, masks
+from xsake.arguments import block_for
 from xsake.backends import hopper, unaliased
 from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
 from xsake.backends.hopper.sampled import Visits
@@ -96,7 +97,7 @@ def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., 
         *qkv, sample, out, logsumexp = given[:6]
         q, k, v = unaliased(*qkv)
         T, S, G = q.shape[1], k.shape[1], sample.shape[1]
-        block = next((x for x in BLOCKS if x >= G), BLOCKS[-1]), BLOCKS[-1]
+        block = max(BLOCKS[0], block_for(G)), BLOCKS[-1]
         pieces = number_of_pieces(q.shape, S, G, block[0], rule, every)
         width = -(-G // block[0]) * block[0]
         queries, pairs = rows.rows(q, sample, _window(rule), S, pieces, width)

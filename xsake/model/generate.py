@@ -259,6 +259,8 @@ def prefill(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, mask = int(lengths.max()), _prompt_mask(mask)
     cache.check_capacity(longest)
+    if isinstance(mask, InputMask):
+        mask.check_lengths([len(prompt) for prompt in prompts])
     if isinstance(cache, SparseCache) or longest <= chunk:
         # Pad to a few lengths, so that few programs are compiled; an InputMask selects whole
         # blocks, so its prompts are padded to the next one.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from xsake import shipped
+from xsake.evaluate import methods
 from xsake.hads import Plan, Profile, budget, row_blocks
 from xsake.server.results import file_state
 from xsake.server.runs import is_inside
@@ -149,7 +150,7 @@ def measured(tables: dict[str, dict[str, Any]], plan: Plan, length: int) -> list
         for part in table["densities"].values():
             for row in part["rows"]:
                 is_near = abs(row["realised_density_ratio"] - plan.density) <= NEAR
-                if is_near and row["method"] == f"{plan.terms.selector}/{plan.terms.policy}":
+                if is_near and row["method"] == methods.name_of(plan):
                     found.append({"result": name, **row})
     return found
 
@@ -160,7 +161,11 @@ def plan_python(path: str, plan: Plan, length: int | None) -> str:
     lines = ["from xsake import hads, shipped" if "shipped." in path else "from xsake import hads"]
     options = "".join(
         f", {name}={value}"
-        for name, value in (("top_p", terms.top_p), ("length", length))
+        for name, value in (
+            ("top_p", terms.top_p),
+            ("end_weight", None if terms.end_weight == 1 else terms.end_weight),
+            ("length", length),
+        )
         if value is not None
     )
     how = f"{terms.policy!r}, {terms.selector!r}"

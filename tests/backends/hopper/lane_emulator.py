@@ -144,6 +144,7 @@ def unwritten(shape: Any, dtype: Any) -> np.ndarray:
 def emulate(monkeypatch: Any) -> None:
     """Lets kernels of lanes.py run here. What calls them must not be compiled: jax.disable_jit."""
     shared: list[Memory] = []
+    copies: list[tuple[Ref, np.ndarray]] = []  # that were not awaited yet
     cell: dict[str, np.int32] = {}
 
     def launch(body, name, out_type, grid, operands, approx_math=False, **scratch):
@@ -190,7 +191,16 @@ def emulate(monkeypatch: Any) -> None:
             at = np.where(is_valid, octets(first + row * stride), 0)
             loaded = ref.memory.load(ref.inside(at), OCTET_LANE)
             run = to.at[pl.ds(row * OCTET_LANE.size, OCTET_LANE.size)]
-            run[...] = np.where(is_valid, loaded, np.zeros_like(loaded))
+            copies.append((run, np.where(is_valid, loaded, np.zeros_like(loaded))))
+
+    def await_copies():
+        for run, values in copies:
+            run[...] = values
+        copies.clear()
+
+    def exchange(values, distance):
+        assert 0 < distance < layouts.WARP
+        return values[LANE ^ distance]
 
     def float_octets(ref, count):
         size = OCTET_LANE.size
@@ -225,12 +235,12 @@ def emulate(monkeypatch: Any) -> None:
     replaced = {
         "count_in_warp": count_in_warp,
         "copy_octets": copy_octets,
-        "await_copies": lambda: None,
+        "await_copies": await_copies,
         "gather_octets": gather_octets,
         "scatter_octets": scatter_octets,
         "sum_octets": lambda ref, count: sum(float_octets(ref, count)),
         "squared_distances": squared_distances,
-        "exchange": lambda values, distance: values[LANE ^ distance],
+        "exchange": exchange,
         "launch": launch,
         "gather": gather,
         "scatter": scatter,

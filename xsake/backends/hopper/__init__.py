@@ -318,6 +318,7 @@ def run_pieces(
         soft_cap=soft_cap,
         tiling=tiling,
         table=table,
+        sharers=len(k) // len(q),
     )
     return out, logsumexp
 

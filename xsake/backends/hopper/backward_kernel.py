@@ -177,6 +177,7 @@ def _together(bias, lists, tiling):
     separate = "".join(axis for axis, size in zip("bn", bias.shape, strict=False) if size > 1)
     nesting = separate + "i" + "bn".replace(separate, "")
     # Lists of their own have different lengths: sorted, the heads of a row block would not meet.
+    # The last few work tiles are sorted in any order.
     is_shared = lists.kv_count.shape[:2] == (1, 1)
     return dataclasses.replace(tiling, order="longest" if is_shared else "natural"), nesting
 

@@ -72,6 +72,7 @@ def forward(
     statistics: Observed | None = None,
     sinks: jax.Array | None = None,
     table: np.ndarray | None = None,
+    sharers: int = 1,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Attention over the listed blocks: out [B, T, N, Hv] like q, logsumexp [B, N, T] float32.
@@ -79,14 +80,14 @@ def forward(
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S] of bfloat16, float16 or
     float32; one value per key is float32. A row that sees no key gets zeros and -inf.
 
-    q may have fewer batch rows than k and v, B / c: row b is then that of their rows b · c to
-    b · c + c - 1. `table` is the work table, where it is known before the call is compiled.
+    With `sharers`, c batch rows of k and v share one of q, which has B / c: row b of q is that of
+    their rows b · c to b · c + c - 1. `table` is the work table, where it is known before the call
+    is compiled.
 
     With `statistics` also, in float32: the mean mass of every block [B, N, row blocks, kv blocks],
     in whose denominator `sinks` are: float32 [N], the logarithm of their sum; and the entropy over
     blocks, and for "tokens" that over keys, [B, N, T] in nats, without sinks.
     """
-    sharers = max(k.shape[0] // q.shape[0], 1)
     all_rows = jax.ShapeDtypeStruct((q.shape[0] * sharers, *q.shape[1:]), q.dtype)
     shape = Shape.of(all_rows, k, v, lists, block)
     B, T, _, N, _, H, Hv = shape.sizes

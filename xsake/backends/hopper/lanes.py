@@ -122,7 +122,7 @@ def gather(ref, indices):
 
 
 def scatter(ref, indices, values):
-    """ref[index] = value in every lane whose index is not negative; ref is int32 [size]."""
+    """ref[index] = value in every lane whose index is not negative; int32 or float32 [size]."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES, LANES))
     def emit(_, ref, indices, values):

@@ -338,7 +338,7 @@ def merge(out: Path, parts: list[Path], names: tuple[str, ...] = ()) -> None:
     parts_of = [_parts(table) for table in tables]
     everything = [part for each in parts_of for part in each.values()]
     result["parts"] = [x for i, x in enumerate(everything) if x not in everything[:i]]
-    blocks = {length: set() for each in parts_of for length in each}
+    blocks: dict[int, set[int]] = {length: set() for each in parts_of for length in each}
     for part in everything:
         blocks[part["length"]].add(part["block"])
     for name in ("rows", "perplexity", "infeasible"):
@@ -365,9 +365,10 @@ def _parts(table: dict[str, Any]) -> dict[int, dict[str, Any]]:
     parts = table.get("parts")
     if parts is None:
         facts = {name: table[name] for name in ("block", "calibration_data_hash", "kinds")}
-        parts = [{"length": table["rows"][0]["length"], **facts}]
+        records = [x for name in ("rows", "perplexity", "infeasible") for x in table.get(name, [])]
+        parts = [{"length": x, **facts} for x in dict.fromkeys(x["length"] for x in records)]
     found = {part["length"]: part for part in parts}
-    if len(found) < len(parts):
+    if any(part["block"] != found[part["length"]]["block"] for part in parts):
         raise ValueError(
             "a table that has a length with two block sizes cannot be joined again; "
             "join the tables that it was made from"

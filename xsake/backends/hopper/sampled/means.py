@@ -33,6 +33,7 @@ from xsake.backends.hopper.sampled import Visits, Windows
 
 FIGURES = 3  # dropped mass, squared error, squared output
 FIELDS = 4  # mean, standard error, low, high
+NO_PATTERN = -7  # of no other element of the constants
 
 
 def means(
@@ -54,9 +55,9 @@ def means(
     """
     B, _, N, G = figures.shape
     count = len(windows.tokens) - 1
-    # One array, and one number more: XLA would compute 0, 1, 2, … or equal numbers by a kernel.
-    table = np.concatenate([*windows[3:], [0.5]]).astype(np.float32)
-    limits = np.concatenate([*visits.live, [-7]]).astype(np.int32)
+    # Constants with one unequal number more: XLA computes equal ones, and 0, 1, 2, …, by a kernel.
+    table = np.concatenate([*windows[3:], [NO_PATTERN]]).astype(np.float32)
+    limits = np.concatenate([*visits.live, [NO_PATTERN]]).astype(np.int32)
     lists = visits.kv_start, visits.kv_count, visits.kv_index
     shapes = [(B, N, count)] * FIELDS + [(B, N)] * FIELDS
     shapes = [*shapes * FIGURES, (B, N), (B, N)]

@@ -56,7 +56,8 @@ def measured_forward(sizes: Sizes, mask: BlockMask, bias: Array | None = None) -
     """The fastest tiling measured for this class of calls; the default where none was measured."""
     has_bias = bias is not None and bias.shape[2] > 1
     name = call_class(sizes, mask, has_bias)
-    if bias is not None:  # of one value per key: the speed of no bias, but no row blocks of 192
+    if bias is not None and not has_bias:
+        # One value per key: the speed of no bias, but no row blocks of 192.
         name = name.replace("causal", "one")
     return ForwardTiling(**_fields("forward", name))
 
