@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax import Array
 
 from xsake import _jax, masks
@@ -52,7 +53,9 @@ def call_class(sizes: Sizes, mask: BlockMask, has_bias: bool = False) -> str:
     return f"{size} {length} {lists}"
 
 
-def measured_forward(sizes: Sizes, mask: BlockMask, bias: Array | None = None) -> ForwardTiling:
+def measured_forward(
+    sizes: Sizes, mask: BlockMask, bias: Array | jax.ShapeDtypeStruct | None = None
+) -> ForwardTiling:
     """The fastest tiling measured for this class of calls; the default where none was measured."""
     has_bias = bias is not None and bias.shape[2] > 1
     name = call_class(sizes, mask, has_bias)
