@@ -30,6 +30,7 @@ from tools import (
     task_tables,
     tpu_tables,
     training_tables,
+    version_tables,
 )
 
 RESULTS = Path("benchmarks/results")
@@ -389,6 +390,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "hopper-features": features,
     "hopper-memory": memory,
     "hopper-statistics": functools.partial(of_cells, statistics_tables.hopper_statistics),
+    "hopper-versions": functools.partial(of_cells, version_tables.hopper_versions),
     "counters": counters,
     "cpu": cpu,
     "model": model,

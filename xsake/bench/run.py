@@ -28,6 +28,7 @@ from xsake.bench.suites import (
     hopper_nsa,
     hopper_rules,
     hopper_statistics,
+    hopper_versions,
     model,
     nsa,
 )
@@ -42,6 +43,7 @@ SUITES: dict[str, Suite] = {
     "hopper-nsa": hopper_nsa,
     "hopper-rules": hopper_rules,
     "hopper-statistics": hopper_statistics,
+    "hopper-versions": hopper_versions,
     "model": model,
     "nsa": nsa,
 }

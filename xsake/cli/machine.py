@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from xsake import _extras, _jax
 from xsake.backends.hopper import tilings
 from xsake.bench import autotune as tuner
 from xsake.bench import run, timing
-from xsake.bench.suites import Record
+from xsake.bench.suites import Record, hopper_versions
 from xsake.cli.model_path import checkpoint
 from xsake.cli.progress import status
 from xsake.cli.terminal import console, fast_dtype, reasons, writable_file
@@ -60,6 +61,7 @@ def bench(
     check: bool = False,
     jobs: int = 1,
     seconds: float | None = None,
+    against: Path | None = None,
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
@@ -80,9 +82,15 @@ def bench(
       join: measure nothing; merge these result files (autotune: tables) that `only` produced.
       check: instead of a suite, measure the ratios that have limits; nothing is written.
       jobs: processes of a Hopper suite that compile side by side and take turns to time.
-      seconds: with --jobs, the time after which what was measured is written; run again to resume.
+      seconds: with --jobs, the time after which what was measured is written; rerun the same
+        command to resume.
+      against: a checkout of another version, which the suite "hopper-versions" is measured beside.
     """
     several = jobs != 1 or seconds is not None
+    if against is not None:
+        if suite != "hopper-versions":
+            raise ValueError(f"--against is for --suite hopper-versions; got --suite {suite}")
+        os.environ[hopper_versions.AGAINST] = str(against)  # its processes read it
     if check:
         if out or quick or model or autotune or only or join is not None or several:
             raise ValueError("--check measures its own ratios and takes no other option")

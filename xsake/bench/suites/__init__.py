@@ -15,6 +15,7 @@ the records of one case, so that an interrupted run can resume with the next cas
     hopper_nsa             Native Sparse Attention, part by part, beside open kernels
     hopper_rules           causal masks, windows and packed documents, beside peers
     hopper_statistics      what entropy and block mass cost beside the Hopper forward
+    hopper_versions        the cases of `hopper` at this commit and at another one
     model                  loading, prefill and decode of a checkpoint
     nsa                    Native Sparse Attention: time, memory, error against `reference`
 
