@@ -1,5 +1,6 @@
 """Every measured number in README and docs comes from a result file; links lead somewhere."""
 
+import collections
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ from tools import api, tables
 ROOT = Path(__file__).parent.parent
 ENDS = (".py", "/__init__.py")  # of a module, of a package
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+FENCED = re.compile(r"^ *(```|~~~).*?^ *\1", re.DOTALL | re.MULTILINE)
 # A number with a unit of measurement. Configured sizes (tokens, heads, bytes of an argument) and
 # ratios in definitions are exempt.
 MEASURED = re.compile(
@@ -58,7 +61,45 @@ def test_a_table_says_if_files_differed_from_the_commit(tmp_path, commit):
     assert f"commit {commit[:12]}+ (with changes), 2026" in lines[1]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: collections.Counter[str] = collections.Counter()
+    for heading in re.findall(r"^#+ +(.*?) *$", FENCED.sub("", text), re.MULTILINE):
+        found[re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")] += 1
+    return {
+        f"{slug}-{i}" if i else slug  # the second heading with the same words ends with -1
+        for slug, count in found.items()
+        for i in range(count)
+    }
+
+
+def wrong_anchors(page: Path) -> list[str]:
+    """Links of the page to a heading that its target does not have."""
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", FENCED.sub("", page.read_text()))
+    return [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if "://" not in target
+        and anchor not in anchors((page.parent / target if target else page).read_text())
+    ]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_links_lead_to_headings_of_the_pages(page):
+    wrong = wrong_anchors(page)
+    assert not wrong, f"{page.name} links to {wrong}, which are no headings"
+
+
+def test_a_wrong_anchor_is_detected(tmp_path):
+    other = "# Bias beside `jax.nn`: runs\n```\n# Code\n```\n## A\n## A\n"
+    (tmp_path / "other.md").write_text(other)
+    page = tmp_path / "page.md"
+    right = "[a](other.md#bias-beside-jaxnn-runs) [b](other.md#a-1) [c](#here) [d](https://x.y/#z)"
+    page.write_text(f"# Here\n{right} [e](other.md#code) [f](#there) [g](other.md#a-2)\n")
+    assert wrong_anchors(page) == ["other.md#code", "#there", "other.md#a-2"]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
 def test_links_and_figures_lead_to_files_of_the_repository(page):
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
     missing = [x for x in targets if "://" not in x and not (page.parent / x).exists()]

@@ -39,6 +39,15 @@ def test_the_constants_are_the_fit_of_their_result_files():
     assert suite.fit([x for report in reports for x in report["results"]]) == table["constants"]
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["missing.json"], 2)])
+def test_no_constants_are_written_without_files(arguments, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "PATH", tmp_path / "costs.json")
+    with pytest.raises(SystemExit) as ended:
+        suite.main(arguments)
+    assert ended.value.code == code
+    assert not costs.PATH.exists()
+
+
 def test_dense_is_taken_for_dense_masks_and_xla_for_sparse_ones():
     """By known lists of one block in 32; under a window, `dense` computes a band of 320 keys."""
     assert explained(256).chosen == "dense"

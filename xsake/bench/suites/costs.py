@@ -9,11 +9,11 @@ CPU it takes CPU seconds of the process, user and system, which what else runs h
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -188,5 +188,17 @@ def write(files: Sequence[Path]) -> None:
     costs.PATH.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+", help="written by the suite")
+    files = parser.parse_args(arguments).files
+    if missing := [str(file) for file in files if not file.is_file()]:
+        parser.error(f"there is no file {', '.join(missing)}")
+    write(files)
+
+
 if __name__ == "__main__":
-    write([Path(name) for name in sys.argv[1:]])
+    main()
