@@ -7,9 +7,12 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import thread as pools
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 def version() -> tuple[int, ...]:
@@ -91,6 +94,52 @@ def _map_own_copy(size: int, is_mapped: Any, x: Any, others: Any) -> tuple[Any, 
         x = jax.numpy.broadcast_to(x, (size, *x.shape))
         return own_copy(x, others), True  # a map around this one may need another copy
     return own_copy(x, others), is_mapped[0]
+
+
+def without_x64(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """fn, traced as without `jax_enable_x64`: kernels have indices and sums of 32 bits.
+
+    With it, sums of int32 are int64, and so are Python's integers in some operations, which Mosaic
+    GPU does not lower.
+    """
+
+    @functools.wraps(fn)
+    def traced(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        config: Any = jax.config
+        if not config.jax_enable_x64:
+            return fn(*args, **kwargs)
+        with jax.enable_x64(False):
+            return fn(*args, **kwargs)
+
+    return traced
+
+
+def mapped(size: int, is_mapped: Iterable[bool], arrays: Iterable[Any]) -> list[Any]:
+    """The arrays of a batching rule, all of them mapped: those that are not are repeated."""
+    return [
+        x if has_axis else jax.numpy.broadcast_to(x, (size, *x.shape))
+        for x, has_axis in zip(arrays, is_mapped, strict=True)
+    ]
+
+
+def by_batch_row(x: Any, leading: tuple[int, ...], is_mapped: bool) -> Any:
+    """Of x [size, B|1, …], which `mapped` returned: an element for each of leading = (size, B).
+
+    One for all of them, [1, 1, …], if it was not mapped and batch rows share it.
+    """
+    if is_mapped or x.shape[1] > 1:
+        return jax.numpy.broadcast_to(x, (*leading, *x.shape[2:]))
+    return x[:1]
+
+
+def folded(arrays: Iterable[Any]) -> list[Any]:
+    """Mapped arrays [size, B, …] as [size · B, …]: one call for the whole batch."""
+    return [x.reshape(-1, *x.shape[2:]) for x in arrays]
+
+
+def unfolded(size: int, x: Any) -> Any:
+    """A result [size · B, …] of such a call as [size, B, …]."""
+    return x.reshape(size, -1, *x.shape[1:])
 
 
 def why_no_hopper(needs_jax: tuple[int, ...]) -> str | None:

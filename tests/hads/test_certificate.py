@@ -122,7 +122,7 @@ def test_several_sinks_of_a_head_count_as_their_sum():
 
 def estimate(x, length, every, window, widened=estimates.WIDENED_MASS, most=np.inf):
     """Of every window."""
-    return estimates.estimates(x, length, every, window, widened, most)[0]
+    return estimates.by_window_and_whole(x, length, every, window, widened, most)[0]
 
 
 def test_estimates_are_unbiased():
@@ -186,7 +186,8 @@ def test_estimates_are_those_of_the_definition(length, every, window):
     sizes = np.minimum(length - np.arange(0, length, every), every)
     rng = np.random.default_rng(length)
     x = (100 + rng.standard_normal((3, len(sizes))) / 100).astype(np.float32)
-    by_window, whole = estimates.estimates(jnp.asarray(x), length, every, window, 1.5, np.inf)
+    how = length, every, window, 1.5, np.inf
+    by_window, whole = estimates.by_window_and_whole(jnp.asarray(x), *how)
     per = -(-window // every)
     parts = [slice(i, i + per) for i in range(0, len(sizes), per)]
     assert by_window.mean.shape == (3, len(parts))
@@ -210,7 +211,7 @@ def test_estimates_are_those_of_the_definition(length, every, window):
 
 def test_a_value_that_is_no_number_stays_in_its_window():
     x = jnp.ones(16).at[3].set(jnp.nan)
-    by_window, whole = estimates.estimates(x, 128, 8, 32, 1.5, np.inf)
+    by_window, whole = estimates.by_window_and_whole(x, 128, 8, 32, 1.5, np.inf)
     np.testing.assert_array_equal(jnp.isnan(by_window.mean), [True, False, False, False])
     np.testing.assert_array_equal(jnp.isnan(by_window.high), [True, False, False, False])
     assert jnp.isnan(whole.mean)
@@ -460,21 +461,3 @@ def test_queries_that_see_no_key_stay_zero_in_pieces():
     assert not out[0, 1].any()
     assert (logsumexp[0, 1] == -jnp.inf).all()
     assert jnp.isfinite(logsumexp[:, 0]).all()
-
-
-def test_pieces_fill_a_gpu_and_divide_the_keys(monkeypatch):
-    def pieces(B, T, N, S=None, every=64, rule=RULES["causal"]):
-        G = -(-T // 64)
-        return sampled.number_of_pieces((B, T, N, 128), S or T, G, 128, rule, every)
-
-    assert pieces(1, 8192, 16) == 1  # not a GPU
-    monkeypatch.setattr(sampled._jax, "why_no_hopper", lambda needs_jax: None)
-    monkeypatch.setattr(sampled._jax, "multiprocessors", lambda: 132)
-    assert pieces(1, 8192, 16) == 8  # 128 work tiles
-    assert pieces(1, 8192, 16, every=None) == 8
-    assert pieces(1, 32768, 16) == 16  # row blocks see 4, 8, 12 and 16 of them
-    assert pieces(4, 8192, 16) == 2
-    assert pieces(1, 8192, 16, S=8191) == 1
-    assert pieces(16, 32768, 16) == 1
-    assert not sampled._splits(RULES["array"])
-    assert sampled._splits(RULES["documents"])

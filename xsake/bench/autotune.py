@@ -96,7 +96,8 @@ def groups() -> Iterator[dict[str, list[Case]]]:
 
 
 def _class_of(case: Case) -> str:
-    return tiling_table.call_class(Sizes(*case.sizes), mask_of(case), case.bias is not None)
+    bias: tiling_table.Bias = None if case.bias is None else "pairs"
+    return tiling_table.call_class(Sizes(*case.sizes), mask_of(case), bias)
 
 
 def mask_of(case: Case, capacity: int | None = None) -> BlockMask:

@@ -73,6 +73,7 @@ def batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, 
     """
 
     @jax.custom_batching.custom_vmap
+    @_jax.without_x64
     def batched(q: Array, k: Array) -> Array:
         from xsake.backends.hopper import scores as hopper_scores
 
@@ -83,13 +84,9 @@ def batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, 
         return _jax.vary(found, _jax.varying_axes(q, k))
 
     @batched.def_vmap
-    def folded(size: int, is_mapped: Sequence[bool], q: Array, k: Array) -> tuple[Array, bool]:
-        q, k = (
-            (x if mapped else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[-3:])
-            for x, mapped in zip((q, k), is_mapped, strict=True)
-        )
-        scores = batched(q, k)
-        return scores.reshape(size, -1, *scores.shape[1:]), True
+    def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Array, bool]:
+        scores = batched(*_jax.folded(_jax.mapped(size, is_mapped, given)))
+        return _jax.unfolded(size, scores), True
 
     return batched
 
@@ -101,6 +98,7 @@ def listing(
     """(q, k, counts [1|B, N, n]) -> the lists of `select`; batching folds a mapped axis into B."""
 
     @jax.custom_batching.custom_vmap
+    @_jax.without_x64
     def listed(q: Array, k: Array, counts: Array) -> tuple[Array, ...]:
         from xsake.backends.hopper import best_blocks
         from xsake.backends.hopper import scores as hopper_scores
@@ -114,16 +112,10 @@ def listing(
 
     @listed.def_vmap
     def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Any, Any]:
-        q, k, counts = (
-            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-            for x, mapped in zip(given, is_mapped, strict=True)
-        )
-        if is_mapped[2] or counts.shape[1] > 1:
-            counts = jnp.broadcast_to(counts, (*q.shape[:2], *counts.shape[2:]))
-        else:
-            counts = counts[:1]
-        found = listed(*(x.reshape(-1, *x.shape[2:]) for x in (q, k, counts)))
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in found), (True,) * len(found)
+        q, k, counts = _jax.mapped(size, is_mapped, given)
+        counts = _jax.by_batch_row(counts, q.shape[:2], is_mapped[2])
+        found = listed(*_jax.folded((q, k, counts)))
+        return tuple(_jax.unfolded(size, x) for x in found), (True,) * len(found)
 
     return listed
 

@@ -7,7 +7,7 @@
 
 Dense attention is that of the mask's rule over all blocks. For a sampled query the dropped mass is
 m = 1 - exp(L - L'), which equals the total variation between sparse and dense attention, and the
-error is Δ = out' - out. One query is drawn from every group of `every`, uniformly, so that weighted
+error is Δ = out' - out. One query of every group of `every` is sampled, uniformly, so that weighted
 means over the sample are unbiased. `bound` is not a sample: no query's dropped mass is larger.
 """
 
@@ -152,51 +152,27 @@ def certified_attention(
     out, logsumexp = attend(query, key, value, mask, sinks=sinks, **how)
     given = query, key, value, sinks
     sample = sample_queries(rng, B, T, every)
-    by_kernel = sampled_by_kernel.why_not(query, key, value, rule, correct=correct) is None
-    if by_kernel:
-        found = (out, logsumexp)
-        figures = sampled_by_kernel.figures(given, found, sample, rule, logits_soft_cap, every)
-    else:
-        kept = given if correct else lax.stop_gradient(given)
-        exact = attend_sampled(kept, sample, rule, logits_soft_cap, every=every)
-        here = at_sample(out, sample).astype(jnp.float32), at_sample(logsumexp, sample)
-        error = exact[0] - here[0]
-        squares = (error**2).sum(-1), (exact[0] ** 2).sum(-1)
-        figures = jnp.stack([dropped_mass(here[1], exact[1]), *squares], 1)
-        figures = jnp.swapaxes(figures, 2, 3)  # [B, 3, N, G]
-
+    figures, error, measured = _measure_sample(
+        given, (out, logsumexp), sample, mask, rule, logits_soft_cap, every, window, correct=correct
+    )
     limits = None
     if bound:
         constants = lax.stop_gradient((query, key, logsumexp))
         dropped = _dropped(mask, rule, B, N)
         limits = bounds(*constants, dropped, mask.block, Softmax(logits_soft_cap))
     dense_row_blocks = jnp.zeros((B, N, mask.grid.counts[0]), bool)
-    adds = threshold is not None or guarantee is not None
-    if adds or not by_kernel:  # else a kernel counts them
+    if threshold is not None or guarantee is not None:
         visited, live = _visited_and_live(mask, rule, B, N)
-    if adds:
         dense_row_blocks = _failing(figures, criterion, limits, mask, threshold, guarantee, every)
         dense_row_blocks &= visited < live
         out = _done_densely((query, key, value), out, logsumexp, dense_row_blocks, mask, rule, how)
-    if correct:
+        measured["density"] = _share(jnp.where(dense_row_blocks, live, visited), live)
+    if error is not None:
         served = _served(rule, sample, T, N, every)
         served &= ~_by_query(dense_row_blocks, mask.block[0], T)
         out = _corrected(out, error, served, sample, every)
-
-    if by_kernel:
-        each, densities = sampled_by_kernel.report(figures, T, every, window, mask)
-    else:
-        each = estimates.of_figures(figures, T, every, window)
-        densities = (_share(visited, live),) * 2
-    if adds:
-        densities = densities[0], _share(jnp.where(dense_row_blocks, live, visited), live)
-    report = Report(
-        **estimates.with_bounds(each, limits, window),
-        dense_row_blocks=dense_row_blocks,
-        density_given=densities[0],
-        density=densities[1],
-        sample=sample,
-    )
+    measured = estimates.with_bounds(measured, limits, window)
+    report = Report(**measured, dense_row_blocks=dense_row_blocks, sample=sample)
     return out, lax.stop_gradient(report)
 
 
@@ -259,6 +235,42 @@ def _passes_on(rule: Rule | None) -> bool:
 
 
 # ------------------------------------------------------------------------------------------- sample
+
+
+def _measure_sample(
+    given: tuple[Array, Array, Array, Array | None],
+    sparse: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    sample: Int[Array, "B G"],
+    mask: BlockMask,
+    rule: Rule,
+    soft_cap: float | None,
+    every: int,
+    window: int,
+    *,
+    correct: bool,
+) -> tuple[Float[Array, "B 3 N G"], Float[Array, "B G N Hv"] | None, dict[str, Any]]:
+    """Compares dense with sparse attention of the sample: (figures, error, fields of a Report).
+
+    figures are the dropped mass, squared error and squared dense output of every sampled query;
+    error is their dense outputs minus the sparse ones if `correct`, else None. The fields are all
+    estimates and both densities, of the mask as it was given.
+    """
+    query, key, value, _ = given
+    B, T, N, _ = query.shape
+    if sampled_by_kernel.why_not(query, key, value, rule, correct=correct) is None:
+        figures = sampled_by_kernel.figures(given, sparse, sample, rule, soft_cap, every)
+        how = T, every, window, mask
+        return figures, None, sampled_by_kernel.estimates_and_densities(figures, *how)
+    constants = given if correct else lax.stop_gradient(given)
+    exact, dense = attend_sampled(constants, sample, rule, soft_cap, every=every)
+    out, logsumexp = (at_sample(x, sample) for x in sparse)
+    error = exact - out.astype(jnp.float32)
+    each = dropped_mass(logsumexp, dense), (error**2).sum(-1), (exact**2).sum(-1)
+    figures = jnp.swapaxes(jnp.stack(each, 1), 2, 3)
+    density = _share(*_visited_and_live(mask, rule, B, N))
+    found: dict[str, Any] = {**estimates.of_figures(figures, T, every, window)}
+    found |= {"density_given": density, "density": density}
+    return figures, error if correct else None, found
 
 
 def dropped_mass(

@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import Float
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
+# The kernel of these means reads the same factors, and a backend imports nothing of hads.
 from xsake.backends.hopper.sampled import Windows
 from xsake.masks.rule import cut
 
@@ -45,7 +46,7 @@ def of_figures(
 ) -> dict[str, Estimate]:
     """The Estimates of a Report from the values of every sampled query, in the order of FIGURES."""
     widened, most = (np.array(x, np.float32).reshape(3, 1, 1) for x in (WIDENED, MOST))
-    both = estimates(figures, length, every, window, widened, most)
+    both = by_window_and_whole(figures, length, every, window, widened, most)
     return {
         name + suffix: Estimate(*(x[:, i] for x in each))
         for i, name in enumerate(FIGURES)
@@ -69,7 +70,7 @@ def with_bounds(
     return found
 
 
-def estimates(
+def by_window_and_whole(
     x: Float[Array, "*axes G"],
     length: int,
     every: int,
@@ -108,7 +109,7 @@ def estimates(
 
 
 def windows_of(length: int, every: int, window: int) -> Windows:
-    """The factors of the formula of `estimates`."""
+    """The factors of the formula of `by_window_and_whole`."""
     per = -(-window // every)
     sizes = _sizes(length, every)
     window_of = np.arange(len(sizes)) // per

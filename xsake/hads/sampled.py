@@ -28,19 +28,19 @@ from xsake.masks.positional import Window
 from xsake.masks.rule import Grid, Rule, combine, conjuncts
 
 EVERY = 64  # tokens of a group, from which one query is sampled
-LEAST = 256  # keys of a piece
-MOST = 16  # pieces: each adds an output that is written and read again
-MANY = 8  # work tiles per multiprocessor, beyond which pieces are not divided
+MIN_PIECE_KEYS = 256
+MAX_PIECES = 16  # each adds an output that is written and read again
+MAX_TILES_PER_SM = 8  # with more work tiles than these, pieces are not divided
 # Blocks of 128 keys that a work tile could visit while it begins (its record, its queries, the
 # first keys) and ends (its output). Assumed, not measured.
-OVERHEAD = 2.0
+TILE_OVERHEAD_BLOCKS = 2.0
 
 
 def sample_queries(rng: Array, batch: int, length: int, every: int = EVERY) -> Int[Array, "B G"]:
     """One query of each group of `every`, uniformly and independently; the last may be short."""
     first = np.arange(0, length, every)
     sizes = np.minimum(length - first, every)
-    # randint draws twice, which is two more launches, for less than one part in 2¹⁷ here
+    # randint samples twice, which is two more launches, for less than one part in 2¹⁷ here
     within = jax.random.uniform(rng, (batch, len(first)), jnp.float32) * sizes[None]
     return jnp.asarray(first[None], jnp.int32) + within.astype(jnp.int32)
 
@@ -67,8 +67,8 @@ def attend_sampled(
       sample: the queries, ascending.
       rule: of all queries.
       soft_cap: of the logits.
-      pieces: of the keys; must divide S. Default: those with which a Hopper GPU ends first; 1
-        elsewhere, and for rules that are not windows or documents.
+      pieces: of the keys; must divide S. Default: `number_of_pieces` on a Hopper GPU; 1 elsewhere,
+        and for rules that are not windows or documents.
       every: the sample has one query of each group of so many, as by `sample_queries`. Then the
         blocks of windows are known before the sample is.
     """
@@ -94,34 +94,35 @@ def attend_sampled(
 
 
 def number_of_pieces(
-    shape: tuple[int, ...], S: int, G: int, rows: int, rule: Rule, every: int | None
+    shape: tuple[int, ...], S: int, G: int, block_q: int, rule: Rule, every: int | None
 ) -> int:
-    """The power of two with which a Hopper GPU is estimated to end first.
+    """The power of two that is estimated to finish soonest on a Hopper GPU.
 
-    A work tile, a row block and a piece, takes the time of the blocks that it visits and OVERHEAD;
-    the longest begin first, each on the first multiprocessor that is free.
+    A work tile, a row block and a piece, takes the time of the blocks that it visits and of
+    TILE_OVERHEAD_BLOCKS; the longest begin first, each on the first multiprocessor that is free.
 
     Args:
       shape: of all queries, [B, T, N, H].
       S: keys.
-      G: queries of the sample, in row blocks of `rows`.
-      rows: of a row block.
+      G: queries of the sample.
+      block_q: sampled queries of a row block.
       rule: of all queries.
       every: as by `attend_sampled`.
     """
     if _jax.why_no_hopper(NEEDS_JAX) is not None:
         return 1
     B, T, N, _ = shape
-    row_blocks, parts = -(-G // rows), -(-S // LEAST)
-    spans = None if every is None else rule.spans(Grid((T, S), (rows * every, LEAST)))
+    row_blocks, parts = -(-G // block_q), -(-S // MIN_PIECE_KEYS)
+    spans = None if every is None else rule.spans(Grid((T, S), (block_q * every, MIN_PIECE_KEYS)))
     lo, hi = (np.zeros(row_blocks), np.full(row_blocks, parts))
     if spans is not None:
         lo, hi = spans.live(parts)
 
-    def end(pieces: int) -> float:
+    def finish_time(pieces: int) -> float:
         begin = np.arange(pieces)[:, None] * (parts / pieces)
         seen = np.minimum(hi, begin + parts / pieces) - np.maximum(lo, begin)
-        lengths = np.sort(seen[seen > 0] * (LEAST / BLOCK) + OVERHEAD)[::-1]
+        blocks = seen[seen > 0] * (MIN_PIECE_KEYS / BLOCK)
+        lengths = np.sort(blocks + TILE_OVERHEAD_BLOCKS)[::-1]
         free = [0.0] * _jax.multiprocessors()
         for length in np.repeat(lengths, B * N):
             heapq.heapreplace(free, free[0] + length)
@@ -129,12 +130,12 @@ def number_of_pieces(
 
     choices, tiles = [1], B * N * row_blocks
     while (
-        (pieces := 2 * choices[-1]) <= MOST
-        and S % (pieces * LEAST) == 0
-        and tiles * choices[-1] < MANY * _jax.multiprocessors()
+        (pieces := 2 * choices[-1]) <= MAX_PIECES
+        and S % (pieces * MIN_PIECE_KEYS) == 0
+        and tiles * choices[-1] < MAX_TILES_PER_SM * _jax.multiprocessors()
     ):
         choices.append(pieces)
-    return min(choices, key=end) if len(choices) > 1 else 1
+    return min(choices, key=finish_time) if len(choices) > 1 else 1
 
 
 def _splits(rule: Rule) -> bool:

@@ -1,6 +1,6 @@
 """The sample of a certificate by the kernels for Hopper GPUs: few launches.
 
-    q, sample ─ hopper/sampled/rows.py ─ hopper.run_pieces ─ hopper/sampled/compare.py ─ figures
+    q, sample ─ hopper/sampled/queries.py ─ hopper.run_pieces ─ hopper/sampled/compare.py ─ figures
     figures, lists ─ hopper/sampled/means.py ─ Estimates, densities
 
 The definition is plain JAX: `sampled.attend_sampled`, `estimates.of_figures`. `jax.vmap` of these
@@ -91,8 +91,9 @@ def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., 
     """(q, k, v, sample, out, logsumexp [B, N, T], sinks [B|1, N]) -> figures."""
 
     @jax.custom_batching.custom_vmap
+    @_jax.without_x64
     def measured(*given: Array) -> Array:
-        from xsake.backends.hopper.sampled import compare, rows
+        from xsake.backends.hopper.sampled import compare, queries
 
         *qkv, sample, out, logsumexp = given[:6]
         q, k, v = unaliased(*qkv)
@@ -100,45 +101,43 @@ def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., 
         block = max(BLOCKS[0], block_for(G)), BLOCKS[-1]
         pieces = number_of_pieces(q.shape, S, G, block[0], rule, every)
         width = -(-G // block[0]) * block[0]
-        queries, pairs = rows.rows(q, sample, _window(rule), S, pieces, width)
+        gathered, pairs = queries.gather_queries(q, sample, _window(rule), S, pieces, width)
         k, v = (x.reshape(-1, S // pieces, *x.shape[2:]) for x in (k, v))
         classes = block_classes(rule, (T, S), block, pieces, every)
         assert classes is not None  # why_not: a window has spans
         lists = known_lists(classes, Grid((G, S // pieces), block, len(classes), 1))
-        of_pieces = hopper.run_pieces(queries, k, v, pairs, lists, block, soft_cap)
+        of_pieces = hopper.run_pieces(gathered, k, v, pairs, lists, block, soft_cap)
         sparse = unaliased(out, logsumexp)
         found = compare.compare(of_pieces, sparse, sample, *given[6:])
         return _jax.vary(found, _jax.varying_axes(*given))
 
     @measured.def_vmap
     def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Array, bool]:
-        wide = [
-            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-            for x, mapped in zip(given, is_mapped, strict=True)
+        wide = _jax.mapped(size, is_mapped, given)
+        wide[6:] = [
+            _jax.by_batch_row(x, wide[0].shape[:2], mapped)
+            for x, mapped in zip(wide[6:], is_mapped[6:], strict=True)
         ]
-        if len(wide) > 6:
-            wide[6] = jnp.broadcast_to(wide[6], (size, wide[0].shape[1], wide[6].shape[2]))
-        found = measured(*(x.reshape(-1, *x.shape[2:]) for x in wide))
-        return found.reshape(size, -1, *found.shape[1:]), True
+        return _jax.unfolded(size, measured(*_jax.folded(wide))), True
 
     return measured
 
 
-def report(
+def estimates_and_densities(
     values: Float[Array, "B 3 N G"], length: int, every: int, window: int, mask: BlockMask
-) -> tuple[dict[str, Estimate], tuple[Array, Array]]:
-    """`estimates.of_figures`, and the mask's density, float32 [B, N], twice.
+) -> dict[str, Any]:
+    """`estimates.of_figures`, and the mask's density as "density_given" and as "density".
 
-    The density is the number of blocks that are visited ÷ those that the rule allows. There are two
-    arrays of it because one that is returned twice would be copied.
+    It is the number of blocks that are visited ÷ those that the rule allows, float32 [B, N].
     """
     start, count, _, index, _ = mask.lists
     reported = _reporting(length, every, window, (mask.rule, mask.shape, mask.block))
-    *found, one, other = reported(*jax.lax.stop_gradient((values, start, count, index)))
+    # two equal arrays: XLA would copy one that is returned under two names
+    *found, given, density = reported(*jax.lax.stop_gradient((values, start, count, index)))
     names = [name + suffix for name in estimates.FIGURES for suffix in ("", "_by_head")]
     fields = len(Estimate._fields)
     each = {name: Estimate(*found[i * fields :][:fields]) for i, name in enumerate(names)}
-    return each, (one, other)
+    return each | {"density_given": given, "density": density}
 
 
 @functools.lru_cache(maxsize=32)
@@ -147,6 +146,7 @@ def _reporting(length: int, every: int, window: int, of_mask: Any) -> Callable[.
     windows = estimates.windows_of(length, every, window)
 
     @jax.custom_batching.custom_vmap
+    @_jax.without_x64
     def reported(values: Array, start: Array, count: Array, index: Array) -> tuple[Array, ...]:
         from xsake.backends.hopper.sampled import means
 
@@ -160,15 +160,10 @@ def _reporting(length: int, every: int, window: int, of_mask: Any) -> Callable[.
 
     @reported.def_vmap
     def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Any, Any]:
-        values, *lists = (
-            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-            for x, mapped in zip(given, is_mapped, strict=True)
-        )
-        if any(is_mapped[1:]) or lists[0].shape[1] > 1:
-            lists = [jnp.broadcast_to(x, (*values.shape[:2], *x.shape[2:])) for x in lists]
-        else:
-            lists = [x[:1] for x in lists]
-        found = reported(*(x.reshape(-1, *x.shape[2:]) for x in (values, *lists)))
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in found), (True,) * len(found)
+        values, *lists = _jax.mapped(size, is_mapped, given)
+        are_mapped = any(is_mapped[1:])  # the kernel reads all three by one index
+        lists = [_jax.by_batch_row(x, values.shape[:2], are_mapped) for x in lists]
+        found = reported(*_jax.folded((values, *lists)))
+        return tuple(_jax.unfolded(size, x) for x in found), (True,) * len(found)
 
     return reported

@@ -1,6 +1,7 @@
 """Kernels of hopper/lanes.py on the CPU, in NumPy: the bodies that run on the card, as they are.
 
     CTAs one after another ─ every lane at once ─ gather, scatter: checked for bounds and for races
+    of lanes (shared memory) and of CTAs (stores to global memory)
 
 JAX's interpreter of Mosaic GPU has no loads and stores by lane. Here the functions of lanes.py that
 touch memory are replaced, arithmetic is NumPy's, and loops and conditions are Python's. What
@@ -27,7 +28,7 @@ from xsake.backends.hopper import (
     work_table,
 )
 from xsake.backends.hopper.layouts import THREADS
-from xsake.backends.hopper.sampled import compare, means, rows
+from xsake.backends.hopper.sampled import compare, means, queries
 from xsake.backends.hopper.selected import top
 
 UNWRITTEN = -(1 << 30)  # of results and shared memory before the first store
@@ -36,12 +37,15 @@ OCTET_LANE = LANE.repeat(lanes.OCTET)  # of every value of an octet
 EVERY_LANE = -1  # in place of a lane: all lanes, as in a load of a scalar
 MODULES = (
     *(layouts, lanes, transpose, work_table, interval_transpose, top, best_blocks, outliers),
-    *(compare, means, rows),
+    *(compare, means, queries),
 )
 
 
 class Race(AssertionError):
-    """Two lanes used an element of shared memory, one of them stored, with no barrier between."""
+    """Two lanes used an element of shared memory, one of them stored, with no barrier between.
+
+    Or two lanes or CTAs stored different values to one element of global memory.
+    """
 
 
 class Memory:
@@ -50,8 +54,16 @@ class Memory:
     def __init__(self, values: np.ndarray, is_shared: bool = False):
         self.values = values
         self.writer = self.reader = None
+        self.is_stored = np.zeros(values.size, bool)  # by an earlier CTA
+        self.stored: list[np.ndarray] = []  # by this one
         if is_shared:
             self.forget()
+
+    def next_cta(self) -> None:
+        """What was stored so far, in global memory, is no longer this CTA's."""
+        for at in self.stored:
+            self.is_stored[at] = True
+        self.stored.clear()
 
     def forget(self) -> None:
         """A barrier: all accesses before it come before all accesses after it."""
@@ -85,6 +97,10 @@ class Memory:
                 if others != (who, who):
                     raise Race(f"lane {who} stores {element}, which {others} stored, loaded")
                 self.writer[element] = who
+        earlier = self.is_stored[at]
+        if not np.array_equal(values[earlier], self.values[at[earlier]], equal_nan=True):
+            raise Race("CTAs store different values to one element")
+        self.stored.append(at)
         self.values[at] = values
 
 
@@ -156,6 +172,8 @@ def emulate(monkeypatch: Any) -> None:
             smem = {name: Ref(shared_memory(x)) for name, x in scratch.items()}
             body(*refs, **smem)
             shared.clear()
+            for ref in refs:
+                ref.memory.next_cta()
         return [jnp.asarray(x) for x in results]
 
     def shared_memory(kind: Any) -> Memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jax.extend import core
 
 import xsake
 from tests.conditions import needs_newer_jax
-from xsake import BlockMask, Options, _jax, masks
+from xsake import BlockMask, Options, _jax, block_scores, masks
 from xsake.backends import Call, hopper
 from xsake.backends.options import BackwardTiling, ForwardTiling
+from xsake.hads import sampled_by_kernel
 from xsake.masks import intervals
 
 RULES = {
@@ -299,6 +301,58 @@ def test_mapped_calls_do_not_share_a_work_table(deterministic):
     calls = kernel_calls(jax.vmap(jax.vmap(attend)), x, x, x, x)
     tables = [shape for call in calls for shape in call if shape[-2:] == (9, 8)]
     assert tables == [(2, 3, 9, 8)] * (3 if deterministic else 2)
+
+
+def attend(q, k, v, indices, counts):
+    out = xsake.dot_product_attention(q, k, v, is_causal=True, implementation="hopper")
+    return out.astype(jnp.float32).sum()
+
+
+def attend_selected(q, k, v, indices, counts):
+    out = xsake.apply_native_sparse_attention(q, k, v, indices, implementation="hopper")
+    return out.astype(jnp.float32).sum()
+
+
+def select(q, k, v, indices, counts):
+    return block_scores.select("outlier_queries", q, k, counts, 128).lists[:4]
+
+
+def certify(q, k, v, indices, counts):
+    mask, T = mask_of(masks.causal(), q.shape[1]), q.shape[1]
+    sparse, sample = (q, jnp.zeros(q.shape[:3])), jnp.arange(0, T, 64, dtype=jnp.int32)[None]
+    found = sampled_by_kernel.figures((q, k, v, None), sparse, sample, mask.rule, None, 64)
+    return sampled_by_kernel.estimates_and_densities(found, T, 64, 256, mask)
+
+
+@pytest.mark.parametrize(
+    ("function", "kernels"),
+    [
+        (jax.value_and_grad(attend, (0, 1, 2)), FORWARD + 2),
+        slow(jax.value_and_grad(attend_selected, (0, 1, 2)), 4),
+        (select, 3),
+        slow(certify, 4),
+    ],
+    ids=["gradients", "selected", "lists", "certificate"],
+)
+@needs_newer_jax
+def test_with_64_bit_types_kernels_and_results_are_the_same(function, kernels, monkeypatch):
+    monkeypatch.setattr(_jax, "why_no_hopper", lambda needs: None)
+    T = 512
+    shapes = [jax.ShapeDtypeStruct((1, T, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+    shapes += [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, T, 2, 3), (4, 4))]
+
+    def lowered():
+        traced = jax.jit(function).trace(*shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        dtypes = [x.dtype for x in jax.tree.leaves(traced.out_info)]
+        return re.findall(r'module = "((?:[^"\\]|\\.)*)"', text), dtypes
+
+    results = []
+    for is_wide in (False, True):
+        with jax.enable_x64(is_wide):
+            results.append(lowered())
+    assert len(results[0][0]) == kernels
+    assert results[0] == results[1]
 
 
 @needs_newer_jax

@@ -455,7 +455,7 @@ def test_classes_of_calls_know_causal_masks_and_lists_that_heads_share():
         assert tilings.call_class(sizes, mask) == name
     full = BlockMask.from_rule(masks.everything(), shape)
     assert tilings.call_class(sizes, full) == "64 short one"
-    assert tilings.call_class(sizes, full, has_bias=True) == "64 short bias"
+    assert tilings.call_class(sizes, full, "pairs") == "64 short bias"
     assert tilings.measured_forward(sizes, names["64 short causal"]).rows == 192
     assert tilings.measured_forward(sizes, names["64 short one"]).rows is None
 
@@ -465,14 +465,14 @@ def test_no_causal_call_with_a_bias_has_a_tiling_of_192_rows(T):
     """Which it would run with other rows than those it was measured with."""
     causal, small = BlockMask.from_rule(masks.causal(), (T, T)), Sizes(2, T, T, 4, 4, 64, 64)
     assert tilings.measured_forward(small, causal).rows == 192
-    for queries, like in ((T, "bias"), (1, "one")):
-        bias = jax.ShapeDtypeStruct((1, 4, queries, T), jnp.float32)
+    for queries, like in ((3, "bias"), (1, "one")):
+        bias = hopper._form(jnp.zeros((1, 4, queries, 3)))
         found = tilings.measured_forward(small, causal, bias)
         length = "short" if T < tilings.LONG else "long"
         assert found == ForwardTiling(**tilings._fields("forward", f"64 {length} {like}"))
         assert found.rows is None
-    large = small._replace(H=128, Hv=128)
-    assert tilings.call_class(large, causal, has_bias=True).endswith(" causal")
+        large = small._replace(H=128, Hv=128)
+        assert tilings.call_class(large, causal, bias) == f"128 {length} causal"
 
 
 @pytest.mark.gpu

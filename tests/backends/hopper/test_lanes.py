@@ -48,6 +48,27 @@ def test_a_work_table_is_sorted_as_python_sorts_it(name, emulator):
         check_nested_tables(name, interpret=False)
 
 
+def test_ctas_store_no_different_values_to_one_element(emulator):
+    """On a card their order is arbitrary; equal values, as of shared lists, do not matter."""
+    from xsake.backends.hopper import lanes
+
+    def run(size, value_of):
+        def body(out):
+            cta = lanes.lax.axis_index("cta")
+            at = np.where(lanes.lane_index() == 0, cta % size, -1)
+            lanes.scatter(out, at, lanes.every_lane(value_of(cta)))
+
+        (out,) = lanes.launch(
+            body, "store", [jax.ShapeDtypeStruct((size,), jnp.int32)], {"cta": 4}, []
+        )
+        return out.tolist()
+
+    assert run(4, lambda cta: cta) == [0, 1, 2, 3]
+    assert run(2, lambda cta: cta % 2) == [0, 1]
+    with pytest.raises(emulator.Race, match="CTAs store different values"):
+        run(2, lambda cta: cta)
+
+
 def test_a_long_run_is_sorted_too(emulator):
     """A CTA compares its work tiles with more than 2,048 others, in two unrolled turns."""
     from xsake.backends.hopper import work_table

@@ -38,13 +38,13 @@ def emulator(monkeypatch):
     ("window", "pieces"), [((None, 0), 8), ((None, 0), 1), ((200, 100), 4), ((None, None), 2)]
 )
 def test_sampled_queries_are_copied_with_the_keys_that_they_see(window, pieces, dtype, emulator):
-    from xsake.backends.hopper.sampled import rows
+    from xsake.backends.hopper.sampled.queries import gather_queries
 
     B, T, N, size, width = 2, 1000, 3, 64, 64
     S = 1024
     q = normal(B, T, N, size, dtype=dtype)
     sample = sampled.sample_queries(jax.random.key(0), B, T, 48)
-    queries, pairs = rows.rows(q, sample, window, S, pieces, width)
+    queries, pairs = gather_queries(q, sample, window, S, pieces, width)
     want = q[np.arange(B)[:, None], np.asarray(sample)]
     np.testing.assert_array_equal(np.asarray(queries), np.asarray(want))
     G = sample.shape[1]
@@ -231,9 +231,9 @@ def test_figures_by_kernels_are_those_of_the_definition(
 
 def in_plain_jax(monkeypatch, pieces):
     """Functions that JAX can trace on a CPU, in place of the kernels of `_measuring`."""
-    from xsake.backends.hopper.sampled import compare, rows
+    from xsake.backends.hopper.sampled import compare, queries
 
-    def rows_of(q, sample, window, keys, pieces, width):
+    def gather_queries(q, sample, window, keys, pieces, width):
         rule = sampled._of_pieces(masks.causal(), sample, pieces, keys)
         pairs = jnp.stack([rule.lo, rule.hi], axis=1)
         pad = ((0, 0), (0, 0), (0, width - sample.shape[1]))
@@ -251,7 +251,7 @@ def in_plain_jax(monkeypatch, pieces):
         ]  # fmt: skip
         return jnp.concatenate(found)
 
-    monkeypatch.setattr(rows, "rows", rows_of)
+    monkeypatch.setattr(queries, "gather_queries", gather_queries)
     monkeypatch.setattr(compare, "compare", compared)
     monkeypatch.setattr(sampled_by_kernel, "number_of_pieces", lambda *_: pieces)
     monkeypatch.setattr(hopper, "run_pieces", attend_pieces)
@@ -286,6 +286,36 @@ def test_a_mapped_axis_is_folded_into_the_batch(mapped, monkeypatch):
         for i in range(V)
     ]
     np.testing.assert_allclose(got, jnp.stack(want), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "own"), [(1, 1), (1, 4), (2, 2)])
+def test_a_mapped_axis_of_figures_and_lists_is_folded_into_the_batch(batch, own, monkeypatch):
+    """Whichever of them are mapped; the lists are those of a mask of its own batch and heads."""
+    from xsake.backends.hopper.sampled import Visits, means
+
+    V, B, N, G = 3, 2, 4, 3
+
+    def of_every_head(values, windows, widened, most, visits):
+        """As the kernel, something by head that depends on all values and on all lists."""
+        by_list = visits.kv_start.sum(-1) + 3 * visits.kv_count.sum(-1) + visits.kv_index.sum(-1)
+        by_head = jnp.repeat(by_list, N // own, axis=1)
+        return values, jnp.broadcast_to(by_head, (len(values), N))
+
+    monkeypatch.setattr(means, "means", of_every_head)
+    report = sampled_by_kernel._reporting(130, 64, 64, (masks.causal(), (130, 130), (64, 64)))
+    shapes = (B, 3, N, G), (batch, own, 3), (batch, own, 3), (batch, own, 6)
+    arrays = [jnp.asarray(np.random.default_rng(0).integers(999, size=(V, *x))) for x in shapes]
+    for figures, starts, indices in itertools.product((0, None), repeat=3):
+        axes = figures, starts, starts, indices
+        if axes == (None,) * 4:
+            continue
+        given = [x if axis == 0 else x[0] for x, axis in zip(arrays, axes, strict=True)]
+        found = jax.vmap(report, axes)(*given)
+        for i in range(V):
+            alone = [x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
+            want = of_every_head(alone[0], None, None, None, Visits(*alone[1:], live=None))
+            for one, other in zip(found, want, strict=True):
+                np.testing.assert_array_equal(one[i], other)
 
 
 @needs_interpreter
@@ -357,7 +387,7 @@ def arguments(B=1, T=2048, N=4, K=2, size=64, dtype=jnp.bfloat16):
     return q, k, v, jnp.full((N, -(-T // 128)), 5, jnp.int32)
 
 
-KERNELS = "xsake_sampled_rows", "xsake_sampled_compare", "xsake_sampled_means"
+KERNELS = "xsake_sampled_queries", "xsake_sampled_compare", "xsake_sampled_means"
 
 
 def lowered(fn, *given):
@@ -451,11 +481,14 @@ def test_on_a_card_the_report_is_that_of_plain_jax(shape, how, monkeypatch):
     want = plain(q, k, v)
     if "threshold" not in how:
         np.testing.assert_array_equal(found[0], want[0])
-    # both round outputs of pieces to 16 bits, of not always the same pieces
+    # Both round outputs of pieces to 16 bits, of not always the same pieces: a bfloat16 is off by
+    # up to 2⁻⁹ of its value, its square by 2⁻⁸ = 3.9e-3.
+    rounding = 5e-3
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(want[1]), strict=True):
         if a.dtype == jnp.float32:
             scale = np.abs(b).mean() + 1e-6
-            assert np.abs(np.asarray(a) - np.asarray(b)).mean() / scale < 5e-3
+            assert np.abs(np.asarray(a) - np.asarray(b)).mean() / scale < rounding
     np.testing.assert_array_equal(found[1].sample, want[1].sample)
     same = found[1].dense_row_blocks == want[1].dense_row_blocks
-    assert same.mean() > 0.99
+    # of values spread over 0 … 1, so many are so near the threshold, on either side
+    assert same.mean() >= 1 - 2 * rounding

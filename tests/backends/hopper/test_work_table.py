@@ -58,7 +58,7 @@ def expected_table(mask, batch, heads, run, has_tail, nesting="bni"):
     rows = []
     for number in range(batch * heads * blocks):
         b, n, i = number // blocks // heads, number // blocks % heads, number % blocks
-        at = (b if list_batch > 1 else 0, n // (heads // list_heads), i)
+        at = (b % list_batch, n // (heads // list_heads), i)
         first = (at[0] * list_heads + at[1]) * index.shape[-1]
         rows.append((b, n, i, first + start[at], count[at], full[at], 0, 0))
     rows.sort(key=lambda row: [row["bni".index(axis)] for axis in nesting])
@@ -68,7 +68,7 @@ def expected_table(mask, batch, heads, run, has_tail, nesting="bni"):
     return np.array([*rows, (0, 0, 0, 0, -1, 0, min(SMS, len(rows)), 0)])
 
 
-# order, bytes of L2, batch, query heads per list head, work tiles in a run (None: all)
+# order, bytes of L2, batch rows and heads that share a list, work tiles in a run (None: all)
 ORDERS = [
     ("natural", 24 << 20, 2, 1, lambda blocks, group: 1),
     ("longest", 24 << 20, 2, 2, lambda blocks, group: None),
@@ -118,7 +118,7 @@ def check_tables(name, interpret, has_tail):
     mask = random_mask(name)
     list_batch, list_heads, blocks = mask.kv_count.shape
     for order, l2_bytes, batch, group, run in ORDERS:
-        batch, heads = batch if list_batch == 1 else list_batch, list_heads * group
+        batch, heads = batch * list_batch, list_heads * group
         how = tiling(order, l2_bytes)
         found = jax.jit(
             lambda lists, batch=batch, heads=heads, how=how: work_table.work_table(

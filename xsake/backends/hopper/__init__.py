@@ -25,7 +25,8 @@
     gradient_kernel.py     what both of them share
     backward_columns.py    dk, dv, fused dq: backward_steps.py, backward_dq.py, dq_cast.py
     backward_rows.py       dq, unless fused
-    means.py, scores.py    scores of blocks, for `xsake.block_scores`
+    means.py, outliers.py, scores.py, best_blocks.py
+                           scores of blocks and lists of the best, for `xsake.block_scores`
     sampled/               attention of sampled queries, for `xsake.hads`
     selected/              blocks that every token selects for itself, for `xsake.nsa`
 
@@ -57,12 +58,8 @@ from xsake.backends.hopper import limits, tilings
 from xsake.backends.options import Options
 from xsake.backends.statistics import Observed, Statistics, joined
 from xsake.block_mask import BlockMask
-from xsake.block_mask.lists import Lists
 
 MOST_KNOWN_TILES = 1 << 13  # of a work table that is a constant: 256 KiB
-# Of `run_pieces` with such a table, in place of what is measured for calls of the same class. A
-# counter would be written to the table.
-PIECES_TILING: dict[str, Any] = {"rows": None, "schedule": "fixed"}
 
 
 def why_not(call: Call) -> str | None:
@@ -171,6 +168,11 @@ def _move_rows(out: Array, logsumexp: Array, bias: Array) -> tuple[Array, Array]
     return out, jnp.where(seen, moved, -jnp.inf)
 
 
+def _form(bias: Array | None) -> tilings.Bias:
+    """What the tilings distinguish of a bias [B|1, N|1, T|1, S]."""
+    return None if bias is None else "keys" if bias.shape[2] == 1 else "pairs"
+
+
 def _kernel_bias(bias: Array) -> Array:
     """A bias [B|1, N|1, T|1, S] in a dtype that the kernels read."""
     is_read = bias.shape[2] > 1 and bias.dtype in (jnp.bfloat16, jnp.float16)
@@ -235,6 +237,7 @@ class _Saved:
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
+@_jax.without_x64
 @functools.partial(jax.jit, static_argnums=0)
 @jax.named_scope("xsake_forward")
 def run_forward(
@@ -253,7 +256,7 @@ def run_forward(
     from xsake.backends.hopper import forward_kernel
 
     tiling = settings.options.hopper_forward
-    tiling = tiling or tilings.measured_forward(Sizes.of(q, k, v), mask, bias)
+    tiling = tiling or tilings.measured_forward(Sizes.of(q, k, v), mask, _form(bias))
     if settings.statistics:  # a grid that is not persistent would keep T · S / 128 logarithms
         tiling = dataclasses.replace(tiling, persistent=True)
     if settings.statistics is None and bias is None:
@@ -275,6 +278,7 @@ def run_forward(
     return _jax.vary(unaliased(*results), _jax.varying_axes(q))
 
 
+@_jax.without_x64
 @jax.named_scope("xsake_pieces")
 def run_pieces(
     q: Array,
@@ -292,7 +296,8 @@ def run_pieces(
       k: [C, S, K, H].
       v: [C, S, K, Hv].
       pairs: int32 [C, 2, T]: keys lo … hi - 1 of a piece that a query sees.
-      lists: `known_lists` of the first pieces; those after them have the same again.
+      lists: of all C pieces, or `known_lists` of the first ones; those after them have the same
+        again.
       block: of the lists.
       soft_cap: of the logits.
     """
@@ -302,12 +307,11 @@ def run_pieces(
     mask = BlockMask.from_lists(lists, None, (sizes.T, sizes.S), block)
     tiling = tilings.measured_forward(sizes, mask)
     table = None
-    if sizes.B * sizes.N * mask.grid.counts[0] <= MOST_KNOWN_TILES:
+    are_few = sizes.B * sizes.N * mask.grid.counts[0] <= MOST_KNOWN_TILES
+    if are_few and isinstance(lists.kv_count, np.ndarray):
         table = work_table.known_table(lists, sizes.B, sizes.N)
-        tiling = dataclasses.replace(tiling, **PIECES_TILING)
-    elif len(lists.kv_count) > 1:
-        repeats = (sizes.B // len(lists.kv_count), 1, 1)
-        lists = Lists._make([*(np.tile(x, repeats) for x in lists[:4]), None])
+        # a counter would be written to the constant
+        tiling = dataclasses.replace(tiling, schedule="fixed")
     out, logsumexp = forward_kernel.forward(
         q,
         k,
@@ -318,7 +322,7 @@ def run_pieces(
         soft_cap=soft_cap,
         tiling=tiling,
         table=table,
-        sharers=len(k) // len(q),
+        rows_per_q=len(k) // len(q),
     )
     return out, logsumexp
 
@@ -330,6 +334,7 @@ def _in_rows(mask: BlockMask, rows: int | None, head_size: int) -> BlockMask:
     return BlockMask.from_rule(mask.rule, mask.shape, block=(rows, mask.block[1]))
 
 
+@_jax.without_x64
 @functools.partial(jax.jit, static_argnums=0, static_argnames="wants_bias")
 @jax.named_scope("xsake_backward")
 def run_backward(

@@ -100,18 +100,19 @@ class ColumnsKernel(GradientKernel):
         # Whether the second half of a work tile's last visit may be left out. With alternating
         # steps, each warpgroup would have to count its own.
         has_ends = self.rule.is_interval and self.rule.column_arrays > 0
-        self.ends_early = has_ends and self.visit_block > ROWS and not self.alternate
+        self.can_shorten = has_ends and self.visit_block > ROWS and not self.alternate
         # Whether dq's row index is loaded when a step begins; with small steps that is slower.
         self.loads_index_early = fused and self.step > ROWS
 
-    def steps_of(self, work_tile, index, rule_refs):
-        """(the steps of a work tile, whether the last one has 64 of 128 queries or None: never).
+    def step_count(self, work_tile, index, rule_refs):
+        """(number of steps, whether the last one computes only its first 64 queries).
 
-        The second half of its last visit is left out if its queries see no key of the block, for
-        instance if the last document of the block ends in the first half of that row block.
+        The second half of the last visit is left out if its queries see no key of the block, for
+        instance if the last document of the block ends in the first half of that row block. With
+        steps of 64 the last one is left out of the number instead; None: all steps are whole.
         """
         steps = work_tile.count * self.splits
-        if not self.ends_early:
+        if not self.can_shorten:
             return steps, None
         last_key = jnp.minimum((work_tile.i + 1) * self.tile_block, self.shape.sizes.S) - 1
         end = self.rule.end_of_column(rule_refs, work_tile, last_key)
@@ -270,7 +271,7 @@ class ColumnsKernel(GradientKernel):
             d_out_ring,
             residents,
             residents_last=self.frees_v_early,
-            steps_of=lambda tile: self.steps_of(tile, index, context.rule_refs)[0],
+            step_count=lambda tile: self.step_count(tile, index, context.rule_refs)[0],
         )
 
     def statistics(self, scratch):

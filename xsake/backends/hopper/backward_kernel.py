@@ -174,7 +174,7 @@ def _together(bias, lists, tiling):
     time. One head after another, both pass through memory once per head: at 16,384 tokens and 16
     heads 9 GB of bfloat16 are read, and 34 GB of float32 sums are read and written.
     """
-    separate = "".join(axis for axis, size in zip("bn", bias.shape, strict=False) if size > 1)
+    separate = "".join(axis for axis, size in zip("bn", bias.shape[:2], strict=True) if size > 1)
     nesting = separate + "i" + "bn".replace(separate, "")
     # Lists of their own have different lengths: sorted, the heads of a row block would not meet.
     # The last few work tiles are sorted in any order.

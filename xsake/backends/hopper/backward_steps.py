@@ -26,7 +26,8 @@ class ColumnSteps:
         self.kernel, self.wg, self.work_tile, self.done = kernel, wg, work_tile, done
         self.index, self.rule_refs, self.bias_ref, self.outs, self.scratch = context
         self.lse_smem, self.delta_smem = kernel.statistics(self.scratch)
-        self.steps, self.half = kernel.steps_of(work_tile, self.index, self.rule_refs)
+        count = kernel.step_count(work_tile, self.index, self.rule_refs)
+        self.steps, self.last_is_short = count
         self.first_key = kernel.first_row(work_tile, wg)
         self.column_values = self.load_columns(kernel.rule, self.rule_refs)
         self.decides = kernel.rule.decides(self.rule_refs, work_tile, self.first_key)
@@ -42,7 +43,7 @@ class ColumnSteps:
         refs = dict(zip(kernel.sizes, accumulators, strict=True))
         add = functools.partial(self.add_products, refs)
         given = self.wg, self.work_tile, self.done, self.decides, self.p_and_ds, add
-        kernel.run_steps(*given, steps=self.steps, half=self.half)
+        kernel.run_steps(*given, self.steps, self.last_is_short)
         plgpu.barrier_arrive(scratch.k_free)
         return tuple(ref[...] for ref in refs.values())
 

@@ -71,8 +71,8 @@ def forward(
     tiling: ForwardTiling = DEFAULT_TILING,
     statistics: Observed | None = None,
     sinks: jax.Array | None = None,
-    table: np.ndarray | None = None,
-    sharers: int = 1,
+    table: jax.Array | np.ndarray | None = None,
+    rows_per_q: int = 1,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Attention over the listed blocks: out [B, T, N, Hv] like q, logsumexp [B, N, T] float32.
@@ -80,34 +80,32 @@ def forward(
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S] of bfloat16, float16 or
     float32; one value per key is float32. A row that sees no key gets zeros and -inf.
 
-    With `sharers`, c batch rows of k and v share one of q, which has B / c: row b of q is that of
-    their rows b · c to b · c + c - 1. `table` is the work table, where it is known before the call
-    is compiled.
+    With `rows_per_q`, so many batch rows of k and v share one of q, which has B / rows_per_q: row b
+    of q is that of their rows from b · rows_per_q on. `table` is the work table, where it is known
+    before the call is compiled.
 
     With `statistics` also, in float32: the mean mass of every block [B, N, row blocks, kv blocks],
     in whose denominator `sinks` are: float32 [N], the logarithm of their sum; and the entropy over
     blocks, and for "tokens" that over keys, [B, N, T] in nats, without sinks.
     """
-    all_rows = jax.ShapeDtypeStruct((q.shape[0] * sharers, *q.shape[1:]), q.dtype)
+    all_rows = jax.ShapeDtypeStruct((q.shape[0] * rows_per_q, *q.shape[1:]), q.dtype)
     shape = Shape.of(all_rows, k, v, lists, block)
     B, T, _, N, _, H, Hv = shape.sizes
     q, k, v = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (q, k, v))
     if table is None:
         with jax.named_scope("work_table"):
-            made = work_table(lists, B, N, shape.sizes.K, shape.kv_bytes, tiling, interpret)
-    else:
-        made = jnp.asarray(table)
+            table = work_table(lists, B, N, shape.sizes.K, shape.kv_bytes, tiling, interpret)
     rule = rule or KernelRule(None)
     kernel = _Kernel(
         shape,
         rule,
         tiling,
+        rows_per_q,
         scale=1 / math.sqrt(H) if scale is None else scale,
         soft_cap=soft_cap,
         bias=bias,
         interpret=interpret,
     )
-    kernel.sharers = sharers
     if statistics:
         kernel.statistics = StatisticsTile(kernel, statistics == "tokens", sinks is not None)
     others = (
@@ -116,11 +114,11 @@ def forward(
         *bias_operands(bias, shape),
         *([] if sinks is None else [sinks]),
     )
-    made = _jax.own_copy(made, (q, k, v, *others))
+    table = _jax.own_copy(jnp.asarray(table), (q, k, v, *others))
     out, lse, *more = kernel.launch(
         "xsake_forward",
         kernel.body,
-        (q, k, v, made, *others),
+        (q, k, v, table, *others),
         (
             jax.ShapeDtypeStruct((B, q.shape[1], N, Hv), q.dtype),
             # Whole row blocks: the copy of a block's logsumexp needs no guard.
@@ -166,12 +164,15 @@ class _Scratch(NamedTuple):
 
 
 class _Kernel(BlockKernel):
-    """The kernel body and its roles."""
+    """The kernel body and its roles.
+
+    rows_per_q: batch rows of k and v that share a batch row of q.
+    """
 
     statistics: Any = None  # a StatisticsTile, if they are wanted
-    sharers = 1  # batch rows of k and v that share a batch row of q
 
-    def __init__(self, shape, rule, tiling, **static):
+    def __init__(self, shape, rule, tiling, rows_per_q, **static):
+        self.rows_per_q = rows_per_q
         large = shape.largest_head > 128
         step = tiling.step or min(shape.block[1], 64 if large else 128)
         self.stages = tiling.stages or (4 if step == 64 and not large else 2)
@@ -276,8 +277,8 @@ class _Kernel(BlockKernel):
             plgpu.copy_gmem_to_smem(gmem, scratch.v_smem.at[slot], scratch.v_ready.at[slot])
 
         def q_tile(tile):
-            if self.sharers > 1:
-                tile = tile._replace(b=lax.div(tile.b, jnp.int32(self.sharers)))
+            if self.rows_per_q > 1:
+                tile = tile._replace(b=lax.div(tile.b, jnp.int32(self.rows_per_q)))
             return self.tokens_of(tile, q_gmem, tile.n)
 
         k_ring = Ring(self.stages, self.k_slots(scratch).wait, load_k)
@@ -346,13 +347,13 @@ class _Kernel(BlockKernel):
         loads = load_bias, load_words
         return TileSteps(self, wg, done, own_steps, decides, loads, mask, keep, q_rows, scratch)
 
-    def own_steps(self, wg, work_tile, done):
+    def own_steps(self, wg, work_tile, done, steps=None):
         """As of all kernels; but of 192 rows, a warpgroup leaves out the steps that it cannot see.
 
         A row block of the mask may drop what the work tile visits for other rows, and that may be
         NaN. The rule is causal, so these steps are the last ones, and the first one is seen.
         """
-        first, full, count = super().own_steps(wg, work_tile, done)
+        first, full, count = super().own_steps(wg, work_tile, done, steps)
         if self.compute_wgs == COMPUTE_WGS:
             return first, full, count
         last_row = jnp.minimum(self.first_row(work_tile, wg) + ROWS, self.shape.sizes.T) - 1

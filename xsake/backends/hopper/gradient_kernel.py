@@ -35,16 +35,14 @@ class GradientKernel(BlockKernel):
         self.check_stages(stages)
         return stages, 1 if self.reuse_operand_smem else stages
 
-    def run_steps(self, wg, work_tile, done, decides, ds_of, add, steps=None, half=None):
+    def run_steps(self, wg, work_tile, done, decides, ds_of, add, steps=None, last_is_short=None):
         """add(t, ds_of(t, masked)) for every step t of a work tile that is this warpgroup's.
 
         Full steps come first, then partial ones, where `masked` is the rule. decides: as
-        RuleTile.decides returns it. steps: those of the work tile; None: all steps of its visits.
-        half: whether the last one is ds_of(t, masked, width=ROWS), of 64 queries; None: never.
+        RuleTile.decides returns it. steps: as in `own_steps`. last_is_short: whether the last one
+        is ds_of(t, masked, width=ROWS), of 64 queries; None: never.
         """
-        first_step, full, count = self.own_steps(wg, work_tile, done)
-        if steps is not None and not self.alternate:
-            count = steps
+        first_step, full, count = self.own_steps(wg, work_tile, done, steps)
 
         def step(t, masked, **width):
             t = first_step + t * self.stride if self.alternate else t
@@ -52,11 +50,11 @@ class GradientKernel(BlockKernel):
 
         pl.loop(0, full)(lambda t: step(t, None))
         for rule, first, end in self.rule.partial_steps(full, count, decides):
-            has_half = half is not None and rule is self.rule
-            whole = end - half.astype(jnp.int32) if has_half else end
+            may_be_short = last_is_short is not None and rule is self.rule
+            whole = end - last_is_short.astype(jnp.int32) if may_be_short else end
             pl.loop(first, whole)(functools.partial(step, masked=rule))
-            if has_half:
-                pl.when(half)(functools.partial(step, whole, masked=rule, width=ROWS))
+            if may_be_short:
+                pl.when(last_is_short)(functools.partial(step, whole, masked=rule, width=ROWS))
 
     def probabilities(self, s, lse, masked, keep, bias=None):
         """p, and p times the slope of the soft cap; both zero where the rule forbids.

@@ -162,15 +162,18 @@ class BlockKernel:
             visit = jnp.where(visit < full, full - 1 - visit, visit)
         return index[work_tile.start + visit]
 
-    def own_steps(self, wg, work_tile, done):
+    def own_steps(self, wg, work_tile, done, steps=None):
         """This warpgroup's (first step of a work tile, number of full steps, number of steps).
 
+        steps: of the work tile; None: all steps of its visits.
         Warpgroups alternate by the number of steps since the kernel began (`done` before this work
         tile). A slot of a ring with an even number of stages then always has the same reader.
         """
         full, count = work_tile.full * self.splits, work_tile.count * self.splits
         if not self.rule.has_partial:
             full = count
+        if steps is not None:
+            count = steps
         if not self.alternate:
             return 0, full, count
         first = lax.rem(done + wg, jnp.int32(COMPUTE_WGS))

@@ -126,12 +126,8 @@ def scatter(ref, indices, values):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES, LANES))
     def emit(_, ref, indices, values):
-        (at,), (value,) = (
-            [vector.extract(x, [], [0]) for x in array.registers.flat]
-            for array in (indices, values)
-        )
-        zero = arith.constant(at.type, ir.IntegerAttr.get(at.type, 0))
-        valid = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, at, zero))
+        at, value = map(_own, (indices, values))
+        valid = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, at, i32(0)))
         with ir.InsertionPoint(valid.regions[0].blocks[0]):
             memref.store(value, ref, [_index(at)])
             scf.yield_([])
@@ -148,18 +144,11 @@ def gather_eight(ref, indices):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES), return_type=(wide,) * OCTET)
     def emit(_, ref, indices):
-        (at,) = (vector.extract(x, [], [0]) for x in indices.registers.flat)
-        kind, single = ir.F32Type.get(), ir.VectorType.get((1,), ir.F32Type.get())
-        loaded = llvm.load(_eight(ref), _address_of_eight(ref, at), alignment=16)
-        values = arith.extf(ir.VectorType.get((OCTET,), kind), loaded)
-        found = []
-        for i in range(OCTET):
-            registers = np.empty_like(indices.registers)
-            registers.flat[0] = vector.broadcast(single, vector.extract(values, [], [i]))
-            found.append(
-                mgpu.FragmentedArray(_registers=registers, _layout=indices.layout, _is_signed=None)
-            )
-        return tuple(found)
+        single = ir.VectorType.get((1,), ir.F32Type.get())
+        loaded = llvm.load(_octet(ref), _octet_address(ref, _own(indices)), alignment=16)
+        values = arith.extf(ir.VectorType.get((OCTET,), ir.F32Type.get()), loaded)
+        each = (vector.extract(values, [], [i]) for i in range(OCTET))
+        return tuple(_array(vector.broadcast(single, x), LANES) for x in each)
 
     return emit(ref, indices)
 
@@ -172,14 +161,11 @@ def copy_eight(source, indices, target, places):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES, plgpu.RefType(), LANES))
     def emit(_, source, indices, target, places):
-        at, place = (
-            vector.extract(x, [], [0]) for array in (indices, places) for x in array.registers.flat
-        )
-        zero = arith.constant(at.type, ir.IntegerAttr.get(at.type, 0))
-        valid = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, place, zero))
+        at, slot = map(_own, (indices, places))
+        valid = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, slot, i32(0)))
         with ir.InsertionPoint(valid.regions[0].blocks[0]):
-            loaded = llvm.load(_eight(source), _address_of_eight(source, at), alignment=16)
-            llvm.store(loaded, _address_of_eight(target, place), alignment=16)
+            loaded = llvm.load(_octet(source), _octet_address(source, at), alignment=16)
+            llvm.store(loaded, _octet_address(target, slot), alignment=16)
             scf.yield_([])
 
     emit(source, indices, target, places)
@@ -194,7 +180,7 @@ def add_one(ref, indices):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES))
     def emit(_, ref, indices):
-        (at,) = (vector.extract(x, [], [0]) for x in indices.registers.flat)
+        at = _own(indices)
         asm(lines, "r,r", [shared_address(ref), at])
 
     emit(ref, indices)
@@ -265,9 +251,8 @@ def gather_octets(ref, indices):
         return_type=plgpu.ShapeDtypeStruct((THREADS * OCTET,), ref.dtype, layout=OCTETS),
     )
     def emit(_, ref, indices):
-        octet = ir.VectorType.get((OCTET,), ir.MemRefType(ref.type).element_type)
-        at = mgpu.utils.getelementptr(address(ref), [_own(indices)], octet)
-        return _array(llvm.load(octet, at, alignment=16), OCTETS)
+        at = mgpu.utils.getelementptr(address(ref), [_own(indices)], _octet(ref))
+        return _array(llvm.load(_octet(ref), at, alignment=16), OCTETS)
 
     return emit(ref, indices)
 
@@ -350,7 +335,7 @@ def exchange(values, distance):
 
 def _float_octets(ref, count):
     """The lane's octets r < count, as vectors of float32."""
-    octet = ir.VectorType.get((OCTET,), ir.MemRefType(ref.type).element_type)
+    octet = _octet(ref)
     floats = ir.VectorType.get((OCTET,), ir.F32Type.get())
     lane = arith.remui(mgpu.utils.thread_idx(), i32(THREADS))
     for row in range(count):
@@ -381,12 +366,12 @@ def _index(integer):
     return arith.index_cast(ir.IndexType.get(), integer)
 
 
-def _eight(ref):
+def _octet(ref):
     """The type of eight elements of a ref."""
-    return ir.VectorType.get((OCTET,), ref.type.element_type)
+    return ir.VectorType.get((OCTET,), ir.MemRefType(ref.type).element_type)
 
 
-def _address_of_eight(ref, at):
-    """The address of element 8 · at of a ref."""
-    wide = arith.extsi(ir.IntegerType.get_signless(64), at)
-    return mgpu.utils.getelementptr(address(ref), [wide], _eight(ref))
+def _octet_address(ref, at):
+    """The address of octet number `at` of a ref: from 2³¹ on, its int32 is negative."""
+    wide = arith.extui(ir.IntegerType.get_signless(64), at)
+    return mgpu.utils.getelementptr(address(ref), [wide], _octet(ref))

@@ -102,9 +102,9 @@ class _RowBlock:
         distances = sums.at[pl.ds(0, THREADS)]  # the sums have been read
         distances[...] = jnp.where(token < size, distance, NOT_REAL)
         plgpu.commit_smem()
-        for turn in range(pl.cdiv(self.parts, self.groups)):
+        for step in range(pl.cdiv(self.parts, self.groups)):
             # Row groups without a part of their own repeat the last one.
-            part = jnp.minimum(group + turn * self.groups, self.parts - 1)
+            part = jnp.minimum(group + step * self.groups, self.parts - 1)
             owner, row = div_rem_lanes(self._furthest(distances, part), self.rows)
             x = gather_octets(queries, row * THREADS + owner * self.width + octet)
             scaled = (x.astype(jnp.float32) * self.scale).astype(self.dtype)

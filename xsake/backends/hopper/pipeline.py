@@ -35,18 +35,18 @@ class Resident(NamedTuple):
     free: Any
 
 
-def stream(kernel, work, index, first, second, residents, residents_last=False, steps_of=None):
+def stream(kernel, work, index, first, second, residents, residents_last=False, step_count=None):
     """Copies both rings' tiles of every step of every work tile, as soon as their slots are free.
 
     Residents are copied after the first tile of the first ring, whose slot may be free sooner; with
     `residents_last`, after the first tiles of both rings. They are prefetched into L2 before that.
-    steps_of: how many steps a work tile has; None: all those of its visits.
+    step_count: how many steps a work tile has; None: all those of its visits.
     """
-    steps_of = steps_of or (lambda work_tile: work_tile.count * kernel.splits)
+    step_count = step_count or (lambda work_tile: work_tile.count * kernel.splits)
 
     def load_tile(work_tile, carry):
         done, tiles_before = carry  # steps and work tiles loaded so far
-        steps = steps_of(work_tile)
+        steps = step_count(work_tile)
 
         def load_residents():
             for source, smem, ready, free in residents:

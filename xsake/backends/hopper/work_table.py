@@ -69,7 +69,7 @@ def work_table(
     nesting "bni" there are two more: "heads" does the same inside the query heads of each kv head,
     "sections" inside groups of kv heads whose K and V (`kv_bytes` each) fit in L2 together. In all
     orders the tail is sorted, unless there is none. The end record has count -1 and the counter of
-    the "counter" schedule.
+    the "counter" schedule. Of lists of c batch rows, batch row b has those of row b % c.
     """
     blocks = lists.kv_count.shape[-1]
     tiles = B * N * blocks
@@ -96,19 +96,12 @@ def work_table(
 def known_table(lists: Lists, B: int, N: int) -> np.ndarray:
     """All work tiles, longest first, of lists whose arrays are NumPy's and that all heads share.
 
-    It is a constant of the program, for schedules that do not write to it. Batch row b has list
-    b % c of c batch rows of lists.
+    It is a constant of the program, for schedules that do not write to it.
     """
-    batch, _, blocks = lists.kv_count.shape
-    tiles = B * N * blocks
-    b, n, i = np.indices((B, N, blocks), np.int32).reshape(3, -1)
-    start, count, full = (x[b % batch, 0, i] for x in lists[:3])
-    record = WorkTile(b, n, i, start + b % batch * lists.kv_index.shape[-1], count, full)
-    table = np.zeros((tiles + 1, WIDTH), np.int32)
-    order = np.argsort(-count, kind="stable")
-    table[:-1, : len(record)] = np.stack(record, axis=-1)[order]
-    table[-1] = _end_record(tiles)
-    return table
+    bni = np.indices((B, N, lists.kv_count.shape[-1]), np.int32).reshape(3, -1)
+    records = _records(lists, B, N, bni, np)
+    order = np.argsort(-records[:, COUNT], kind="stable")
+    return np.concatenate([records[order], _end_record(len(records))[None]])
 
 
 class _Runs(NamedTuple):
@@ -145,11 +138,27 @@ def run_length(blocks: int, B: int, N: int, K: int, kv_bytes: int, tiling: Any) 
     return runs[tiling.order]
 
 
-def per_tile(x, B, N):
-    """One value per block of each list, [B|1, N|K|1, blocks], for every work tile."""
-    _, list_heads, blocks = x.shape
-    repeated = jnp.repeat(x, N // list_heads, axis=1)
-    return jnp.broadcast_to(repeated, (B, N, blocks)).reshape(-1)
+def per_tile(x, B, N, xp: Any = jnp):
+    """One value per block of each list, [B|c, N|K|1, blocks], for every work tile, in order.
+
+    Batch row b has those of batch row b % c.
+    """
+    batch, list_heads, blocks = x.shape
+    repeated = xp.repeat(x, N // list_heads, axis=1)
+    if 1 < batch < B:
+        repeated = xp.tile(repeated, (B // batch, 1, 1))
+    return xp.broadcast_to(repeated, (B, N, blocks)).reshape(-1)
+
+
+def _records(lists: Lists, B: int, N: int, bni: Any, xp: Any = jnp) -> Any:
+    """The records of all work tiles, [B * N * blocks, 8]; their b, n and i are given."""
+    lead, capacity = lists.kv_index.shape[:2], lists.kv_index.shape[-1]
+    offset = xp.arange(lead[0] * lead[1], dtype=np.int32).reshape(*lead, 1) * capacity
+    b, n, i = bni
+    values = lists.kv_start + offset, lists.kv_count, lists.full_count
+    start, count, full = (per_tile(x, B, N, xp) for x in values)
+    fields = WorkTile(b, n, i, start, count, full)
+    return xp.stack([*fields, *[xp.zeros_like(b)] * (WIDTH - len(fields))], axis=-1)
 
 
 def _end_record(tiles: int) -> np.ndarray:
@@ -176,7 +185,10 @@ def _rank_tiles(start, count, full, table, *, shared, ranks, lists, axes, runs, 
         at[slowest] = tile
         b, n, i = (at[axis] for axis in "bni")
         list_head, _ = div_rem_lanes(n, axes["n"] // list_heads)
-        return (b, n, i), list_head if list_batch == 1 else b * list_heads + list_head
+        if list_batch > 1:
+            row = b if list_batch == axes["b"] else div_rem_lanes(b, list_batch)[1]
+            list_head = row * list_heads + list_head
+        return (b, n, i), list_head
 
     def list_of(tile):
         (_, _, i), list_head = locate(tile)
@@ -251,19 +263,12 @@ def _table_by_xla(
     lists: Lists, B: int, N: int, runs: _Runs, end: np.ndarray, nesting: str
 ) -> Array:
     """The same table by a sort in plain JAX."""
-    each = functools.partial(per_tile, B=B, N=N)
-    blocks = lists.kv_count.shape[-1]
-    lead, capacity = lists.kv_index.shape[:2], lists.kv_index.shape[-1]
-    offset = jnp.arange(lead[0] * lead[1], dtype=jnp.int32).reshape(*lead, 1) * capacity
-    b, n, i = (
-        lax.broadcasted_iota(jnp.int32, (B, N, blocks), axis).reshape(-1) for axis in range(3)
-    )
-    count = each(lists.kv_count)
-    record = WorkTile(b, n, i, each(lists.kv_start + offset), count, each(lists.full_count))
-    table = jnp.stack([*record, *[jnp.zeros_like(b)] * (WIDTH - len(record))], axis=-1)
-    nested = table.reshape(B, N, blocks, WIDTH).transpose(*map("bni".index, nesting), 3)
+    axes = B, N, lists.kv_count.shape[-1]
+    bni = [lax.broadcasted_iota(jnp.int32, axes, axis).reshape(-1) for axis in range(3)]
+    table = _records(lists, B, N, bni)
+    nested = table.reshape(*axes, WIDTH).transpose(*map("bni".index, nesting), 3)
     table, count = nested.reshape(table.shape), nested[..., COUNT].reshape(-1)
-    order = jnp.lexsort((-count, runs.begin(jnp.arange(b.size, dtype=jnp.int32))))
+    order = jnp.lexsort((-count, runs.begin(jnp.arange(len(table), dtype=jnp.int32))))
     return jnp.concatenate([table[order], end[None]])
 
 

@@ -32,7 +32,7 @@ from xsake.block_mask import BlockMask
 from xsake.evaluate.table import to_json
 from xsake.hads import Plan, Profile, budget, certified_attention, make
 from xsake.hads.certificate import dropped_mass
-from xsake.hads.estimates import WIDENED_ERROR, WIDENED_MASS, WINDOW, estimates
+from xsake.hads.estimates import WIDENED_ERROR, WIDENED_MASS, WINDOW, by_window_and_whole
 from xsake.hads.mass_bounds import bounds
 from xsake.hads.sampled import EVERY, sample_queries
 from xsake.model import huggingface
@@ -155,7 +155,8 @@ def _covered(truth: Array, keys: Array, window: int, widened: float, name: str) 
 
     def one(key: Array) -> tuple[Array, Array, Array]:
         at = sample_queries(key, 1, T)[0]
-        found = estimates(truth[0, at].T, T, EVERY, window, widened, np.inf)[0]
+        x = truth[0, at].T
+        found = by_window_and_whole(x, T, EVERY, window, widened, np.inf)[0]
         # a mean of 1e-6 is that of rounding: no block with any weight is dropped
         inside = (found.low - 1e-6 <= means) & (means <= found.high + 1e-6)
         return inside.mean(), found.mean.mean() - means.mean(), found.standard_error.mean()

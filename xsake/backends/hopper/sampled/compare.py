@@ -53,7 +53,7 @@ def compare(
     out, logsumexp = sparse
     B, T, N, Hv = out.shape
     G = sample.shape[1]
-    body = _Rows(B, T, N, G, Hv, pieces[0].shape[0] // B, 0 if sinks is None else len(sinks))
+    body = _Comparison(B, T, N, G, Hv, pieces[0].shape[0] // B, 0 if sinks is None else len(sinks))
     operands = [*pieces, out, logsumexp, sample, *([] if sinks is None else [sinks])]
     (found,) = launch(
         body.run,
@@ -67,7 +67,7 @@ def compare(
     return found.reshape(B, 3, N, G)
 
 
-class _Rows:
+class _Comparison:
     """The kernel body; `self` holds what is static."""
 
     def __init__(self, B, T, N, G, Hv, pieces, sink_batch):
@@ -81,8 +81,8 @@ class _Rows:
         sinks, (found,) = (None, rest) if not self.sink_batch else (rest[0], rest[1:])
         lane = lane_index()
         within, part = div_rem_lanes(lane, self.lanes)
-        place = lax.axis_index("cta") * self.per_cta + within
-        row = jnp.minimum(place, self.rows - 1)  # (b · G + g) · N + n
+        slot = lax.axis_index("cta") * self.per_cta + within
+        row = jnp.minimum(slot, self.rows - 1)  # (b · G + g) · N + n
         group, n = div_rem_lanes(row, self.N)
         b, g = div_rem_lanes(group, self.G)
         query = gather(sample, group)
@@ -108,7 +108,7 @@ class _Rows:
         def of_row(shared):
             return sum(gather(shared, within * self.lanes + i) for i in range(self.lanes))
 
-        writes = (part == 0) & (place < self.rows)
+        writes = (part == 0) & (slot < self.rows)
         for kind, value in enumerate((_dropped(sparse, dense), of_row(errors), of_row(squares))):
             to = ((b * 3 + kind) * self.N + n) * self.G + g
             scatter(found, jnp.where(writes, to, -1), value)

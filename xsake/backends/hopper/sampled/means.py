@@ -31,7 +31,7 @@ from xsake.backends.hopper.lanes import (
 from xsake.backends.hopper.layouts import THREADS, div_rem
 from xsake.backends.hopper.sampled import Visits, Windows
 
-FIGURES = 3  # dropped mass, squared error, squared output
+NUM_FIGURES = 3  # dropped mass, squared error, squared output
 FIELDS = 4  # mean, standard error, low, high
 NO_PATTERN = -7  # of no other element of the constants
 
@@ -56,18 +56,19 @@ def means(
     B, _, N, G = figures.shape
     count = len(windows.tokens) - 1
     # Constants with one unequal number more: XLA computes equal ones, and 0, 1, 2, …, by a kernel.
-    table = np.concatenate([*windows[3:], [NO_PATTERN]]).astype(np.float32)
-    limits = np.concatenate([*visits.live, [NO_PATTERN]]).astype(np.int32)
+    by_window = windows.tokens, windows.scale, windows.student
+    table = np.concatenate([*by_window, [NO_PATTERN]]).astype(np.float32)
+    live = np.concatenate([*visits.live, [NO_PATTERN]]).astype(np.int32)
     lists = visits.kv_start, visits.kv_count, visits.kv_index
     shapes = [(B, N, count)] * FIELDS + [(B, N)] * FIELDS
-    shapes = [*shapes * FIGURES, (B, N), (B, N)]
+    shapes = [*shapes * NUM_FIGURES, (B, N), (B, N)]
     body = _Heads(B, N, G, windows, widened, most, visits)
     found = launch(
         body.run,
         "xsake_sampled_means",
         [jax.ShapeDtypeStruct((math.prod(shape),), jnp.float32) for shape in shapes],
-        {"part": 2 * FIGURES + 1, "head": B * N},
-        [x.reshape(-1) for x in (figures, jnp.asarray(table), *lists, jnp.asarray(limits))],
+        {"part": 2 * NUM_FIGURES + 1, "head": B * N},
+        [x.reshape(-1) for x in (figures, jnp.asarray(table), *lists, jnp.asarray(live))],
         shared=plgpu.SMEM((THREADS,), jnp.float32),
         counted=plgpu.SMEM((THREADS,), jnp.int32),
     )
@@ -84,24 +85,24 @@ class _Heads:
         self.widened, self.most = widened, most
         self.visits = visits
 
-    def run(self, figures, table, start, count, index, limits, *found, shared, counted):
+    def run(self, figures, table, start, count, index, live, *found, shared, counted):
         """A figure of one head by window, or over all groups; or the head's density."""
         part, head = lax.axis_index("part"), lax.axis_index("head")
         b, n = div_rem(head, self.N)
-        for figure in range(FIGURES):
-            x = _Figure(self, figures, ((b * FIGURES + figure) * self.N + n) * self.G)
+        for figure in range(NUM_FIGURES):
+            x = _Figure(self, figures, ((b * NUM_FIGURES + figure) * self.N + n) * self.G)
             given = x, table, head, (self.widened[figure], self.most[figure])
             first = 2 * FIELDS * figure
             by_window = functools.partial(self.by_window, *given, found[first : first + FIELDS])
-            ends = found[first + FIELDS : first + 2 * FIELDS]
-            by_head = functools.partial(self.by_head, *given, ends, shared)
+            refs = found[first + FIELDS : first + 2 * FIELDS]
+            by_head = functools.partial(self.by_head, *given, refs, shared)
             pl.when(part == 2 * figure)(by_window)
             pl.when(part == 2 * figure + 1)(by_head)
-        lists = start, count, index, limits
+        lists = start, count, index, live
         density = functools.partial(self.density, head, *lists, found[-2:], counted)
-        pl.when(part == 2 * FIGURES)(density)
+        pl.when(part == 2 * NUM_FIGURES)(density)
 
-    def by_window(self, x, table, head, ends, found):
+    def by_window(self, x, table, head, limits, refs):
         """The means of a window per lane."""
         per = self.windows.per
 
@@ -121,11 +122,11 @@ class _Heads:
 
                 return for_each(per, several, state)
 
-            values = self.fields(table, at, ends, groups, lambda total: total)
-            for ref, value in zip(found, values, strict=True):
+            values = self.fields(table, at, limits, groups, lambda total: total)
+            for ref, value in zip(refs, values, strict=True):
                 scatter(ref, jnp.where(valid, head * self.count + window, -1), value)
 
-    def by_head(self, x, table, head, ends, found, shared):
+    def by_head(self, x, table, head, limits, refs, shared):
         """The means over all groups, 128 of them at a time."""
 
         def groups(state, add):
@@ -140,20 +141,18 @@ class _Heads:
         def joined(total):
             return sum_of_lanes(total, shared)
 
-        values = self.fields(table, every_lane(0) + self.count, ends, groups, joined)
-        for ref, value in zip(found, values, strict=True):
+        values = self.fields(table, every_lane(0) + self.count, limits, groups, joined)
+        for ref, value in zip(refs, values, strict=True):
             scatter(ref, jnp.where(lane_index() == 0, every_lane(0) + head, -1), value)
 
-    def fields(self, table, at, ends, groups, joined):
+    def fields(self, table, at, limits, groups, joined):
         """(mean, standard error, low, high) of the windows `at`, by two sums over their groups.
 
         groups(0, add) adds up add(state, value, queries of its group); joined(total) is the total
-        of all lanes that have groups of a window.
+        of all lanes that have groups of a window. limits are those of a figure: (widened, most).
         """
-        tokens, scale, student = (
-            gather(table, at + row * (self.count + 1)) for row in range(len(self.windows[3:]))
-        )
-        widened, most = ends
+        tokens, scale, student = (gather(table, at + row * (self.count + 1)) for row in range(3))
+        widened, most = limits
         zero = every_lane(0).astype(jnp.float32)
 
         def add(total, value, size):
@@ -172,7 +171,7 @@ class _Heads:
         low = jnp.maximum(mean - half, 0.0)
         return mean, standard_error, low, jnp.minimum(mean + widened * half, most)
 
-    def density(self, head, start, count, index, limits, found, counted):
+    def density(self, head, start, count, index, live, refs, counted):
         """The share of the allowed blocks that a head visits; a row block per lane."""
         batch, heads, row_blocks = self.visits.kv_count.shape
         capacity = self.visits.kv_index.shape[-1]
@@ -183,7 +182,7 @@ class _Heads:
             row = chunk * THREADS + lane_index()
             valid, row = row < row_blocks, jnp.minimum(row, row_blocks - 1)
             its_start, its_count = (gather(x, its_list * row_blocks + row) for x in (start, count))
-            lo, hi = (gather(limits, row + offset) for offset in (0, row_blocks))
+            lo, hi = (gather(live, row + offset) for offset in (0, row_blocks))
 
             def visit(_, entry, is_listed, total):
                 return total + jnp.where(is_listed & (lo <= entry) & (entry < hi), 1, 0)
@@ -196,7 +195,7 @@ class _Heads:
         lo, hi = self.visits.live
         allowed = max(int(np.maximum(hi - lo, 0).sum()), 1)
         share = sum_of_lanes(visited, counted).astype(jnp.float32) / float(allowed)
-        for ref in found:
+        for ref in refs:
             scatter(ref, jnp.where(lane_index() == 0, every_lane(0) + head, -1), share)
 
 

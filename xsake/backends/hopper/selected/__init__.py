@@ -67,6 +67,7 @@ def why_not_arrays(q: Any, group: int, head_size: int) -> str | None:
     return None
 
 
+@_jax.without_x64
 @jax.jit
 def forward(call: SelectedCall) -> tuple[Array, Array]:
     """(out [B, T, N, Hv], logsumexp [B, T, N])."""
@@ -97,6 +98,7 @@ def forward(call: SelectedCall) -> tuple[Array, Array]:
     return unaliased(chunks.tokens(out, call.sizes.Hv), chunks.tokens(total[..., None], 1)[..., 0])
 
 
+@_jax.without_x64
 @jax.jit
 def backward(
     call: SelectedCall, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from xsake import _jax
 from xsake.backends.hopper import limits
 from xsake.backends.hopper.selected import BLOCK, LOG2E, why_not_arrays
 
@@ -38,6 +39,7 @@ def why_not(
     return None
 
 
+@_jax.without_x64
 def choose(
     query: Array,
     keys: Array,

@@ -11,10 +11,7 @@ import functools
 import json
 import re
 from pathlib import Path
-from typing import Any
-
-import jax
-from jax import Array
+from typing import Any, Literal
 
 from xsake import _jax, masks
 from xsake.backends import Sizes, kernel_rule
@@ -28,15 +25,18 @@ LONG = 8192  # a call with at least this many queries is in class "long"
 SPARSE = 0.15  # lists whose capacity is below this fraction of all blocks are "sparse"
 
 
-def call_class(sizes: Sizes, mask: BlockMask, has_bias: bool = False) -> str:
+Bias = Literal["pairs", "keys"] | None  # of every pair, of every key, none
+
+
+def call_class(sizes: Sizes, mask: BlockMask, bias: Bias = None) -> str:
     """What is known of a call when it is compiled: "128 short sparse".
 
     The kernel's head size; the length; and the lists. "one": all heads share a list, e.g. of
     documents, "one sparse" if its capacity is below 15% of all blocks, e.g. a window, "causal" if
-    the mask is causal and nothing else, "bias" if there is no mask but `has_bias`, of every pair,
-    in any dtype; it is measured with bfloat16. Otherwise "sparse" or "mixed". Heads of up to 64
-    under a causal mask with a bias are "bias" too: "causal" is measured with work tiles of 192
-    queries there, which no call with a bias has.
+    the mask is causal and nothing else, "bias" if there is no mask but a bias of every pair, in any
+    dtype; it is measured with bfloat16. Otherwise "sparse" or "mixed". Of heads of up to 64,
+    "causal" is measured with work tiles of 192 queries, which no call with a bias has: a causal
+    mask with a bias of pairs is "bias" there, with one of keys "one".
     """
     size = limits.padded_head_size(max(sizes.H, sizes.Hv))
     length = "short" if sizes.T < LONG else "long"
@@ -44,25 +44,19 @@ def call_class(sizes: Sizes, mask: BlockMask, has_bias: bool = False) -> str:
     is_sparse = mask.kv_index.shape[-1] < SPARSE * row_blocks * kv_blocks
     is_everything = mask.is_rule and mask.rule == masks.everything()
     is_causal = kernel_rule.is_causal_alone(mask)
-    if has_bias and (is_everything or (is_causal and size <= limits.TALL_HEAD_SIZE)):
+    untimed = is_causal and bias is not None and size <= limits.TALL_HEAD_SIZE  # as "causal"
+    if bias == "pairs" and (is_everything or untimed):
         lists = "bias"
     elif mask.kv_count.shape[1] == 1:
-        lists = "one sparse" if is_sparse else "causal" if is_causal else "one"
+        lists = "one sparse" if is_sparse else "causal" if is_causal and not untimed else "one"
     else:
         lists = "sparse" if is_sparse else "mixed"
     return f"{size} {length} {lists}"
 
 
-def measured_forward(
-    sizes: Sizes, mask: BlockMask, bias: Array | jax.ShapeDtypeStruct | None = None
-) -> ForwardTiling:
+def measured_forward(sizes: Sizes, mask: BlockMask, bias: Bias = None) -> ForwardTiling:
     """The fastest tiling measured for this class of calls; the default where none was measured."""
-    has_bias = bias is not None and bias.shape[2] > 1
-    name = call_class(sizes, mask, has_bias)
-    if bias is not None and not has_bias:
-        # One value per key: the speed of no bias, but no row blocks of 192.
-        name = name.replace("causal", "one")
-    return ForwardTiling(**_fields("forward", name))
+    return ForwardTiling(**_fields("forward", call_class(sizes, mask, bias)))
 
 
 def measured_backward(sizes: Sizes, mask: BlockMask) -> BackwardTiling:

@@ -24,7 +24,7 @@ from xsake.backends.hopper.lanes import (
 from xsake.backends.hopper.layouts import THREADS
 
 
-def rows(
+def gather_queries(
     q: Array,
     sample: Array,
     window: tuple[int | None, int | None],
@@ -46,10 +46,10 @@ def rows(
     """
     B, T, N, H = q.shape
     G = sample.shape[1]
-    body = _Rows(B, T, (G, width), N * H // OCTET, window, keys // pieces, pieces)
+    body = _SampledQueries(B, T, (G, width), N * H // OCTET, window, keys // pieces, pieces)
     queries, intervals = launch(
         body.run,
-        "xsake_sampled_rows",
+        "xsake_sampled_queries",
         [
             jax.ShapeDtypeStruct((B * G * N * H,), q.dtype),
             jax.ShapeDtypeStruct((B * pieces * 2 * width,), jnp.int32),
@@ -60,7 +60,7 @@ def rows(
     return queries.reshape(B, G, N, H), intervals.reshape(B * pieces, 2, width)
 
 
-class _Rows:
+class _SampledQueries:
     """The kernel body; `self` holds what is static."""
 
     def __init__(self, B, T, queries, chunks, window, size, pieces):
@@ -79,17 +79,17 @@ class _Rows:
 
     def copy(self, cta, q, sample, queries):
         """A chunk of 16 bytes of every lane."""
-        place = cta * THREADS + lane_index()
-        at = jnp.minimum(place, self.all_chunks - 1)
+        slot = cta * THREADS + lane_index()
+        at = jnp.minimum(slot, self.all_chunks - 1)
         row, chunk = div_rem_lanes(at, self.chunks)
         b, _ = div_rem_lanes(row, self.G)
         source = (b * self.T + gather(sample, row)) * self.chunks + chunk
-        copy_eight(q, source, queries, jnp.where(place < self.all_chunks, place, -1))
+        copy_eight(q, source, queries, jnp.where(slot < self.all_chunks, slot, -1))
 
     def write(self, cta, sample, intervals):
         """lo and hi of every lane's query in a piece."""
-        place = cta * THREADS + lane_index()
-        at = jnp.minimum(place, self.all_ends - 1)
+        slot = cta * THREADS + lane_index()
+        at = jnp.minimum(slot, self.all_ends - 1)
         row, g = div_rem_lanes(at, self.width)
         b, piece = div_rem_lanes(row, self.pieces)
         query = gather(sample, b * self.G + jnp.minimum(g, self.G - 1))
@@ -104,4 +104,4 @@ class _Rows:
         hi = jnp.where(g < self.G, inside(query + (right + 1)), 0)
         first = row * (2 * self.width) + g
         for offset, values in ((0, lo), (self.width, hi)):
-            scatter(intervals, jnp.where(place < self.all_ends, first + offset, -1), values)
+            scatter(intervals, jnp.where(slot < self.all_ends, first + offset, -1), values)
