@@ -11,13 +11,22 @@ from tests.hads.test_plan import profile_of
 from tools import certificate_tables, task_tables
 from xsake.bench.suites import tasks
 from xsake.evaluate.needle import Answers
-from xsake.hads import Profile
+from xsake.hads import Certify, Profile
 from xsake.hads.statistics import POLICIES_WITH_COST
 from xsake.model.observer import Observer
 
 
 def encode(text):
     return [ord(c) for c in text]
+
+
+def profile_with_curves():
+    found = profile_of(1, 2)
+    cost = found.statistics.cost
+    for policy in POLICIES_WITH_COST:
+        for name in ("outlier_queries", "oracle"):
+            cost[policy][name] = cost[policy]["static"]
+    return found
 
 
 @pytest.fixture
@@ -34,11 +43,7 @@ def asked(tmp_path, monkeypatch):
 
     def profile(documents, *, block, curves, kinds, loss):
         calls.append((len(documents), kinds, *(["loss"] if loss else [])))
-        found = profile_of(1, 2)
-        cost = found.statistics.cost
-        for policy in POLICIES_WITH_COST:
-            for name in ("outlier_queries", "oracle"):
-                cost[policy][name] = cost[policy]["static"]
+        found = profile_with_curves()
         return dataclasses.replace(found, facts=dataclasses.replace(found.facts, kinds=kinds))
 
     subject = object.__new__(Observer)  # without a model, whose weights would have to be made
@@ -104,7 +109,25 @@ def test_a_method_of_the_loss_is_calibrated_with_it(tmp_path, asked, monkeypatch
     assert found == ["mixed-128-16-loss.safetensors", "mixed-128-16.safetensors"]
 
 
-def test_tables_of_several_blocks_are_merged_under_names_that_say_the_block(tmp_path):
+def test_every_step_builds_its_methods_with_all_weights_of_the_end():
+    """Also that of the oracles, which have no plan that could have one."""
+    build, certified = tasks._builders(
+        profile_with_curves(), {}, Certify(criterion="error"), (0.1,), (1.0, 16.0)
+    )
+    selected = "outlier_queries/output", "outlier_queries/output, end × 16"
+    wanted = {
+        (False, "sink_window"): ["sink_window", *selected],
+        (False, "oracle/output"): ["oracle/output"],
+        (True, "sink_window"): [f"{name} certified, error 0.1" for name in selected],
+    }
+    steps = tasks._steps(tasks.METHODS, (0.8, 0.9, 0.7), True)
+    assert len(steps) == 5
+    for is_certified, names, densities in steps:
+        made = (certified if is_certified else build)(densities[0], 128, names)
+        assert [method.name for method in made] == wanted[is_certified, names[-1]]
+
+
+def test_tables_of_several_blocks_are_merged_under_names_with_the_block(tmp_path):
     same = dict(schema=1, kind="tasks", model_hash="a", filler_hash="b", prompts=1, seed=1, rule="")
     same |= {
         "provenance": {"command": "a", "commit": "1"},
@@ -165,34 +188,61 @@ def lines_of(table):
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 
-def test_joined_tables_are_joined_again_and_a_selection_of_methods_is_kept(tmp_path):
-    same = dict.fromkeys(("schema", "kind", "model_hash", "filler_hash", "prompts", "seed"), 1)
-    same |= {"rule": "r", "block": 64, "calibration_data_hash": "h", "kinds": "k"}
-    same |= {"perplexity": [], "infeasible": []}
+@pytest.fixture
+def table(tmp_path):
+    """Writes the table of some methods; returns its path."""
 
-    def table(name, methods, length, commit):
+    def write(name, methods, length, commit, data="h", block=64):
+        found = dict.fromkeys(("model_hash", "filler_hash", "prompts", "seed"), 1)
+        found |= {"schema": 1, "kind": "tasks", "rule": "r", "block": block, "kinds": "k"}
+        found |= {"calibration_data_hash": data, "perplexity": [], "infeasible": []}
         given = {"length": length, "family": "f", "density": 0.2}
-        rows = [given | {"method": x} for x in ("dense", *methods)]
-        found = same | {"rows": rows, "provenance": {"command": f"c{commit}", "commit": commit}}
+        found["rows"] = [given | {"method": x} for x in ("dense", *methods)]
+        found["provenance"] = {"command": f"c{commit}", "commit": commit}
         (tmp_path / name).write_text(json.dumps(found))
         return tmp_path / name
 
-    first, second = table("1", "ab", 64, "x"), table("2", "bc", 128, "y")
+    return write
+
+
+def merged(out, *given):
+    tasks.merge(out, *given)
+    return json.loads(out.read_text())
+
+
+def test_joined_tables_are_joined_again_and_a_selection_of_methods_is_kept(tmp_path, table):
+    first, second = table("1", ("a", "b"), 64, "x"), table("2", ("b", "c"), 128, "y")
     tasks.merge(tmp_path / "both", [first, second])
-    cut_off = json.loads(table("3", "d", 64, "z").read_text())
+    cut_off = json.loads(table("3", ("d",), 64, "z").read_text())
     del cut_off["perplexity"], cut_off["infeasible"]
     (tmp_path / "3").write_text(json.dumps(cut_off))
-    tasks.merge(tmp_path / "all", [tmp_path / "both", tmp_path / "3"], ("a", "c", "d"))
-    found = json.loads((tmp_path / "all").read_text())
+    found = merged(tmp_path / "all", [tmp_path / "both", tmp_path / "3"], ("a", "c", "d"))
     kept = [(x["length"], x["method"]) for x in found["rows"]]
     assert kept == [(64, "dense"), (64, "a"), (128, "dense"), (128, "c"), (64, "d")]
     assert [x["length"] for x in found["parts"]] == [64, 128]
     assert found["provenance"] == {"command": "cx; cy; cz", "commit": "x, y, z"}
-    wide = json.loads(table("4", "a", 64, "x").read_text()) | {"block": 128}
-    (tmp_path / "4").write_text(json.dumps(wide))
-    tasks.merge(tmp_path / "sizes", [first, tmp_path / "4"])
+    tasks.merge(tmp_path / "sizes", [first, table("4", ("a",), 64, "x", block=128)])
     with pytest.raises(ValueError, match="a length with two block sizes cannot be joined again"):
         tasks.merge(tmp_path / "again", [tmp_path / "sizes", second])
+
+
+def test_a_merged_table_names_all_that_its_methods_were_calibrated_on(tmp_path, table):
+    """Also if it is merged again: two calibrations may have one length and one block size."""
+    one, two, other = (table(x, (x,), 64, x, data=f"of {x}") for x in ("a", "b", "c"))
+    found = merged(tmp_path / "both", [one, two])
+    assert [x["calibration_data_hash"] for x in found["parts"]] == ["of a", "of b"]
+    found = merged(tmp_path / "all", [tmp_path / "both", other])
+    assert [x["calibration_data_hash"] for x in found["parts"]] == ["of a", "of b", "of c"]
+    assert [x["method"] for x in found["rows"]] == ["dense", "a", "b", "c"]
+
+
+def test_a_selection_of_methods_has_only_the_parts_of_those(tmp_path, table):
+    parts = [table(x, (x,), 64, x, data=f"of {x}") for x in ("a", "b")]
+    found = merged(tmp_path / "some", parts, ("a",))
+    assert [x["calibration_data_hash"] for x in found["parts"]] == ["of a"]
+    message = r"no table has the methods \['d'\]; those there are \['a', 'b', 'dense'\]"
+    with pytest.raises(ValueError, match=message):
+        tasks.merge(tmp_path / "none", parts, ("a", "d"))
 
 
 @pytest.mark.parametrize("block", ["", ", blocks of 128"])

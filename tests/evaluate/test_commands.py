@@ -17,7 +17,7 @@ from xsake.bench.timing import Timing
 from xsake.cli import model_path
 from xsake.data import tokens
 from xsake.evaluate import needle, table
-from xsake.hads import Plan, Profile
+from xsake.hads import Plan, Profile, make
 from xsake.model import Config, Transformer, huggingface
 from xsake.model.generate import Completion
 from xsake.model.observer import Observer
@@ -200,6 +200,18 @@ def test_calibration_on_two_kinds_of_text(xsake, made, monkeypatch):
     assert {len(x) for x in mixed} == {128}
     said = xsake("plan c/profile --density 0.8 -o c/plan")
     assert "calibrated on 2 documents of plain text and 2 with facts and questions" in said
+
+
+def test_a_plan_may_weigh_the_end_of_a_text(xsake, made):
+    profile = profile_of(1, 2)
+    profile.save(made / "some")
+    said = xsake("plan some --density 0.6 --end-weight 16 -o weighted")
+    assert "the last 2 row blocks count 16 ×" in said
+    wanted = make(profile, 0.6, end_weight=16.0)
+    np.testing.assert_array_equal(Plan.load(made / "weighted").counts, wanted.counts)
+    assert (wanted.counts != make(profile, 0.6).counts).any()
+    said = xsake("plan some --density 0.6 --end-weight 0 -o weighted", code=1)
+    assert "end_weight must be a number from 1e-06 to 1e+06, got 0.0" in said
 
 
 COUNTS = np.array([[[1, 2, 3, 4], [1, 2, 2, 2]]], np.int32)  # of a plan

@@ -72,6 +72,20 @@ def test_every_method_has_the_density_asked_for(profile):
     assert tuple(x.name for x in methods.at_density(profile, 0.6, LENGTH, names=some)) == some
 
 
+def test_a_weight_of_the_end_is_that_of_methods_with_a_plan_and_in_their_names(profile):
+    plans = {("kl", "mean_query"), ("output", "static")}
+    for policy, selector in plans:
+        plan = make(profile, 0.6, policy, selector, end_weight=16.0, length=LENGTH)
+        name = f"{selector}/{policy}, end × 16"
+        assert methods.name_of(plan) == methods.of_plan(plan, LENGTH).name == name
+        names = [f"{selector}/{policy}", "oracle/output", "sink_window"]
+        (found,) = methods.at_density(profile, 0.6, LENGTH, names=names, end_weight=16.0)
+        assert found.name == name
+        np.testing.assert_array_equal(found.counts, plan.counts)
+    assert methods.name_of(make(profile, 0.6, "kl", "mean_query")) == "mean_query/kl"
+    assert methods.at_density(profile, 0.6, LENGTH, names=names[1:], end_weight=16.0) == []
+
+
 def test_a_method_without_a_cost_curve_is_named(profile):
     """The fixture calibrates static, mean_query and oracle."""
     names = {method.name for method in methods.at_density(profile, 0.6, LENGTH)}

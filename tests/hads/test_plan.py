@@ -102,48 +102,23 @@ def test_the_length_of_a_calibrated_plan_may_end_inside_a_block():
     assert dataclasses.replace(plan, terms=terms).length == 125
 
 
-@pytest.mark.parametrize("length", [2 * BLOCK, 10 * BLOCK, 12 * BLOCK - 3])
-def test_the_end_of_a_text_has_the_density_of_the_weighted_end_at_every_length(length, tmp_path):
-    plan, plain = (make(profile_of(), 0.75, "output", end_weight=x) for x in (30.0, 1.0))
-    end, n = row_blocks.END, row_blocks.count_blocks(length, BLOCK)
-    if n > end:
-        known = plan.counts / row_blocks.ceilings(N_ROWS)
-        middle = known[..., :-end]
-        beyond = middle[..., -(N_ROWS // 4) :].mean(-1, keepdims=True)
-        target = [middle, np.repeat(beyond, n - N_ROWS, -1), known[..., -end:]]
-        target = np.concatenate(target, -1) * row_blocks.ceilings(n)
-        want = budget.filled(target, 0.75, n).counts
-        np.testing.assert_array_equal(plan.at(length).counts, want)
-        assert want[..., -end:].sum() > plain.at(length).counts[..., -end:].sum()
-    least = row_blocks.least_density(n)
-    np.testing.assert_allclose(plan.at(length).density, max(0.75, least), atol=0.51 / (4 * n * n))
-    # what each head may read of a cache follows the last row block that is not weighted
-    wanted, found = plan.counts[..., N_ROWS - end - 1], plan.decode_budget(0.5)
-    free = found < 1
-    np.testing.assert_allclose((found / wanted)[free], (found / wanted)[free][0], rtol=1e-5)
+@pytest.mark.parametrize(("n", "density", "lengths"), [(31, 0.5, (30, 58)), (32, 0.6, (26, 28))])
+def test_other_lengths_have_the_calibrated_counts_and_the_mean_density_beyond(n, density, lengths):
+    """To the last bit: it decides which of several equally near row blocks is rounded up."""
+    plan = make(profile_of(1, 2, n), density, "uniform")
+    beyond = (plan.counts / row_blocks.ceilings(n))[..., -(n // 4) :].mean(-1, keepdims=True)
+    for m in lengths:
+        target = np.concatenate([plan.counts, beyond * np.arange(n + 1, m + 1)], -1)
+        want = budget.filled(target[..., :m], density, m).counts
+        np.testing.assert_array_equal(plan.at(m * BLOCK).counts, want)
+
+
+def test_settings_that_are_numpy_numbers_are_saved(tmp_path, as_users_call_it):
+    settings = {"density": np.float32(0.75), "top_p": np.float32(0.9), "end_weight": np.int64(16)}
+    plan = make(profile_of(), **settings)
     plan.save(tmp_path / "plan")
     assert Plan.load(tmp_path / "plan").terms == plan.terms
-    assert "the last 2 row blocks count 30 ×" in str(plan)
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan"), "2", True])
-def test_a_weight_of_the_end_that_is_no_weight_is_refused(weight):
-    with pytest.raises(ValueError, match="end_weight must be a number above 0, got"):
-        check_terms("output", "mean_query", None, end_weight=weight)
-
-
-def test_settings_that_are_numpy_numbers_are_saved(tmp_path):
-    plan = make(profile_of(), 0.6, top_p=np.float64(0.9), end_weight=np.float64(16))
-    plan.save(tmp_path / "plan")
-    assert Plan.load(tmp_path / "plan").terms == plan.terms
-
-
-def test_prompts_of_which_only_the_longest_would_have_a_weighted_end_are_refused():
-    plan = make(profile_of(), 0.6, end_weight=16.0)
-    plan.check_lengths([3 * BLOCK, 3 * BLOCK - 5])
-    make(profile_of(), 0.6).check_lengths([BLOCK, 3 * BLOCK])
-    with pytest.raises(ValueError, match=r"these prompts have \[1, 3\] row blocks of 16 tokens"):
-        plan.check_lengths([BLOCK, 3 * BLOCK])
+    assert {name: getattr(plan.terms, name) for name in settings} == settings
 
 
 def test_scores_for_a_shorter_text_are_the_top_left_corner():
@@ -416,6 +391,8 @@ def test_wrong_requests_say_what_to_do():
         make(profile, 0.5, "kl", "oracle")
     with pytest.raises(ValueError, match="top_p must be above 0 and at most 1, got 0"):
         make(profile, 0.5, top_p=0.0)
+    with pytest.raises(ValueError, match="top_p must be above 0 and at most 1, got True"):
+        check_terms("kl", "mean_query", True, 1.0)
     with pytest.raises(ValueError, match=r"density 0\.1 is below 0\.417"):
         make(profile, 0.1)
     plan = make(profile, 0.5)

@@ -87,3 +87,11 @@ def test_filled_queries_keep_the_mean_of_every_row_block(count):
     size = count - last
     copies = found[last : last + 16 // size * size].reshape(-1, size, 2, 4)
     np.testing.assert_array_equal(copies, np.broadcast_to(copies[:1], copies.shape))
+
+
+def test_prompts_that_a_plan_cannot_read_together_are_refused_by_the_call_itself():
+    """Not by the first token, when the cache is there already."""
+    terms = dataclasses.replace(plan().terms, end_weight=16.0)
+    weighted = dataclasses.replace(plan(), terms=terms)
+    with pytest.raises(ValueError, match=r"\[2, 5\] row blocks of 16 tokens, .* separate calls"):
+        module.stream(model(), [[1] * 20, [1] * 70], mask=weighted)

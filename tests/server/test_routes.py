@@ -19,7 +19,7 @@ from xsake import BlockMask, hads, masks, selection, shipped
 from xsake.hads import baselines, budget
 from xsake.hads.statistics import SELECTORS
 from xsake.observe.events import Event
-from xsake.server import drawings, openapi, results
+from xsake.server import drawings, openapi, profiles, results
 from xsake.server.profiles import Profiles
 from xsake.server.routes.masks import MaskIn
 from xsake.server.routes.profiles import PlanIn
@@ -168,6 +168,33 @@ def test_a_plan_comes_with_what_was_measured_of_it(shipped_client):
     for change in ({"density": 0.5}, {"length": 256}, {"top_p": 0.9}):
         other = shipped_client.get("/api/profiles/profile-16/plan", params=query | change).json()
         assert other["measured"] == []
+
+
+def test_a_plan_may_weigh_the_end_of_a_text(shipped_client):
+    """So does its Python; measurements are of methods with the same weight."""
+    query = {"density": 0.4, "selector": "static", "policy": "uniform", "end_weight": 16}
+    found = shipped_client.get("/api/profiles/profile-16/plan", params=query).json()
+    profile = hads.Profile.load(shipped.PROFILES[0])
+    plan = hads.make(profile, 0.4, "uniform", "static", end_weight=16.0)
+    assert np.array_equal(found["counts"], plan.counts)
+    assert not np.array_equal(plan.counts, hads.make(profile, 0.4, "uniform", "static").counts)
+    scope = {}
+    exec(
+        found["python"].replace('plan.save("plan.safetensors")', "").replace("print", "str"), scope
+    )
+    assert np.array_equal(scope["plan"].counts, plan.counts)
+    names = "static/uniform", "static/uniform, end × 16", "static/uniform, end × 4"
+    rows = [{"method": x, "realised_density_ratio": plan.density} for x in names]
+    table = {"model_hash": plan.terms.model_hash, "block": 16, "length": plan.length}
+    table["densities"] = {"0.4": {"rows": rows}}
+    (measured,) = profiles.measured({"a table": table}, plan, plan.length)
+    assert measured["method"] == "static/uniform, end × 16"
+    for beyond in (0, 1e-7, 1e7, "inf"):
+        answer = shipped_client.get(
+            "/api/profiles/profile-16/plan", params=query | {"end_weight": beyond}
+        )
+        assert answer.status_code == 422
+        assert detail(answer)[0]["loc"][-1] == "end_weight"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,11 @@ class InputMask(abc.ABC):
         return self.at(capacity)
 
     def check_lengths(self, lengths: Iterable[int]) -> None:  # noqa: B027  (a hook)
-        """Raises if prompts of these lengths cannot be read in one batch; by default none."""
+        """Raises if prompts of these lengths cannot be read in one batch; by default none.
+
+        A function that calls `plan.mask` and is wrapped by `of` has this default, and the weighted
+        end of the plan then lies in the padding; pass the plan itself.
+        """
 
     def check(self, layers: int, heads: int) -> None:  # noqa: B027  (a hook)
         """Raises if the mask is not for a model of so many layers and query heads; by default none.

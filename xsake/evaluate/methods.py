@@ -90,14 +90,14 @@ class Method:
 
     def certified(self, certify: Certify) -> Method:
         """This method with certified attention; only tasks are measured with it."""
-        said = []
+        settings = []
         if certify.threshold is not None:
-            said.append(f"{certify.criterion} {certify.threshold:g}")
+            settings.append(f"{certify.criterion} {certify.threshold:g}")
         if certify.guarantee is not None:
-            said.append(f"guarantee {certify.guarantee:g}")
+            settings.append(f"guarantee {certify.guarantee:g}")
         if certify.correct:
-            said.append("corrected")
-        name = f"{self.name} certified, {', '.join(said)}"
+            settings.append("corrected")
+        name = f"{self.name} certified, {', '.join(settings)}"
         return dataclasses.replace(self, name=name, certify=certify)
 
     def anonymous(self) -> Method:
@@ -214,26 +214,23 @@ def at_density(
       length: of the texts that the methods are measured on.
       others: more profiles by their labels, such as "from wikipedia" or "from 2,048 tokens".
       names: only these methods; others are not even built. One that does not exist raises.
-      end_weight: of the plans. With one, methods without a plan are left out, and the names of the
-        others say it.
+      end_weight: of the plans. 1: all methods. Otherwise only methods that have a plan, and their
+        names end with ", end × WEIGHT".
     """
     labelled = {"": profile, **(others or {})}
     if names is not None:
         check_names(names, labelled)
     fixed = _fixed(profile, density, length, names) if end_weight == 1 else ()
-    found = list(fixed) + [
-        dataclasses.replace(method, name=method.name + _end(end_weight))
+    return list(fixed) + [
+        dataclasses.replace(method, name=method.name + _weight_suffix(end_weight))
         for label, each in labelled.items()
         for method in _planned(each, density, length, label, names, end_weight)
     ]
-    if names and not found:
-        raise ValueError(f"none of {list(names)} has a plan, whose end a weight could be of")
-    return found
 
 
-def _end(weight: float) -> str:
-    """What a method's name says of its end weight."""
-    return "" if weight == 1 else f", end × {weight:g}"
+def _weight_suffix(end_weight: float) -> str:
+    """How a method's name ends."""
+    return "" if end_weight == 1 else f", end × {end_weight:g}"
 
 
 def names_of(profile: Profile, others: dict[str, Profile] | None = None) -> list[str]:
@@ -346,11 +343,10 @@ def _planned(
             continue
         if not (_wanted(name, names) or _wanted(centroids, names)):
             continue
-        if selector == "oracle" and end_weight != 1:
-            continue
-        if selector == "oracle":
-            counts = oracle_counts(profile, density, policy, length)
-            yield _scored(name, "oracle", counts, ORACLES[policy], band)
+        if selector == "oracle":  # it has counts, but no plan
+            if end_weight == 1:
+                counts = oracle_counts(profile, density, policy, length)
+                yield _scored(name, "oracle", counts, ORACLES[policy], band)
             continue
         plan = make(profile, density, policy, selector, end_weight=end_weight, length=length)
         if selector == "static":
@@ -377,7 +373,7 @@ def of_plan(plan: Plan, length: int) -> Method:
 
 def name_of(plan: Plan) -> str:
     """The name of the method that selects as the plan does."""
-    return f"{plan.terms.selector}/{plan.terms.policy}{_end(plan.terms.end_weight)}"
+    return f"{plan.terms.selector}/{plan.terms.policy}{_weight_suffix(plan.terms.end_weight)}"
 
 
 def oracle_counts(

@@ -8,8 +8,8 @@
 
 Counts are int32 [layers, heads, n], for n row blocks. Forced blocks are included
 in the counts, and a partial block counts as a whole block. The total is
-round(density · blocks that causality allows). With an `end_weight`, the end of a text, its last
-row blocks, counts so many times as much as every other row block.
+round(density · blocks that causality allows). An `end_weight` gives the last row blocks of a text
+more of this total, or less: they have that weight, the others weight 1.
 """
 
 from __future__ import annotations
@@ -43,9 +43,17 @@ class Budget:
 def uniform(
     density: float, layers: int, heads: int, n: int, band: int = 0, end_weight: float = 1.0
 ) -> Budget:
-    """Every head the same: row block i keeps about density · (i + 1) blocks, at least the forced.
+    """Every head the same: row block i keeps blocks in proportion to its weight · (i + 1).
 
     Forced blocks put early row blocks above their share; later ones get fewer to compensate.
+
+    Args:
+      density: of all layers and heads together.
+      layers: of the model.
+      heads: of each layer.
+      n: row blocks.
+      band: forced blocks before the diagonal.
+      end_weight: weight of the last `row_blocks.END` row blocks; the others have weight 1.
     """
     return _shared(np.ones((layers, heads)), density, n, band, end_weight, ())
 
@@ -66,7 +74,7 @@ def entropy(
       density: of all layers and heads together.
       n: row blocks.
       band: forced blocks before the diagonal.
-      end_weight: of the last row blocks.
+      end_weight: weight of the last `row_blocks.END` row blocks; the others have weight 1.
     """
     values = np.asarray(values, np.float64)
     bad = ~np.isfinite(values) | (values < 0)
@@ -79,10 +87,16 @@ def entropy(
     return _shared(np.maximum(values, 1e-6), density, n, band, end_weight, notes)
 
 
-def by_cost(cost: Float[ArrayLike, "layers heads n n"], density: float, band: int = 0) -> Budget:
+def by_cost(
+    cost: Float[ArrayLike, "layers heads n n"],
+    density: float,
+    band: int = 0,
+    end_weight: float = 1.0,
+) -> Budget:
     """Greedy allocation by cost curves: the next block goes where it reduces cost most.
 
-        minimise Σ cost[l, h, i, counts[l, h, i] - 1]   over counts with Σ counts = budget
+        minimise Σ weight[i] · cost[l, h, i, counts[l, h, i] - 1]
+        over counts with Σ counts = budget
 
     This is exact where each row block's cost is convex in its count. A cost that is not convex is
     replaced by its lower convex envelope; all row blocks except at most one then end at a count
@@ -93,8 +107,9 @@ def by_cost(cost: Float[ArrayLike, "layers heads n n"], density: float, band: in
         not read. A head with a NaN keeps the uniform share.
       density: of all layers and heads together.
       band: forced blocks before the diagonal.
+      end_weight: weight of the last `row_blocks.END` row blocks; the others have weight 1.
     """
-    return by_gains(falling_gains(cost, band), density, band)
+    return by_gains(falling_gains(cost, band), density, band, end_weight)
 
 
 def falling_gains(
@@ -127,9 +142,10 @@ def by_gains(
     band: int = 0,
     end_weight: float = 1.0,
 ) -> Budget:
-    """The budget of `by_cost` from `falling_gains(cost)`.
+    """The budget of `by_cost` from `gains = falling_gains(cost, band)`.
 
-    With an end weight, of the costs times that weight in the last row blocks.
+    Minimises Σ weight[i] · cost[l, h, i, counts[l, h, i] - 1], with weight[i] = end_weight in the
+    last `row_blocks.END` row blocks and 1 in the others.
     """
     layers, heads, n, _ = gains.shape
     total = row_blocks.blocks_of_density(density, n, layers * heads, band)
@@ -138,7 +154,7 @@ def by_gains(
     if lost.any():
         counts[lost] = uniform(density, int(lost.sum()), 1, n, band, end_weight).counts[:, 0]
     gains = np.where(lost[..., None, None], -np.inf, gains)
-    gains = np.swapaxes(row_blocks.with_end(np.swapaxes(gains, 2, 3), end_weight), 2, 3)
+    gains = gains * row_blocks.weights(n, end_weight)[:, None]
     notes = _named("has a cost that is not a number and keeps the uniform share", lost)
     dead = ~lost & (gains.max((2, 3), initial=-np.inf) <= 0)
     notes += _named(
@@ -202,7 +218,7 @@ def _in_order(
 def cost_of(
     cost: Float[ArrayLike, "layers heads n n"], counts: Int[ArrayLike, "layers heads n"]
 ) -> float:
-    """The sum that `by_cost` minimises."""
+    """The sum that `by_cost` minimises if all row blocks have weight 1."""
     chosen = np.take_along_axis(np.asarray(cost, np.float64), np.asarray(counts)[..., None] - 1, -1)
     return float(chosen.sum())
 
@@ -225,8 +241,8 @@ def _shared(
     end_weight: float,
     notes: tuple[str, ...],
 ) -> Budget:
-    """Row block i of a head gets blocks in proportion to weight · (i + 1), more at the end."""
-    target = row_blocks.with_end(weight[..., None] * row_blocks.ceilings(n), end_weight)
+    """Row block i gets blocks in proportion to (i + 1) · the head's weight · the row block's."""
+    target = weight[..., None] * row_blocks.ceilings(n) * row_blocks.weights(n, end_weight)
     return filled(target, density, n, band, notes)
 
 

@@ -10,8 +10,8 @@ It is also an `InputMask`, which a model takes as `mask=plan`.
 
 At another length: a row block sees the same prefix in a short text as in a long one, so shorter
 texts use the first row blocks. Row blocks beyond the calibrated length get the mean density of the
-last quarter of the calibrated ones. Counts are then scaled to meet the requested density again.
-With an end weight, the end of the text has the density of the calibrated end before that.
+last quarter of the calibrated ones; with an end weight, the last ones get that of the last
+calibrated ones. Counts are then scaled to meet the requested density again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from xsake.hads.documents import shared_blocks
 from xsake.hads.gains import gains
 from xsake.hads.profile import Profile
 from xsake.hads.shades import legend, shade
-from xsake.hads.terms import Terms, check_terms
+from xsake.hads.terms import Terms, check_arrays, check_terms
 from xsake.masks.rule import Leaf
 from xsake.parallel.balance import query_order
 
@@ -174,11 +174,9 @@ class Plan(InputMask):
         terms = self.terms
         if terms.selector == "static":
             scores = jnp.log(jnp.maximum(jnp.asarray(self.scores)[layer], 1e-30))[None]
-            return (
-                scores
-                if row is None or q is None
-                else _rows(scores, row, q.shape[1] // terms.block, 2)
-            )
+            if row is None or q is None:
+                return scores
+            return _rows(scores, row, q.shape[1] // terms.block, 2)
         if q is None or k is None:
             raise ValueError(
                 f"a plan that selects by {terms.selector!r} looks at the input: "
@@ -194,7 +192,9 @@ class Plan(InputMask):
     def at(self, length: int) -> Plan:
         """This plan for texts of another length, at the same density; see the top of the module.
 
-        Counts are computed on the host, so this is called outside jit or on a constant plan.
+        Call it on the calibrated plan: one that is already for so short a text that every row block
+        has the end weight would give longer texts no weighted end. Counts are computed on the host,
+        so this is called outside jit or on a constant plan.
         """
         n, old = row_blocks.count_blocks(length, self.terms.block), self.counts.shape[-1]
         if n == old:
@@ -204,32 +204,40 @@ class Plan(InputMask):
                 f"the plan is for {old} row blocks and the input has {n}: "
                 f"call plan.at({length}) before the plan enters jit"
             )
-        terms = self.terms
-        end = min(self._end(n), self._end(old))
-        share = np.asarray(self.counts) / row_blocks.ceilings(old)
-        share, at_end = np.split(share, [old - end], -1)
-        if n > old:
-            beyond = share[..., -max(1, old // 4) :].mean(-1, keepdims=True)
-            share = np.concatenate([share, np.repeat(beyond, n - old, -1)], -1)
-        share = np.concatenate([share[..., : n - end], at_end], -1)
+        terms, end = self.terms, self._weighted_end(old, n)
+        first, most = min(old, n) - end, row_blocks.ceilings(n)
+        counts = np.asarray(self.counts, np.float64)
+        share = counts / row_blocks.ceilings(old)
+        beyond = share[..., : old - end][..., -max(1, old // 4) :].mean(-1, keepdims=True)
+        target = [
+            counts[..., :first],  # as calibrated: share · most would differ in the last bit
+            beyond * most[first : n - end],
+            share[..., old - end :] * most[n - end :],
+        ]
         # a text so short that its forced blocks exceed the density keeps just those
         density = max(terms.density, row_blocks.least_density(n, terms.band))
-        found = budget.filled(share * row_blocks.ceilings(n), density, n, terms.band)
+        found = budget.filled(np.concatenate(target, -1), density, n, terms.band)
         scores = None if self.scores is None else row_blocks.stretched(np.asarray(self.scores), n)
         return dataclasses.replace(self, counts=found.counts, scores=scores)
 
-    def _end(self, n: int) -> int:
-        """Of n row blocks, how many are the weighted end: none of a text that has no others."""
-        return row_blocks.END if self.terms.end_weight != 1 and n > row_blocks.END else 0
+    def _weighted_end(self, *texts: int) -> int:
+        """How many last row blocks have the end weight, in texts of so many row blocks.
+
+        0 without an end weight, or if one of the texts has no other row blocks.
+        """
+        return row_blocks.END if self.terms.end_weight != 1 and min(texts) > row_blocks.END else 0
 
     def check_lengths(self, lengths: Iterable[int]) -> None:
-        """Refuses prompts of which only the longest would have a weighted end."""
+        """Refuses a batch whose prompts end in different row blocks, if the plan weighs the end.
+
+        One BlockMask serves the batch, so only the longest prompt's end would have the weight.
+        """
         counts = {row_blocks.count_blocks(int(x), self.terms.block) for x in lengths}
-        if self.terms.end_weight != 1 and len(counts) > 1:
+        if len(counts) > 1 and self._weighted_end(max(counts), self.counts.shape[-1]):
             raise ValueError(
-                f"the plan weighs the end of a text {self.terms.end_weight:g} ×, which is at one "
-                f"place for a batch, and these prompts have {sorted(counts)} row blocks of "
-                f"{self.terms.block} tokens; generate from prompts of equally many in one call"
+                f"these prompts have {sorted(counts)} row blocks of {self.terms.block} tokens, but "
+                f"a plan with end_weight = {self.terms.end_weight:g} needs prompts with the same "
+                "number of row blocks; pass them in separate calls"
             )
 
     def padded(self, length: int, capacity: int) -> Plan:
@@ -252,12 +260,15 @@ class Plan(InputMask):
     def decode_budget(self, density: float) -> np.ndarray:
         """The fraction of the cache that each head may read, [layers, N], with mean `density`.
 
-        It is proportional to the counts of the plan's last row block that is not of its weighted
-        end, clipped at 1.
+        It is proportional to the counts of the plan's last row block before its weighted end,
+        clipped at 1; of the very last one if all blocks of the former are forced.
         """
         row_blocks.check_density(density)
-        n = self.counts.shape[-1]
-        wanted = np.asarray(self.counts)[..., n - 1 - self._end(n)].astype(np.float64)
+        n, band = self.counts.shape[-1], self.terms.band
+        row = n - 1 - self._weighted_end(n)
+        if row_blocks.floors(n, band)[row] == row + 1:  # the same in every head
+            row = n - 1
+        wanted = np.asarray(self.counts)[..., row].astype(np.float64)
         small, large = 0.0, 1 / wanted.min()
         for _ in range(100):
             middle = (small + large) / 2
@@ -356,7 +367,7 @@ class Plan(InputMask):
         try:
             _files.parse_object(header["validation"], "its validation")
             terms = Terms(**header | {"notes": tuple(header["notes"])})
-            _check_arrays(arrays, terms)
+            check_arrays(arrays, terms)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}; make the plan again") from error
         plan = Plan(arrays["counts"], arrays.get("scores"), terms)
@@ -418,9 +429,9 @@ def make(
       selector: one of `SELECTORS`.
       top_p: a row block keeps the fewest blocks that reach this fraction of its estimated mass, at
         most its count.
-      end_weight: how many times as much as other row blocks the last ones of a text, its end,
-        count in the budget; for prompts that end with their question. Of packed documents it is the
-        end of the last one.
+      end_weight: weight of the last two row blocks of a text in the budget, 1e-6 to 1e6; the
+        others have 1. For prompts that end with their question. Of packed documents, only the end
+        of the last one has it.
       length: of the texts that the plan is for; default the profile's. `plan.at` adapts the length
         too, but only this argument allows a density that is infeasible at the profile's length.
     """
@@ -431,8 +442,9 @@ def make(
         )
     check_terms(policy, selector, top_p, end_weight)
     row_blocks.check_density(density)
+    asked = density = float(density)  # JSON cannot write a NumPy float32 or int64
+    top_p, end_weight = None if top_p is None else float(top_p), float(end_weight)
     (layers, heads, n), facts = profile.size, profile.facts
-    asked = density
     if length is not None:
         density = row_blocks.density_at(
             asked, row_blocks.count_blocks(length, facts.block), n, facts.band
@@ -452,42 +464,14 @@ def make(
         block=facts.block,
         length=facts.length,
         band=facts.band,
-        top_p=None if top_p is None else float(top_p),  # a NumPy number cannot be saved
-        end_weight=float(end_weight),
+        top_p=top_p,
+        end_weight=end_weight,
         model_hash=facts.model_hash,
         data_hash=facts.data_hash,
-        notes=(*_of_kinds(facts.kinds), *found.notes),
+        notes=(*((f"calibrated on {facts.kinds}",) if facts.kinds else ()), *found.notes),
     )
     made = Plan(found.counts, scores, terms)
     return made if length is None else made.at(length)
-
-
-def _of_kinds(kinds: str) -> tuple[str, ...]:
-    return (f"calibrated on {kinds}",) if kinds else ()
-
-
-def _check_arrays(arrays: dict[str, np.ndarray], terms: Terms) -> None:
-    """Raises unless counts and scores have the shapes and ranges of a plan with these terms."""
-    wanted = {"counts", "scores"} if terms.selector == "static" else {"counts"}
-    if arrays.keys() != wanted:
-        raise ValueError(f"it has the arrays {sorted(arrays)}, not {sorted(wanted)}")
-    counts = arrays["counts"]
-    if counts.dtype != np.int32 or counts.ndim != 3 or 0 in counts.shape:
-        raise ValueError(
-            "counts must be int32 [layers, heads, row blocks], "
-            f"got {counts.dtype} {list(counts.shape)}"
-        )
-    n = counts.shape[-1]
-    low, high = row_blocks.floors(n, terms.band), row_blocks.ceilings(n)
-    if ((counts < low) | (counts > high)).any():
-        raise ValueError(
-            "a row block has fewer blocks than are always kept, or more than there are"
-        )
-    scores = arrays.get("scores", np.zeros((*counts.shape, n), np.float32))
-    if scores.shape != (*counts.shape, n) or scores.dtype != np.float32:
-        raise ValueError(
-            f"scores must be float32 {[*counts.shape, n]}, got {scores.dtype} {list(scores.shape)}"
-        )
 
 
 def _rows(x: Array, first: Any, count: int, axis: int) -> Array:

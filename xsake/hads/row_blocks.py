@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 
 from xsake.selection import is_forced
 
-# Row blocks that are the end of a text. The last one may hold a single token; with the one before
-# it, the end is at least a whole block of tokens.
+# Row blocks that an end weight applies to. The last one may hold a single token; with the one
+# before it, they hold more than a whole block of tokens.
 END = 2
 
 
@@ -52,13 +52,13 @@ def ceilings(n: int) -> Int[np.ndarray, " n"]:
     return np.arange(1, n + 1, dtype=np.int32)
 
 
-def with_end(x: Float[np.ndarray, "*lead n"], weight: float) -> Float[np.ndarray, "*lead n"]:
-    """x of all row blocks, times `weight` in the last END of them.
+def weights(n: int, end_weight: float) -> Float[np.ndarray, " n"]:
+    """How much each row block counts in a budget: 1, and end_weight in the last END of them.
 
-    >>> with_end(np.ones(4), 3.0)
+    >>> weights(4, 3.0)
     array([1., 1., 3., 3.])
     """
-    return np.where(np.arange(x.shape[-1]) >= x.shape[-1] - END, weight * x, x)
+    return np.where(np.arange(n) < n - END, 1.0, end_weight)
 
 
 def least_density(n: int, band: int = 0) -> float:
@@ -87,9 +87,13 @@ def density_at(density: float, n: int, other: int, band: int = 0) -> float:
 
 def check_density(density: Any) -> None:
     """Raises unless `density` is a number above 0 and at most 1."""
-    is_number = isinstance(density, numbers.Real) and not isinstance(density, bool)
-    if not is_number or not 0 < density <= 1:
+    if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"density must be above 0 and at most 1, got {density!r}")
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is a real number of Python or NumPy; True and False are none."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def check_sizes(**sizes: Any) -> None:

@@ -126,6 +126,7 @@ class GenerateOptions:
             )
         if isinstance(self.mask, InputMask):
             self.mask.check(config.layers, config.heads)
+            self.mask.check_lengths(map(len, prompts))
         in_chunks = max(map(len, prompts)) > self.chunk
         if in_chunks and isinstance(self.mask, InputMask) and not self.mask.chunked:
             raise ValueError(
@@ -259,8 +260,6 @@ def prefill(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, mask = int(lengths.max()), _prompt_mask(mask)
     cache.check_capacity(longest)
-    if isinstance(mask, InputMask):
-        mask.check_lengths([len(prompt) for prompt in prompts])
     if isinstance(cache, SparseCache) or longest <= chunk:
         # Pad to a few lengths, so that few programs are compiled; an InputMask selects whole
         # blocks, so its prompts are padded to the next one.

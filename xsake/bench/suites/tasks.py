@@ -12,11 +12,12 @@ can be measured at the same time, in processes of their own.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ DENSITIES = (0.20, 0.43, 0.10, 0.30, 0.60)  # the first two for everything, then
 METHODS = ("outlier_queries/output", "sink_window", "oracle/output")
 CURVES = ("outlier_queries", "oracle")
 CELL = ("length", "family", "method", "density")  # these fields identify a record of a table
+RECORDS = ("rows", "perplexity", "infeasible")  # the lists of a table
 
 
 def prepare(
@@ -185,7 +187,7 @@ def table(
       certify: thresholds: methods that select blocks at run time are also measured with certified
         attention, at the first two densities.
       criterion: of these thresholds, "mass" or "error".
-      end_weights: methods with a plan are measured with each of them.
+      end_weights: methods with a plan are measured with each of them, others if 1 is one of them.
       seed: of the prompts.
       seconds: no new family is begun after so many.
       dtype: the model's compute dtype.
@@ -318,9 +320,9 @@ def _perplexity(
 def merge(out: Path, parts: list[Path], names: tuple[str, ...] = ()) -> None:
     """Joins tables of several lengths, block sizes or methods of the same model, prompts and seed.
 
-    If a length occurs with several block sizes, the names of its methods say the block. Of a cell
-    that several tables have, the first table's is kept. A table may be one that this wrote, if it
-    has one block size for each length. With `names`, dense attention and these methods are kept.
+    If a length occurs with several block sizes, the names of its methods get the block size. Of a
+    cell that several tables have, the first table's is kept. A table may be one that this wrote, if
+    it has one block size for each length. With `names`, dense attention and these methods are kept.
     """
     tables = [json.loads(part.read_text()) for part in parts]
     same = ("schema", "kind", "model_hash", "filler_hash", "prompts", "seed", "rule")
@@ -335,45 +337,53 @@ def merge(out: Path, parts: list[Path], names: tuple[str, ...] = ()) -> None:
         "command": "; ".join(commands),
         "commit": ", ".join(commits),
     }
+    have = {row["method"] for table in tables for _, row in _records(table) if "method" in row}
+    if missing := sorted(set(names) - have):
+        raise ValueError(f"no table has the methods {missing}; those there are {sorted(have)}")
     parts_of = [_parts(table) for table in tables]
-    everything = [part for each in parts_of for part in each.values()]
-    result["parts"] = [x for i, x in enumerate(everything) if x not in everything[:i]]
-    blocks: dict[int, set[int]] = {length: set() for each in parts_of for length in each}
-    for part in everything:
-        blocks[part["length"]].add(part["block"])
-    for name in ("rows", "perplexity", "infeasible"):
-        result[name] = []
+    sizes = {(part["length"], part["block"]) for each in parts_of for part in each}
+    sizes_at = collections.Counter(length for length, _ in sizes)
+    result |= {"parts": [], **{name: [] for name in RECORDS}}
     known: set[tuple[Any, ...]] = set()
-    for table, by_length in zip(tables, parts_of, strict=True):
-        for name in ("rows", "perplexity", "infeasible"):
-            for row in table.get(name, []):  # one that was cut off may lack the last two
-                new = row | {"block": by_length[row["length"]]["block"]}
-                method = row.get("method", "dense")
-                if names and method not in ("dense", *names):
-                    continue
-                if len(blocks[row["length"]]) > 1 and method != "dense":
-                    new["method"] += f", blocks of {new['block']}"
-                cell = (name, *(new.get(x) for x in CELL))
-                if cell not in known:
-                    known.add(cell)
-                    result[name].append(new)
+    for table, own in zip(tables, parts_of, strict=True):
+        block_of = {part["length"]: part["block"] for part in own}
+        kept = set()  # lengths
+        for name, row in _records(table):
+            new = row | {"block": block_of[row["length"]]}
+            method = row.get("method", "dense")
+            if names and method not in ("dense", *names):
+                continue
+            if sizes_at[row["length"]] > 1 and method != "dense":
+                new["method"] += f", blocks of {new['block']}"
+            cell = (name, *(new.get(x) for x in CELL))
+            if cell not in known:
+                known.add(cell)
+                kept.add(row["length"])
+                result[name].append(new)
+        kept_parts = [part for part in own if part["length"] in kept]
+        result["parts"] += [part for part in kept_parts if part not in result["parts"]]
     out.write_text(to_json(result))
 
 
-def _parts(table: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def _records(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(its list's name, record) of all records; a table that was cut off may lack some lists."""
+    for name in RECORDS:
+        yield from ((name, row) for row in table.get(name, []))
+
+
+def _parts(table: dict[str, Any]) -> list[dict[str, Any]]:
     """What the methods of each length were made from; a table that `merge` wrote has several."""
     parts = table.get("parts")
     if parts is None:
         facts = {name: table[name] for name in ("block", "calibration_data_hash", "kinds")}
-        records = [x for name in ("rows", "perplexity", "infeasible") for x in table.get(name, [])]
-        parts = [{"length": x, **facts} for x in dict.fromkeys(x["length"] for x in records)]
-    found = {part["length"]: part for part in parts}
-    if any(part["block"] != found[part["length"]]["block"] for part in parts):
+        lengths = dict.fromkeys(row["length"] for _, row in _records(table))
+        parts = [{"length": x, **facts} for x in lengths]
+    if len({(x["length"], x["block"]) for x in parts}) > len({x["length"] for x in parts}):
         raise ValueError(
             "a table that has a length with two block sizes cannot be joined again; "
             "join the tables that it was made from"
         )
-    return found
+    return parts
 
 
 # -------------------------------------------------------------------------------------------- heads

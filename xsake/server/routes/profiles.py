@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from xsake.hads import Plan, Profile, budget, make
 from xsake.hads.statistics import DENSITIES, SELECTORS
+from xsake.hads.terms import END_WEIGHTS
 from xsake.server import profiles, schemas
 from xsake.server.served import Here, Json, Served, asked, number, numbers
 
@@ -43,6 +44,13 @@ class PlanIn(BaseModel):
         allow_inf_nan=False,
         description="row blocks may stop below their count, so that cost and density are at most "
         "those of the answer",
+    )
+    end_weight: float = Field(
+        1.0,
+        ge=END_WEIGHTS[0],
+        le=END_WEIGHTS[1],
+        allow_inf_nan=False,
+        description="weight of the last two row blocks in the budget; the others have 1",
     )
 
 
@@ -152,9 +160,7 @@ def _plan(profile: Profile, given: PlanIn) -> Plan:
             f"length {length:,} has more than {MAX_ROW_BLOCKS:,} row blocks of "
             f"{profile.facts.block} tokens; ask for a shorter one"
         )
-    return make(
-        profile, given.density, given.policy, given.selector, top_p=given.top_p, length=given.length
-    )
+    return make(profile, **given.model_dump())
 
 
 @router.get("/{name}/plan", response_model=schemas.PlanFigures)
