@@ -64,6 +64,9 @@ def interpreted(queries, k, block, *, causal, parts=1, run=None, **tiling):
         (1, 70, 70 * 64 - 20, (1, 1), 64, 64, True, 2, {"q_bytes": 8 << 10}),
         (1, 70, 130, (2, 1), 128, 64, False, 2, {"q_bytes": 48 << 10}),
         (1, 2, 333, (3, 1), 256, 128, False, 1, {}),
+        (1, 5 * 16, 300, (2, 1), 64, 64, True, 2, {"parts": 16, "overlap": True}),
+        (2, 3, 301, (6, 2), 64, 128, True, 3, {"warpgroups": 2, "overlap": True}),
+        (1, 70, 130, (2, 1), 128, 64, False, 2, {"q_bytes": 48 << 10, "overlap": True}),
     ],
     ids=str,
 )
@@ -396,6 +399,34 @@ def test_on_a_card_stacked_layers_score_as_plain_jax_does(
     # a mean query is rounded to bfloat16, and logits are as large as 50
     np.testing.assert_allclose(alone[..., seen], want[..., seen], atol=0.3)
     np.testing.assert_array_equal(together[..., seen], alone[..., seen])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("R", "S", "heads", "size", "block"),
+    [
+        (16 * 16, 2048, (3, 3), 128, 128),
+        (16 * 32, 2045, (4, 2), 64, 64),
+        (16 * 3, 333, (2, 1), 256, 128),
+    ],
+    ids=str,
+)
+def test_on_a_card_every_tiling_sums_over_the_keys_of_every_block(
+    R, S, heads, size, block, warpgroups, overlap
+):
+    from xsake.backends.hopper import scores as hopper_scores
+
+    queries = random_array(2, R, heads[0], size) / 8
+    k = random_array(2, S, heads[1], size, seed=1)
+    tiling = hopper_scores.ScoresTiling(warpgroups=warpgroups, overlap=overlap)
+    run = functools.partial(hopper_scores.scores, block=block, causal=True, parts=16, tiling=tiling)
+    got, want = np.asarray(jax.jit(run)(queries, k)), exact(queries, k, block)
+    seen = np.repeat(np.tri(R // 16, want.shape[-1], dtype=bool), 16, 0)
+    np.testing.assert_allclose(got[..., seen], want[..., seen], rtol=1e-5, atol=1e-4)
+    assert np.isneginf(got[..., ~seen]).all()
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
+from xsake.backends.hopper.kernel import REGISTERS
 from xsake.backends.hopper.layouts import (
     ALIGNED,
     LOG2E,
@@ -38,6 +39,9 @@ from xsake.backends.hopper.layouts import (
 from xsake.backends.hopper.row_store import store_rows
 from xsake.backends.hopper.shape import check_sizes
 
+MEMORY_REGISTERS = 32  # of a thread of the memory warpgroup
+MOST_REGISTERS = 240  # of a thread of a compute warpgroup
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoresTiling:
@@ -46,6 +50,7 @@ class ScoresTiling:
     warpgroups: int = 3  # compute warpgroups
     q_bytes: int = 64 << 10  # of shared memory for tiles of mean queries
     k_bytes: int = 128 << 10  # of shared memory for blocks of keys
+    overlap: bool = False  # a warpgroup's exponentials with its own next products
 
 
 DEFAULT_TILING = ScoresTiling()
@@ -236,7 +241,7 @@ class _Kernel:
 
     def __init__(self, shape, tiling, interpret):
         self.shape = shape
-        self.warpgroups = tiling.warpgroups
+        self.warpgroups, self.overlap = tiling.warpgroups, tiling.overlap
         self.interpret = bool(interpret)
 
     def scratch(self, dtype) -> dict[str, Any]:
@@ -254,35 +259,40 @@ class _Kernel:
     def body(self, q_gmem, k_gmem, table, scores_gmem, **scratch):
         """One CTA: what its warpgroups do."""
         wg = lax.axis_index("wg")
+        registers = (REGISTERS - MEMORY_REGISTERS) // self.warpgroups // 8 * 8
 
         @pl.when(wg < self.warpgroups)
         def _():
+            if self.overlap:
+                plgpu.set_max_registers(min(registers, MOST_REGISTERS), action="increase")
             self.compute(wg, table, scores_gmem, **scratch)
 
         @pl.when(wg == self.warpgroups)
         def _():
+            if self.overlap:
+                plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
             self.memory(q_gmem, k_gmem, table, **scratch)
 
-    def for_each_segment(self, table, visit):
-        """done = visit(number, segment, done) for every segment; `done` counts blocks.
+    def for_each_segment(self, table, visit, carry):
+        """carry = visit(number, segment, carry) for every segment.
 
-        Returns the numbers of segments and of blocks.
+        Returns the number of segments and the last carry.
         """
         cta = lax.axis_index("cta")
 
         def record(number):
             return Segment(*(table[cta, number, field] for field in range(len(Segment._fields))))
 
-        def body(carry):
-            number, segment, done = carry
-            done = visit(number, segment, done)
-            return number + 1, record(number + 1), done
+        def body(state):
+            number, segment, carry = state
+            carry = visit(number, segment, carry)
+            return number + 1, record(number + 1), carry
 
         zero = jnp.int32(0)
-        number, _, done = lax.while_loop(
-            lambda carry: carry[1].count > 0, body, (zero, record(zero), zero)
+        number, _, carry = lax.while_loop(
+            lambda state: state[1].count > 0, body, (zero, record(zero), carry)
         )
-        return number, done
+        return number, carry
 
     def rows_of(self, segment, tile):
         """(query head, first row) of a tile of the segment's kv head."""
@@ -324,7 +334,7 @@ class _Kernel:
 
             return done + segment.count
 
-        numbers, done = self.for_each_segment(table, load)
+        numbers, done = self.for_each_segment(table, load, jnp.int32(0))
         if self.interpret:  # the interpreter requires a wait for every barrier phase
             for total, stages, free in (
                 (numbers, shape.q_stages, q_free),
@@ -341,56 +351,94 @@ class _Kernel:
         """The scores of every pair of (tile, block) that is this warpgroup's."""
         shape, warpgroups = self.shape, self.warpgroups
 
-        def visit(number, segment, done):
+        def visit(number, segment, carry):
             q_slot = slot_of(number, shape.q_stages)
             plgpu.barrier_wait(q_ready.at[q_slot])
 
-            @pl.loop(0, segment.count)
-            def _(t):
-                slot = slot_of(done + t, shape.stages)
+            def visit_block(t, carry):
+                done, last = carry
+                slot = slot_of(done, shape.stages)
                 plgpu.barrier_wait(k_ready.at[slot])
-                first = lax.rem(done + t + wg, jnp.int32(warpgroups))
+                first = lax.rem(done + wg, jnp.int32(warpgroups))
 
-                @pl.loop(0, lax.div(shape.resident - first + warpgroups - 1, jnp.int32(warpgroups)))
-                def _(turn):
-                    m = first + turn * warpgroups
-                    self.score(
-                        segment,
-                        segment.first + t,
-                        segment.group * shape.resident + m,
-                        q_smem.at[q_slot, m],
-                        k_smem.at[slot],
-                        scores_gmem,
-                    )
+                def turn(i, last):
+                    m = first + i * warpgroups
+                    tile = segment.group * shape.resident + m
+                    operands = q_smem.at[q_slot, m], k_smem.at[slot]
+                    return self.score(last, segment, segment.first + t, tile, operands, scores_gmem)
 
+                turns = lax.div(shape.resident - first + warpgroups - 1, jnp.int32(warpgroups))
+                last = lax.fori_loop(0, turns, turn, last)
                 plgpu.barrier_arrive(k_free.at[slot])
+                return done + 1, last
 
+            carry = lax.fori_loop(0, segment.count, visit_block, carry)
             plgpu.barrier_arrive(q_free.at[q_slot])
-            return done + segment.count
+            return carry
 
-        self.for_each_segment(table, visit)
+        last = _Products.none(shape.block) if self.overlap else None
+        _, (_, last) = self.for_each_segment(table, visit, (jnp.int32(0), last))
+        self.store(last, scores_gmem)
 
-    def score(self, segment, j, tile, q, k, scores_gmem):
-        """The 64 scores of one tile and block j, if some row sees it."""
+    def score(self, last, segment, j, tile, operands, scores_gmem):
+        """Computes the products of a tile and block j, if some row sees it.
+
+        With overlap it stores the scores of `last`, the products before these, and returns these.
+        Otherwise it stores the scores of these, and `last` is None, as is the result.
+        """
         shape = self.shape
         n, first_row = self.rows_of(segment, tile)
         live = tile < shape.tiles
         if shape.causal:
             live &= first_row + ROWS > j * shape.parts
 
-        @pl.when(live)
-        def _():
+        def compute():
+            q, k = operands
+
             def product(s_ref):
                 plgpu.wgmma(s_ref, q, k.transpose((1, 0)))
+                self.store(last, scores_gmem)
                 return s_ref[...]
 
             s = pl.run_scoped(product, plgpu.ACC((ROWS, shape.block), jnp.float32))
-            if rest := shape.S % shape.block:
-                s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
-            m = s.max(axis=1)
-            l = jnp.exp2(s - lax.broadcast_in_dim(m, s.shape, [0])).sum(axis=1)
-            rows = scores_gmem.at[segment.b, n, j, pl.ds(first_row, ROWS)]
-            store_rows((m + jnp.log2(l)) * (1 / LOG2E), rows, self.interpret)
+            found = _Products(s, segment.b, n, j, first_row)
+            return found if self.overlap else self.store(found, scores_gmem)
+
+        return lax.cond(live, compute, lambda: last)
+
+    def store(self, products, scores_gmem):
+        """Writes the 64 scores of a tile and a block."""
+        if products is None:
+            return
+        shape, (s, b, n, j, first_row) = self.shape, products
+        if rest := shape.S % shape.block:
+            s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
+        m = s.max(axis=1)
+        l = jnp.exp2(s - lax.broadcast_in_dim(m, s.shape, [0])).sum(axis=1)
+        found = (m + jnp.log2(l)) * (1 / LOG2E)
+
+        def write():
+            rows = scores_gmem.at[b, n, j, pl.ds(first_row, ROWS)]
+            store_rows(found, rows, self.interpret)
+
+        pl.when(first_row >= 0)(write) if self.overlap else write()
+
+
+class _Products(NamedTuple):
+    """The products of a tile of queries and a block of keys, and whose scores they give."""
+
+    s: Any  # float32 [64, block]
+    b: Any  # batch row
+    n: Any  # query head
+    j: Any  # block
+    first_row: Any  # of the tile; negative: there are no products yet
+
+    @classmethod
+    def none(cls, block):
+        """Before the first products."""
+        s = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), TILE)
+        zero = jnp.int32(0)
+        return cls(s, zero, zero, zero, jnp.int32(-1))
 
 
 def _without(s, rest):

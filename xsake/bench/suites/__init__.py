@@ -25,6 +25,7 @@ The other modules are programs, python -m xsake.bench.suites.NAME:
     counters               hardware counters of the Hopper kernels, by Nsight Compute
     hads_table             HADS on one model: calibration, table of methods, speed
     tasks                  long-context tasks, perplexity, and which heads carry the answers
+    selection              the kernels that select blocks, one by one, and their tilings
     parallel               what split sequences send, how evenly devices work
     first_call             seconds of first calls: to trace, lower, compile and run once
     head_roles             previous-token, induction and sink heads of the shipped model

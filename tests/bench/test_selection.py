@@ -1,0 +1,67 @@
+"""The suite `selection`, with plain JAX in place of the kernels."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.conditions import needs_newer_jax
+from xsake.bench.suites import selection
+from xsake.block_scores import queries
+
+pytestmark = needs_newer_jax
+SHAPE, BLOCK = (1, 300, 2, 64), 128
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Scores with overlap are wrong by 1."""
+    from xsake.backends.hopper import best_blocks, outliers, scores
+
+    def plain_outliers(q, block, parts, *, scale):
+        chosen = jax.vmap(lambda q: queries.outliers(q, block // parts, block))(q)
+        return (chosen * scale).astype(q.dtype)
+
+    def sums(chosen, k, block, *, causal, parts, tiling):
+        found = selection._plain(chosen, k, block)
+        unseen = jnp.arange(found.shape[3]) // parts < jnp.arange(found.shape[2])[:, None]
+        return jnp.where(unseen, 7.0, found + tiling.overlap)
+
+    def plain_best(sums, counts, **how):
+        return [sums.sum() + counts.sum()] * 5
+
+    monkeypatch.setattr(outliers, "outliers", plain_outliers)
+    monkeypatch.setattr(scores, "sums", sums)
+    monkeypatch.setattr(best_blocks, "best_blocks", plain_best)
+
+
+def test_every_kernel_is_timed_and_a_tiling_with_wrong_scores_is_not(tmp_path, kernels):
+    selection.main(tmp_path / "out.json", shapes=(SHAPE,), blocks=(BLOCK,), density=0.9)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["provenance"]["commit"]
+    first, *tilings, last = found["rows"]
+    assert (first["kernel"], last["kernel"]) == ("outliers", "best_blocks")
+    assert len(tilings) == len(selection.candidates())
+    for row in tilings:
+        assert row["kernel"] == "scores"
+        assert ("median_seconds" in row) is not row["overlap"]
+        assert row["largest_error"] == pytest.approx(float(row["overlap"]), abs=1e-3)
+    assert first["median_seconds"] > 0
+    assert last["median_seconds"] > 0
+
+
+def test_the_definition_is_the_logarithm_of_a_sum_over_keys():
+    chosen, k = (
+        jax.random.normal(jax.random.key(i), (1, x, 2, 64)) for i, x in ((0, 48), (1, 300))
+    )
+    found = selection._plain(chosen, k, BLOCK)
+    assert found.shape == (1, 2, 3, 48)
+    logits = jnp.einsum("rh,sh->rs", chosen[0, :, 1], k[0, 256:300, 1], precision="highest")
+    wanted = jnp.log(jnp.exp2(logits).sum(1))
+    assert jnp.allclose(found[0, 1, 2], wanted, atol=1e-4)
+
+
+def test_blocks_that_the_kernels_do_not_take_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="blocks are"):
+        selection.main(tmp_path / "out.json", blocks=(32,))

@@ -1,0 +1,133 @@
+"""The kernels of selection on a Hopper GPU, one by one: python -m xsake.bench.suites.selection.
+
+    random q, k ─ outliers ─ queries ─ scores, with every candidate tiling ─ best_blocks ─▶ JSON
+
+The result of each tiling is compared with plain JAX in float32; one that differs is not timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import Array
+
+from xsake.backends.hopper.limits import BLOCKS
+from xsake.bench.suites import Record
+from xsake.bench.timing import provenance, time_queued
+from xsake.block_scores import by_kernel, queries
+from xsake.evaluate.table import to_json
+from xsake.hads import budget
+
+LIMIT = 1e-3  # largest error of a score, in nats
+PARTS = 16  # queries of a row block
+
+
+def main(
+    out: Path,
+    shapes: tuple[tuple[int, int, int, int], ...] = ((1, 8192, 16, 128), (1, 8192, 9, 64)),
+    blocks: tuple[int, ...] = (128,),
+    density: float = 0.20,
+    dtype: str = "bfloat16",
+) -> None:
+    """Times the three kernels of the selector `outlier_queries`, on random inputs.
+
+    Args:
+      out: the result file.
+      shapes: (B, T, N, H) of q and k.
+      blocks: 64, 128 or both.
+      density: of the lists.
+      dtype: of q and k.
+    """
+    if not set(blocks) <= set(BLOCKS):
+        raise ValueError(f"blocks are {blocks}; choose among {BLOCKS}")
+    rows: list[Record] = []
+    for shape, block in itertools.product(shapes, blocks):
+        for record in _measured(shape, block, density, dtype):
+            print(record, flush=True)
+            rows.append(record)
+            out.write_text(to_json({"provenance": provenance(), "rows": rows}))
+
+
+def _measured(
+    shape: tuple[int, int, int, int], block: int, density: float, dtype: str
+) -> Iterator[Record]:
+    from xsake.backends.hopper import best_blocks, scores
+
+    B, T, N, _ = shape
+    q, k = (jax.random.normal(jax.random.key(i), shape, dtype) for i in range(2))
+    counts = jnp.asarray(budget.uniform(density, 1, N, -(-T // block)).counts)
+    facts = {"shape": "·".join(map(str, shape)), "block": block}
+
+    @jax.jit
+    def find(q: Array, k: Array) -> Array:
+        return by_kernel.queries_of(q, k, block, PARTS, queries.outliers)
+
+    chosen = find(q, k)
+    yield facts | {"kernel": "outliers", **_timed(find, q, k)}
+    wanted, sums = _plain(chosen, k, block), None
+    for tiling in candidates():
+        how = {"causal": True, "parts": PARTS, "tiling": tiling}
+        score = jax.jit(functools.partial(scores.sums, block=block, **how))
+        found = score(chosen, k)
+        error = _error(found, wanted)
+        record = facts | {"kernel": "scores", **dataclasses.asdict(tiling), "largest_error": error}
+        if error < LIMIT:
+            sums = found
+            record |= _timed(score, chosen, k)
+        yield record
+    if sums is None:
+        raise ValueError("no tiling has the right scores")
+
+    @jax.jit
+    def choose(sums: Array, counts: Array) -> Any:
+        how = {"length": T, "block": block, "parts": PARTS, "band": 0}
+        return best_blocks.best_blocks(sums, counts, **how)[:4]
+
+    yield facts | {"kernel": "best_blocks", **_timed(choose, sums, counts)}
+
+
+def candidates() -> list[Any]:
+    """Tilings of the scores kernel."""
+    from xsake.backends.hopper.scores import ScoresTiling
+
+    choices = itertools.product((2, 3), (False, True), (48 << 10, 64 << 10, 96 << 10))
+    return [ScoresTiling(warpgroups=x, overlap=y, q_bytes=z) for x, y, z in choices]
+
+
+def _timed(fn: Any, *args: Any) -> Record:
+    return {"median_seconds": time_queued(fn, *args).median_seconds}
+
+
+def _plain(chosen: Array, k: Array, block: int) -> Array:
+    """The scores of the first and the last head, by plain JAX: float32 [B, 2, blocks, queries]."""
+    heads = np.array([0, chosen.shape[2] - 1])
+    by_head = chosen[:, :, heads].astype(jnp.float32), k[:, :, heads].astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        logits = jnp.einsum("brnh,bsnh->bnsr", *by_head)
+    logits = jnp.pad(logits, ((0, 0), (0, 0), (0, -k.shape[1] % block), (0, 0)), "edge")
+    real = np.arange(logits.shape[2]) < k.shape[1]
+    weight = jnp.where(real[:, None], jnp.exp2(logits), 0)
+    by_block = weight.reshape(*logits.shape[:2], -1, block, logits.shape[3]).sum(3)
+    return jnp.log(by_block)
+
+
+def _error(found: Array, wanted: Array) -> float:
+    """The largest difference of a score that a query sees."""
+    _, _, blocks, R = wanted.shape
+    sees = np.arange(R) // PARTS >= np.arange(blocks)[:, None]
+    heads = np.array([0, found.shape[1] - 1])
+    away = jnp.abs(found[:, heads, :, :R] - wanted)
+    return float(jnp.where(sees, away, 0).max())
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
