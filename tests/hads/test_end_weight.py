@@ -1,5 +1,6 @@
 """Plans whose last row blocks have another weight in the budget than the others."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -14,27 +15,69 @@ from xsake.hads.terms import Terms, check_terms
 END = row_blocks.END
 
 
+@pytest.mark.parametrize("band", [0, 1])
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 12])
-def test_the_last_row_blocks_have_the_calibrated_density_of_the_last_ones(n):
-    """Also in texts shorter than calibration; a text without other row blocks has no such end."""
-    density, counts = 0.9, np.random.default_rng(0).integers(2, 5, (2, 4, N_ROWS))
-    counts = np.minimum(counts, row_blocks.ceilings(N_ROWS)).astype(np.int32)
-    counts[..., -END:] = np.random.default_rng(1).integers(2, 7, (2, 4, END))
-    terms = Terms(density, "output", "mean_query", BLOCK, N_ROWS * BLOCK, end_weight=4.0)
+def test_the_last_row_blocks_keep_the_calibrated_fraction_of_the_last_ones(n, band):
+    """Of optional blocks, also in texts shorter than calibration; one of END has no such end."""
+    density, floors = 0.9, row_blocks.floors(N_ROWS, band)
+    ceilings = row_blocks.ceilings(N_ROWS)
+    counts = np.random.default_rng(0).integers(2, 7, (2, 4, N_ROWS))
+    counts = np.clip(counts, floors, ceilings).astype(np.int32)
+    terms = Terms(density, "output", "mean_query", BLOCK, N_ROWS * BLOCK, band, end_weight=4.0)
     found = Plan(counts, None, terms).at(n * BLOCK - 3).counts
-    share = counts / row_blocks.ceilings(N_ROWS)
-    beyond = share[..., :-END][..., -(N_ROWS // 4) :].mean(-1)
-    target = np.empty((2, 4, n))
+    kept = (counts - floors) / np.maximum(ceilings - floors, 1)
+    beyond = kept[..., :-END][..., -(N_ROWS // 4) :].mean(-1)
+    target, least = np.empty((2, 4, n)), row_blocks.floors(n, band)
     for i in range(n):
-        to_end = n - i
+        to_end, optional = n - i, i + 1 - least[i]
         if n > END and to_end <= END:
-            target[..., i] = share[..., N_ROWS - to_end] * (i + 1)
+            target[..., i] = least[i] + kept[..., N_ROWS - to_end] * optional
         elif i < N_ROWS - END:
             target[..., i] = counts[..., i]
         else:
-            target[..., i] = beyond * (i + 1)
-    density = max(density, row_blocks.least_density(n))
-    np.testing.assert_array_equal(found, budget.filled(target, density, n).counts)
+            target[..., i] = least[i] + beyond * optional
+    density = max(density, row_blocks.least_density(n, band))
+    np.testing.assert_array_equal(found, budget.filled(target, density, n, band).counts)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "output"])
+@pytest.mark.parametrize(("n", "band"), [(5, 0), (6, 0), (8, 0), (6, 1), (8, 2)])
+def test_a_weight_moves_blocks_to_the_end_of_longer_texts_than_a_few_row_blocks(n, band, policy):
+    """Where the few row blocks before the calibrated end keep little but forced blocks."""
+    profile, m = profile_of(1, 4, n), 24
+    facts = dataclasses.replace(profile.facts, band=band)
+    profile = dataclasses.replace(profile, facts=facts)
+    heavy, plain, light = (
+        make(profile, 0.4, policy, end_weight=x, length=m * BLOCK).counts for x in (16.0, 1.0, 0.01)
+    )
+    assert heavy.sum() == plain.sum() == light.sum()
+    at_end = [int(x[..., -END:].sum()) for x in (heavy, plain, light)]
+    assert at_end[0] > at_end[1] > at_end[2]
+    most = 4 * row_blocks.ceilings(m)
+    middle, end = slice(n, -END), slice(-END, None)  # the middle has no calibrated row blocks
+    assert at_end[0] / most[end].sum() > heavy[..., middle].sum() / most[middle].sum()
+
+
+@pytest.mark.parametrize(("n", "band", "least"), [(3, 0, 5), (4, 0, 5), (5, 1, 6), (6, 2, 7)])
+def test_a_weighted_end_of_all_optional_blocks_is_not_extended(n, band, least):
+    """No row block before it says how much less the others keep; a shorter text needs none."""
+    profile = profile_of(1, 4, n)
+    facts = dataclasses.replace(profile.facts, band=band)
+    plan = make(dataclasses.replace(profile, facts=facts), 0.95, "uniform", end_weight=16.0)
+    assert plan.at((n - 1) * BLOCK).counts.shape == (1, 4, n - 1)
+    message = f"needs at least {least} calibrated row blocks to be extended to 24, this one has {n}"
+    with pytest.raises(ValueError, match=message):
+        plan.at(24 * BLOCK)
+    terms = dataclasses.replace(plan.terms, end_weight=1.0)
+    assert dataclasses.replace(plan, terms=terms).at(24 * BLOCK).counts.shape == (1, 4, 24)
+
+
+@pytest.mark.parametrize("band", [0, 1])
+def test_a_text_whose_middle_is_forced_too_needs_no_calibrated_middle(band):
+    n = band + 3
+    terms = Terms(0.9, "output", "mean_query", BLOCK, n * BLOCK, band, end_weight=4.0)
+    plan = Plan(row_blocks.floors(n, band)[None, None].copy(), None, terms)
+    assert plan.at((n + 1) * BLOCK).counts.sum() == round(0.9 * (n + 1) * (n + 2) / 2)
 
 
 @pytest.mark.parametrize("n", [6, 12])

@@ -90,8 +90,12 @@ def test_filled_queries_keep_the_mean_of_every_row_block(count):
 
 
 def test_prompts_that_a_plan_cannot_read_together_are_refused_by_the_call_itself():
-    """Not by the first token, when the cache is there already."""
+    """Not by the first token, when the cache is there already; `prefill` alone refuses them too."""
     terms = dataclasses.replace(plan().terms, end_weight=16.0)
-    weighted = dataclasses.replace(plan(), terms=terms)
-    with pytest.raises(ValueError, match=r"\[2, 5\] row blocks of 16 tokens, .* separate calls"):
-        module.stream(model(), [[1] * 20, [1] * 70], mask=weighted)
+    weighted, prompts = dataclasses.replace(plan(), terms=terms), [[1] * 20, [1] * 70]
+    message = r"\[2, 5\] row blocks of 16 tokens, .* separate calls"
+    with pytest.raises(ValueError, match=message):
+        module.stream(model(), prompts, mask=weighted)
+    cache = KVCache.empty(model().config, 2, 256)
+    with pytest.raises(ValueError, match=message):
+        module.prefill(model(), cache, prompts, mask=weighted)

@@ -76,16 +76,18 @@ class InputMask(abc.ABC):
         return self.at(capacity)
 
     def check_lengths(self, lengths: Iterable[int]) -> None:  # noqa: B027  (a hook)
-        """Raises if prompts of these lengths cannot be read in one batch; by default none.
+        """Raises if prompts of these lengths cannot be read in one batch.
 
-        A function that calls `plan.mask` and is wrapped by `of` has this default, and the weighted
-        end of the plan then lies in the padding; pass the plan itself.
+        By default nothing is refused. A function that calls `plan.mask` and is wrapped by `of` has
+        this default, and the weighted end of the plan then lies in the padding; pass the plan
+        itself.
         """
 
     def check(self, layers: int, heads: int) -> None:  # noqa: B027  (a hook)
-        """Raises if the mask is not for a model of so many layers and query heads; by default none.
+        """Raises if the mask is not for a model of so many layers and query heads.
 
-        The model calls it outside its scan over layers, where an index out of range is clamped.
+        By default nothing is refused. The model calls this outside its scan over layers, where an
+        index out of range is clamped.
         """
 
     @staticmethod

@@ -9,9 +9,8 @@ A plan is a pytree: its counts may be arguments of a compiled step and change wi
 It is also an `InputMask`, which a model takes as `mask=plan`.
 
 At another length: a row block sees the same prefix in a short text as in a long one, so shorter
-texts use the first row blocks. Row blocks beyond the calibrated length get the mean density of the
-last quarter of the calibrated ones; with an end weight, the last ones get that of the last
-calibrated ones. Counts are then scaled to meet the requested density again.
+texts use the first row blocks; `row_blocks.extended` says what the others get. Counts are then
+scaled to meet the requested density again.
 """
 
 from __future__ import annotations
@@ -192,9 +191,9 @@ class Plan(InputMask):
     def at(self, length: int) -> Plan:
         """This plan for texts of another length, at the same density; see the top of the module.
 
-        Call it on the calibrated plan: one that is already for so short a text that every row block
-        has the end weight would give longer texts no weighted end. Counts are computed on the host,
-        so this is called outside jit or on a constant plan.
+        Call it on the calibrated plan. A plan already cut to END row blocks or fewer no longer has
+        an end that differs from the rest. Counts are computed on the host, so this is called
+        outside jit or on a constant plan.
         """
         n, old = row_blocks.count_blocks(length, self.terms.block), self.counts.shape[-1]
         if n == old:
@@ -205,18 +204,10 @@ class Plan(InputMask):
                 f"call plan.at({length}) before the plan enters jit"
             )
         terms, end = self.terms, self._weighted_end(old, n)
-        first, most = min(old, n) - end, row_blocks.ceilings(n)
-        counts = np.asarray(self.counts, np.float64)
-        share = counts / row_blocks.ceilings(old)
-        beyond = share[..., : old - end][..., -max(1, old // 4) :].mean(-1, keepdims=True)
-        target = [
-            counts[..., :first],  # as calibrated: share · most would differ in the last bit
-            beyond * most[first : n - end],
-            share[..., old - end :] * most[n - end :],
-        ]
         # a text so short that its forced blocks exceed the density keeps just those
         density = max(terms.density, row_blocks.least_density(n, terms.band))
-        found = budget.filled(np.concatenate(target, -1), density, n, terms.band)
+        target = row_blocks.extended(np.asarray(self.counts, np.float64), n, end, terms.band)
+        found = budget.filled(target, density, n, terms.band)
         scores = None if self.scores is None else row_blocks.stretched(np.asarray(self.scores), n)
         return dataclasses.replace(self, counts=found.counts, scores=scores)
 

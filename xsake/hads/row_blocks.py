@@ -92,7 +92,7 @@ def check_density(density: Any) -> None:
 
 
 def is_number(x: Any) -> bool:
-    """Whether x is a real number of Python or NumPy; True and False are none."""
+    """Whether x is a real number of Python or NumPy; True and False are not."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
@@ -119,6 +119,39 @@ def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
             "(`xsake calibrate --block`, `xsake train --hads.block`)"
         )
     return requested
+
+
+def extended(
+    counts: Float[np.ndarray, "layers heads m"], n: int, end: int, band: int = 0
+) -> Float[np.ndarray, "layers heads n"]:
+    """Resizes counts of m row blocks to n, in proportion to which a budget is then filled.
+
+    The first row blocks keep their counts. Those beyond m get the mean density of the last quarter
+    of the m. With an `end`, the last `end` of the n are set apart: each keeps the fraction of its
+    optional (not forced) blocks that its counterpart among the m keeps, and the others beyond
+    m - end the mean fraction of the last quarter of the m before their end. Row blocks that are all
+    forced blocks have no such fraction and do not count.
+    """
+    m = counts.shape[-1]
+    known = m - end
+    most, old_most = ceilings(n), ceilings(m)
+    floor, old_floor = (floors(x, band) * (end > 0) for x in (n, m))
+    forced = int((most == floor).sum())  # of the n row blocks; they are the first ones
+    if known <= forced < n - end:
+        raise ValueError(
+            f"a plan with an end weight needs at least {forced + end + 1} calibrated row blocks "
+            f"to be extended to {n}, this one has {m}: all blocks before its end are forced; "
+            "calibrate on longer texts, or with smaller blocks"
+        )
+    kept = (counts - old_floor) / np.maximum(old_most - old_floor, 1)
+    last = kept[..., max(min(forced, known - 1), known - max(1, m // 4)) : known]
+    optional, first = most - floor, min(m, n) - end
+    parts = [
+        counts[..., :first],  # floor + kept · optional would differ in the last bit
+        floor[first : n - end] + last.mean(-1, keepdims=True) * optional[first : n - end],
+        floor[n - end :] + kept[..., known:] * optional[n - end :],
+    ]
+    return np.concatenate(parts, -1)
 
 
 def stretched(scores: np.ndarray, n: int) -> np.ndarray:

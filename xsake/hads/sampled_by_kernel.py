@@ -82,8 +82,8 @@ def figures(
     out, logsumexp = sparse
     of_heads = () if sinks is None else (sinks.astype(jnp.float32)[None],)
     measure = _measuring(rule, soft_cap, every)
-    given = jax.lax.stop_gradient((*qkv, sample, out, jnp.moveaxis(logsumexp, 2, 1), *of_heads))
-    return measure(*given)
+    arrays = (*qkv, sample, out, jnp.moveaxis(logsumexp, 2, 1), *of_heads)
+    return measure(*jax.lax.stop_gradient(arrays))
 
 
 @functools.lru_cache(maxsize=32)
@@ -112,7 +112,7 @@ def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., 
         return _jax.vary(found, _jax.varying_axes(*given))
 
     @measured.def_vmap
-    def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Array, bool]:
+    def by_batch(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Array, bool]:
         wide = _jax.mapped(size, is_mapped, given)
         wide[6:] = [
             _jax.by_batch_row(x, wide[0].shape[:2], mapped)
@@ -159,7 +159,7 @@ def _reporting(length: int, every: int, window: int, of_mask: Any) -> Callable[.
         return _jax.vary(found, _jax.varying_axes(values, start, count, index))
 
     @reported.def_vmap
-    def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Any, Any]:
+    def by_batch(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Any, Any]:
         values, *lists = _jax.mapped(size, is_mapped, given)
         are_mapped = any(is_mapped[1:])  # the kernel reads all three by one index
         lists = [_jax.by_batch_row(x, values.shape[:2], are_mapped) for x in lists]

@@ -259,6 +259,8 @@ def prefill(
     """Reads the prompts into an empty cache: (cache, the last token's hidden state [B, width])."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest, mask = int(lengths.max()), _prompt_mask(mask)
+    if isinstance(mask, InputMask):
+        mask.check_lengths(lengths.tolist())
     cache.check_capacity(longest)
     if isinstance(cache, SparseCache) or longest <= chunk:
         # Pad to a few lengths, so that few programs are compiled; an InputMask selects whole
