@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tools.version_tables import hopper_versions as table
-from xsake.bench.suites import hopper
+from xsake.bench import measure, run
+from xsake.bench.suites import Part, hopper
 from xsake.bench.suites import hopper_versions as suite
+from xsake.cli import machine
+
+ROOT = Path(__file__).parents[2]
 
 ASKED = suite.Asked("1·16·64·16 causal", 1, 64, 16, causal=True, dtype="float32", backend="dense")
 
@@ -22,7 +30,7 @@ OTHER = {
     "bench/checks": "def checked_calls(case, given, calls): pass",
     "bench/measure": (
         "def compiled(case, backend):\n"
-        "    print('a line of a library')\n"
+        "    import sys; print('a line of a library'); print('a warning', file=sys.stderr)\n"
         "    assert case[1]['dtype'] == 'float32', backend\n"
         "    return {}, {'forward': (None, (0.5,)), 'backward': (None, (2.0,))}"
     ),
@@ -30,10 +38,6 @@ OTHER = {
         "import types\n"
         "def time_queued(fn, x, seconds, rounds):\n"
         "    return types.SimpleNamespace(median_seconds=x)"
-    ),
-    "observe/__init__": "",
-    "observe/provenance": (
-        "import os\ndef commit(): return os.environ['XSAKE_COMMIT'] or 'the other'"
     ),
 }
 
@@ -50,6 +54,7 @@ def other(tmp_path, monkeypatch):
     for name, source in OTHER.items():
         write(name, source)
     monkeypatch.setenv(suite.AGAINST, str(tmp_path))
+    monkeypatch.setenv(suite.AGAINST_COMMIT, "the other")
     monkeypatch.setenv("XSAKE_COMMIT", "this")
     calls = {"forward": (None, ()), "backward": (None, ())}
     monkeypatch.setattr(suite, "compiled", lambda case, backend: ({}, calls))
@@ -86,12 +91,138 @@ def test_another_version_that_fails_is_reported_with_what_it_printed(other):
         list(suite.records(ASKED, []))
 
 
+def test_warnings_do_not_end_up_inside_an_answer(other):
+    """Such as a piece of a line that is printed just before it."""
+    other(
+        "bench/timing",
+        "import sys, types\n"
+        "def time_queued(fn, x, seconds, rounds):\n"
+        "    print('a warning', end='', file=sys.stderr, flush=True)\n"
+        "    return types.SimpleNamespace(median_seconds=x)",
+    )
+    assert len(list(suite.records(ASKED, []))) == 2
+
+
+@pytest.mark.parametrize("printed", ["stdout", "stderr"])
+def test_another_version_that_ended_between_two_answers_is_reported(other, printed):
+    other(
+        "bench/measure",
+        "import sys\n"
+        "def compiled(case, backend):\n"
+        f"    print('the last words', file=sys.{printed}, flush=True)\n"
+        "    return {}, {}",
+    )
+    with suite.Other(suite.checkout(), ASKED) as process:
+        assert process.answer() == "checked"
+        os.kill(process._process.pid, signal.SIGKILL)
+        process._process.wait()
+        with pytest.raises(RuntimeError, match=r"ended with status -9: .*the last words"):
+            process.seconds("forward")
+
+
+@pytest.fixture
+def measured(monkeypatch, other):
+    """The commits of the other version for which a case was measured."""
+    found = []
+
+    def part(name):
+        def measured_part(done):
+            found.append(suite.against_commit())
+            yield {"case": name, "against_commit": found[-1]}
+
+        return Part(name, measured_part)
+
+    monkeypatch.setattr(suite, "parts", lambda quick, model=None: map(part, "ab"))
+    return found
+
+
+def test_results_against_one_commit_are_not_taken_for_those_against_another(
+    measured, tmp_path, monkeypatch
+):
+    """Neither resumed nor joined, and not resumed if the other checkout had changes."""
+    out, second = tmp_path / "r.json", tmp_path / "second.json"
+    for commit in ("one", "one", "two", "two+", "two+", "unknown", "unknown"):
+        monkeypatch.setenv(suite.AGAINST_COMMIT, commit)
+        found = run.run_suite("hopper-versions", out, only="a")
+        assert [x["against_commit"] for x in found["results"]] == [commit]
+    assert measured == ["one", "two", "two+", "two+", "unknown", "unknown"]
+    monkeypatch.setenv(suite.AGAINST_COMMIT, "one")
+    run.run_suite("hopper-versions", second, only="b")
+    with pytest.raises(
+        ValueError, match=r"has against_commit one, .* has unknown; join only files"
+    ):
+        run.join("hopper-versions", [out, second], tmp_path / "all.json")
+    run.run_suite("hopper-versions", out, only="a")
+    found = run.join("hopper-versions", [out, second], tmp_path / "all.json")
+    assert [x["against_commit"] for x in (found, *found["results"])] == ["one"] * 3
+
+
+def test_the_commit_of_the_other_version_is_that_of_its_checkout(monkeypatch):
+    """Not XSAKE_COMMIT, which is that of this version."""
+    monkeypatch.setenv("XSAKE_COMMIT", "this")
+    monkeypatch.delenv(suite.AGAINST_COMMIT, raising=False)
+    monkeypatch.setenv(suite.AGAINST, str(ROOT))
+    monkeypatch.setattr(suite.provenance, "commit_of", lambda folder: f"of {folder}")
+    assert suite.against_commit() == f"of {ROOT}"
+
+
+def test_the_option_against_names_the_checkout_while_the_suite_runs(
+    measured, tmp_path, monkeypatch
+):
+    folder, out = os.environ[suite.AGAINST], tmp_path / "r.json"
+    monkeypatch.delenv(suite.AGAINST)
+    machine.bench("hopper-versions", out=out, against=Path(folder))
+    assert measured == ["the other"] * 2
+    assert suite.AGAINST not in os.environ
+    monkeypatch.setenv(suite.AGAINST, "elsewhere")
+    machine.bench("hopper-versions", out=out, against=Path(folder))
+    assert os.environ[suite.AGAINST] == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"check": True}, "--check measures its own ratios and takes no other option"),
+        ({"join": (Path("a.json"),)}, "--join measures nothing: give only --suite"),
+        ({"autotune": True}, "--against is for --suite hopper-versions; got --autotune"),
+        ({"suite": "hopper"}, "--against is for --suite hopper-versions; got --suite hopper"),
+    ],
+    ids=str,
+)
+def test_the_option_against_is_refused_where_it_would_be_ignored(given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        machine.bench(**{"suite": "hopper-versions", "against": tmp_path} | given)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_both_versions_make_the_same_case(number, monkeypatch):
+    """The text that the other version runs, run here: full, causal and three densities."""
+
+    class Made(Exception):
+        pass
+
+    def compiled(case, backend):
+        raise Made(case, backend)
+
+    asked = [part.measure.args[0] for part in suite.parts(quick=False)][number]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["-c", json.dumps(dataclasses.asdict(asked))])
+    monkeypatch.setattr(measure, "compiled", compiled)
+    with pytest.raises(Made) as found:
+        exec(suite.WORKER, {})
+    case, backend = found.value.args
+    assert dataclasses.asdict(case) == dataclasses.asdict(asked.case())
+    assert backend == asked.backend
+
+
 def test_a_folder_without_another_version_is_refused(monkeypatch, tmp_path):
     monkeypatch.delenv(suite.AGAINST, raising=False)
     with pytest.raises(ValueError, match="--against FOLDER names a checkout"):
         suite.checkout()
     monkeypatch.setenv(suite.AGAINST, str(tmp_path))
-    with pytest.raises(ValueError, match=r"is no checkout of XSAKE: it has no xsake/__init__\.py"):
+    with pytest.raises(
+        ValueError, match=r"is not a checkout of XSAKE: it has no xsake/__init__\.py"
+    ):
         suite.checkout()
 
 
@@ -105,10 +236,9 @@ def test_its_cases_are_those_of_the_suite_hopper(quick):
 
 
 @pytest.mark.slow
-def test_a_checkout_of_this_version_is_as_fast_up_to_noise(monkeypatch):
-    """The process of the other version is a real one here, of the same commit."""
-    root = Path(__file__).parents[2]
-    monkeypatch.setenv(suite.AGAINST, str(root))
+def test_a_real_checkout_is_measured(monkeypatch):
+    """Of this commit, by a process of its own: the ratio is of the order of 1."""
+    monkeypatch.setenv(suite.AGAINST, str(ROOT))
     monkeypatch.setattr(suite, "ROUNDS", 3)
     quick = dataclasses.replace(ASKED, T=256, seconds=0.01)
     forward, backward = suite.records(quick, [])

@@ -192,10 +192,11 @@ def lines_of(table):
 def table(tmp_path):
     """Writes the table of some methods; returns its path."""
 
-    def write(name, methods, length, commit, data="h", block=64):
+    def write(name, methods, length, commit, data="h", block=64, infeasible=()):
         found = dict.fromkeys(("model_hash", "filler_hash", "prompts", "seed"), 1)
         found |= {"schema": 1, "kind": "tasks", "rule": "r", "block": block, "kinds": "k"}
-        found |= {"calibration_data_hash": data, "perplexity": [], "infeasible": []}
+        found |= {"calibration_data_hash": data, "perplexity": []}
+        found["infeasible"] = [{"length": length, "density": x} for x in infeasible]
         given = {"length": length, "family": "f", "density": 0.2}
         found["rows"] = [given | {"method": x} for x in ("dense", *methods)]
         found["provenance"] = {"command": f"c{commit}", "commit": commit}
@@ -243,6 +244,43 @@ def test_a_selection_of_methods_has_only_the_parts_of_those(tmp_path, table):
     message = r"no table has the methods \['d'\]; those there are \['a', 'b', 'dense'\]"
     with pytest.raises(ValueError, match=message):
         tasks.merge(tmp_path / "none", parts, ("a", "d"))
+
+
+def test_a_table_without_a_selected_method_contributes_nothing(tmp_path, table):
+    """Neither its dense rows, nor what is infeasible, its commit, or its size of blocks."""
+    first = table("1", ("a",), 64, "x", infeasible=(0.1,))
+    second = table("2", ("b",), 64, "y", data="other", block=128, infeasible=(0.1, 0.2))
+    tasks.merge(tmp_path / "both", [second, first], ("a",))
+    found = merged(tmp_path / "again", [tmp_path / "both"])
+    assert [x["method"] for x in found["rows"]] == ["dense", "a"]
+    assert found["infeasible"] == [{"length": 64, "density": 0.1, "block": 64}]
+    assert [(x["block"], x["calibration_data_hash"]) for x in found["parts"]] == [(64, "h")]
+    assert found["provenance"] == {"command": "cx", "commit": "x"}
+    # the second has the selected method, but each of its cells is the first table's
+    same = table("3", ("a", "c"), 64, "z", data="other", infeasible=(0.05,))
+    found = merged(tmp_path / "twice", [first, same], ("a",))
+    assert found["provenance"] == {"command": "cx", "commit": "x"}
+    assert len(found["parts"]) == 1
+    assert [x["density"] for x in found["infeasible"]] == [0.1]
+
+
+def test_a_joined_table_contributes_the_lengths_that_have_a_selected_method(tmp_path, table):
+    parts = [table("1", ("a",), 64, "x", infeasible=(0.1,)), table("2", ("b",), 128, "y")]
+    tasks.merge(tmp_path / "both", parts)
+    found = merged(tmp_path / "some", [tmp_path / "both"], ("b",))
+    assert [(x["length"], x["method"]) for x in found["rows"]] == [(128, "dense"), (128, "b")]
+    assert (found["infeasible"], [x["length"] for x in found["parts"]]) == ([], [128])
+
+
+def test_what_is_infeasible_is_listed_for_every_size_of_blocks(tmp_path, table):
+    parts = [
+        table(f"{block}", ("a",), 64, "x", block=block, infeasible=infeasible)
+        for block, infeasible in ((64, (0.1,)), (128, (0.1, 0.2)))
+    ]
+    found = merged(tmp_path / "all", [*parts, parts[0]])
+    listed = [(x["block"], x["density"]) for x in found["infeasible"]]
+    assert listed == [(64, 0.1), (128, 0.1), (128, 0.2)]
+    assert [x["method"] for x in found["rows"][1:]] == ["a, blocks of 64", "a, blocks of 128"]
 
 
 @pytest.mark.parametrize("block", ["", ", blocks of 128"])

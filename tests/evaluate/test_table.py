@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from tools import tables as report
+from tools import task_tables
 from xsake.bench import timing
 from xsake.data import documents as text
 from xsake.evaluate import methods, table
@@ -84,6 +85,19 @@ def test_a_weight_of_the_end_is_that_of_methods_with_a_plan_and_in_their_names(p
         np.testing.assert_array_equal(found.counts, plan.counts)
     assert methods.name_of(make(profile, 0.6, "kl", "mean_query")) == "mean_query/kl"
     assert methods.at_density(profile, 0.6, LENGTH, names=names[1:], end_weight=16.0) == []
+
+
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [(16, "16"), (0.5, "0.5"), (1.2345678, "1.2345678"), (1e6, "1000000"), (1e-6, "1e-06")],
+)
+def test_other_weights_have_other_names_which_the_tables_read(profile, weight, text):
+    plan = make(profile, 0.6, "kl", "mean_query", end_weight=float(weight), length=LENGTH)
+    name = methods.name_of(plan)
+    assert name == f"mean_query/kl, end × {text}"
+    for full in (name, f"{name}, blocks of 64"):
+        assert task_tables._weight(full) == weight
+        assert task_tables.END.sub("", full) == full.replace(f", end × {text}", "")
 
 
 def test_a_method_without_a_cost_curve_is_named(profile):

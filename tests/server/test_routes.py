@@ -21,6 +21,7 @@ from xsake.hads.statistics import SELECTORS
 from xsake.observe.events import Event
 from xsake.server import drawings, openapi, profiles, results
 from xsake.server.profiles import Profiles
+from xsake.server.routes import profiles as profile_routes
 from xsake.server.routes.masks import MaskIn
 from xsake.server.routes.profiles import PlanIn
 from xsake.server.settings import Settings
@@ -115,6 +116,21 @@ def test_a_plan_is_the_librarys_and_its_file_loads(shipped_client, tmp_path):
     assert loaded.terms == plan.terms
     plan.save(tmp_path / "saved")
     assert file.content == (tmp_path / "saved").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({}, "plan-kl-pooled-0.3"),
+        ({"top_p": 0.9}, "plan-kl-pooled-0.3-top-p-0.9"),
+        ({"top_p": 0.9, "end_weight": 16}, "plan-kl-pooled-0.3-top-p-0.9-end-16"),
+    ],
+)
+def test_files_of_different_plans_have_different_names(shipped_client, monkeypatch, more, name):
+    monkeypatch.setattr(profile_routes, "_plan_file", lambda profile, given: b"")
+    query = {"density": 0.3, "policy": "kl", "selector": "pooled"} | more
+    answer = shipped_client.get("/api/profiles/profile-16/plan/file", params=query)
+    assert answer.headers["content-disposition"] == f'attachment; filename="{name}.safetensors"'
 
 
 def test_an_estimate_is_the_mean_of_the_profiles_cost_at_the_plans_counts(shipped_client):

@@ -96,7 +96,7 @@ def groups() -> Iterator[dict[str, list[Case]]]:
 
 
 def _class_of(case: Case) -> str:
-    bias: tiling_table.Bias = None if case.bias is None else "pairs"
+    bias = tiling_table.bias_kind(case.bias)  # 1: an axis that is shared, as in a shape
     return tiling_table.call_class(Sizes(*case.sizes), mask_of(case), bias)
 
 

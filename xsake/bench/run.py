@@ -1,9 +1,9 @@
 """Runs the suites of `xsake bench --suite NAME` and writes their JSON files.
 
-An interrupted suite resumes from its file, if commit, machine, versions and `quick` match: cases
-with a record in the file are not measured again. The suites `cpu` and `model` are one case
-each; they start again and cannot be joined. `join` merges the files of several processes, each of
-which measured a subset of the cases.
+An interrupted suite resumes from its file, if commit, machine, versions and `quick` match, and in
+`hopper-versions` the commit of the other version: cases with a record in the file are not measured
+again. The suites `cpu` and `model` are one case each; they start again and cannot be joined. `join`
+merges the files of several processes, each of which measured a subset of the cases.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ SUITES: dict[str, Suite] = {
     "nsa": nsa,
 }
 
-MUST_MATCH = ("commit", "machine", "versions", "quick")  # for files to be resumed or joined
+COMMITS = ("commit", "against_commit")  # of this version; of the other one in `hopper-versions`
+MUST_MATCH = (*COMMITS, "machine", "versions", "quick")  # for files to be resumed or joined
 
 
 def run_suite(
@@ -97,6 +98,8 @@ def _facts(name: str, quick: bool) -> dict[str, Any]:
     facts = provenance() | {"quick": quick}
     if name in ("hopper", "hopper-bias", "hopper-nsa", "hopper-rules"):
         facts["versions"] |= peers.versions()
+    if name == "hopper-versions":
+        facts["against_commit"] = hopper_versions.against_commit()
     return facts
 
 
@@ -134,10 +137,11 @@ def join(name: str, files: Sequence[Path], out: Path, command: str | None = None
     first = reports[0]
     for file, report in zip(files, reports, strict=True):
         for fact in MUST_MATCH:
-            if report[fact] != first[fact]:
+            mine, its = report.get(fact), first.get(fact)
+            if mine != its:
                 raise ValueError(
-                    f"{file} has {fact} {report[fact]}, {files[0]} has {first[fact]}; join only "
-                    "files with the same commit, machine, versions and --quick"
+                    f"{file} has {fact} {mine}, {files[0]} has {its}; join only "
+                    "files with the same commits, machine, versions and --quick"
                 )
     cases = [part.case for part in _parts(name, first["quick"], None)]
     held = [{record["case"] for record in report["results"]} for report in reports]
@@ -169,9 +173,10 @@ def _earlier(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
     if not out.exists():
         return empty
     found = _read(out)  # raises, rather than replace a file of another kind
-    if facts["commit"] == "unknown" or facts["commit"].endswith("+"):
+    commits = [facts[x] for x in COMMITS if x in facts]
+    if any(x == "unknown" or x.endswith("+") for x in commits):
         return empty
-    return found if all(found[x] == facts[x] for x in MUST_MATCH) else empty
+    return found if all(found.get(x) == facts.get(x) for x in MUST_MATCH) else empty
 
 
 def _read(path: Path) -> dict[str, Any]:

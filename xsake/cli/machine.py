@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,21 +86,20 @@ def bench(
       against: a checkout of another version, which the suite "hopper-versions" is measured beside.
     """
     several = jobs != 1 or seconds is not None
-    if against is not None:
-        if suite != "hopper-versions":
-            raise ValueError(f"--against is for --suite hopper-versions; got --suite {suite}")
-        os.environ[hopper_versions.AGAINST] = str(against)  # its processes read it
     if check:
-        if out or quick or model or autotune or only or join is not None or several:
+        if out or quick or model or autotune or only or join is not None or several or against:
             raise ValueError("--check measures its own ratios and takes no other option")
         _check_ratios()
         return
     if join is not None and not join:
         raise ValueError("--join names no file; leave it out to measure")
-    if join and (quick or model or only or several):
+    if join and (quick or model or only or several or against):
         raise ValueError(
             "--join measures nothing: give only --suite or --autotune, and --out, with it"
         )
+    if against and (autotune or suite != "hopper-versions"):
+        given = "--autotune" if autotune else f"--suite {suite}"
+        raise ValueError(f"--against is for --suite hopper-versions; got {given}")
     if several:
         _check_jobs(suite, jobs, seconds, autotune)
     if autotune:
@@ -117,21 +115,29 @@ def bench(
     out = writable_file(out or Path("benchmarks/results") / f"{suite}-{today}.json")
     if join:
         run.join(suite, join, out)
-    elif several:
-        _run_jobs(suite, out, jobs, quick=quick, only=only, seconds=seconds)
     else:
-        if suite == "model":
-            _extras.require("xsake bench --suite model", "model")
-        with status(f"measuring suite {suite}"):
-            run.run_suite(
-                suite,
-                out,
-                quick,
-                None if model is None else checkpoint(model),
-                report=lambda record: console.print(_one_line(record)),
-                only=only,
-            )
+        with hopper_versions.comparing(against):
+            _measure(suite, out, jobs, seconds, model, quick=quick, only=only)
     console.print(f"written: {out}", soft_wrap=True)
+
+
+def _measure(
+    suite: str, out: Path, jobs: int, seconds: float | None, model: Path | None, **how: Any
+) -> None:
+    """Measures a suite, in this process or by several."""
+    if jobs != 1 or seconds is not None:
+        _run_jobs(suite, out, jobs, seconds=seconds, **how)
+        return
+    if suite == "model":
+        _extras.require("xsake bench --suite model", "model")
+    with status(f"measuring suite {suite}"):
+        run.run_suite(
+            suite,
+            out,
+            model=None if model is None else checkpoint(model),
+            report=lambda record: console.print(_one_line(record)),
+            **how,
+        )
 
 
 def _check_jobs(suite: str, jobs: int, seconds: float | None, autotune: bool) -> None:

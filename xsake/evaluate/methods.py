@@ -92,9 +92,9 @@ class Method:
         """This method with certified attention; only tasks are measured with it."""
         settings = []
         if certify.threshold is not None:
-            settings.append(f"{certify.criterion} {certify.threshold:g}")
+            settings.append(f"{certify.criterion} {_exact(certify.threshold)}")
         if certify.guarantee is not None:
-            settings.append(f"guarantee {certify.guarantee:g}")
+            settings.append(f"guarantee {_exact(certify.guarantee)}")
         if certify.correct:
             settings.append("corrected")
         name = f"{self.name} certified, {', '.join(settings)}"
@@ -230,7 +230,12 @@ def at_density(
 
 def _weight_suffix(end_weight: float) -> str:
     """How a method's name ends."""
-    return "" if end_weight == 1 else f", end × {end_weight:g}"
+    return "" if end_weight == 1 else f", end × {_exact(end_weight)}"
+
+
+def _exact(x: float) -> str:
+    """x as names have it: without loss, so that other numbers have other names; 16, not 16.0."""
+    return repr(float(x)).removesuffix(".0")
 
 
 def names_of(profile: Profile, others: dict[str, Profile] | None = None) -> list[str]:

@@ -17,10 +17,13 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """XSAKE_COMMIT if it is set; else the commit of the checkout, with a + if files differ."""
-    if given := os.environ.get("XSAKE_COMMIT"):
-        return given
-    git = ["git", "-C", str(Path(__file__).parent)]
+    """XSAKE_COMMIT if it is set; else `commit_of` this checkout."""
+    return os.environ.get("XSAKE_COMMIT") or commit_of(Path(__file__).parent)
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that a folder is checked out at, with a + if files differ; or "unknown"."""
+    git = ["git", "-C", str(folder)]
     run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
     try:
         head = run([*git, "rev-parse", "HEAD"]).stdout.strip()

@@ -21,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from xsake.bench.measure import CAUSAL, compiled
 from xsake.bench.suites import Part, Record
 from xsake.bench.suites.hopper import SHAPES, dense_case
 from xsake.bench.timing import LOCK, alone, beside, time_queued
+from xsake.observe import provenance
 
 AGAINST = "XSAKE_AGAINST"  # in the environment: the checkout of the other version
 AGAINST_COMMIT = "XSAKE_AGAINST_COMMIT"  # its commit, for a folder without git
@@ -51,7 +53,6 @@ from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import checked_calls
 from xsake.bench.measure import compiled
 from xsake.bench.timing import time_queued
-from xsake.observe import provenance
 
 def answer(x):
     print("answer", json.dumps(x), flush=True)
@@ -67,7 +68,7 @@ else:
     case = hopper_case(B, T, H, asked["density"])
 given, calls = compiled(case, asked["backend"])
 checked_calls(case, given, calls)
-answer({"commit": provenance.commit()})
+answer("checked")
 for line in sys.stdin:
     fn, arguments = calls[line.strip()]
     answer(time_queued(fn, *arguments, seconds=asked["seconds"], rounds=1).median_seconds)
@@ -115,13 +116,14 @@ def parts(quick: bool, model: Path | None = None) -> Iterator[Part]:
 
 def records(asked: Asked, done: list[Record]) -> Iterator[Record]:
     """One record for the forward and one for the backward."""
+    commit = against_commit()
     with contextlib.ExitStack() as stack:
         with beside():
             other = stack.enter_context(Other(checkout(), asked))
             case = asked.case()
             given, calls = compiled(case, asked.backend)
             checked_calls(case, given, calls)
-            commit = other.answer()["commit"]
+            other.answer()
         for direction, (fn, args) in calls.items():
             here = functools.partial(_seconds, fn, args, asked.seconds)
             there = functools.partial(other.seconds, direction)
@@ -159,6 +161,20 @@ def _seconds(fn: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> f
     return time_queued(fn, *args, seconds=seconds, rounds=1).median_seconds
 
 
+@contextlib.contextmanager
+def comparing(folder: Path | None) -> Iterator[None]:
+    """Inside, this process and those that it starts compare with the checkout in `folder`."""
+    before = os.environ.get(AGAINST)
+    try:
+        if folder is not None:
+            os.environ[AGAINST] = str(folder)
+        yield
+    finally:
+        os.environ.pop(AGAINST, None)
+        if before is not None:
+            os.environ[AGAINST] = before
+
+
 def checkout() -> Path:
     """The folder of the other version."""
     given = os.environ.get(AGAINST)
@@ -169,24 +185,29 @@ def checkout() -> Path:
         )
     folder = Path(given).resolve()
     if not (folder / "xsake" / "__init__.py").is_file():
-        raise ValueError(f"{folder} is no checkout of XSAKE: it has no xsake/__init__.py")
+        raise ValueError(f"{folder} is not a checkout of XSAKE: it has no xsake/__init__.py")
     return folder
+
+
+def against_commit() -> str:
+    """The commit of the other version."""
+    folder = checkout()
+    return os.environ.get(AGAINST_COMMIT) or provenance.commit_of(folder)
 
 
 class Other:
     """A process of another version that compiles and checks a case, and times it when asked."""
 
     def __init__(self, folder: Path, asked: Asked) -> None:
-        env = {name: x for name, x in os.environ.items() if name not in NOT_PASSED}
-        env["XSAKE_COMMIT"] = env.pop(AGAINST_COMMIT, "")  # "": that of the checkout
         self._printed: list[str] = []
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (see __exit__)
         self._process = subprocess.Popen(
             [sys.executable, "-c", WORKER, json.dumps(dataclasses.asdict(asked))],
             cwd=folder,
-            env=env,
+            env={name: x for name, x in os.environ.items() if name not in NOT_PASSED},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=self._errors,  # with stdout, a line of it could end up inside an answer
             text=True,
         )
 
@@ -196,12 +217,16 @@ class Other:
     def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.communicate()
+        self._errors.close()
 
     def seconds(self, direction: str) -> float:
         """Seconds of a call."""
         assert self._process.stdin is not None
-        self._process.stdin.write(direction + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(direction + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
         return self.answer()
 
     def answer(self) -> Any:
@@ -212,5 +237,13 @@ class Other:
             if mark == "answer":
                 return json.loads(rest)
             self._printed.append(line)
-        printed = "".join(self._printed).strip()[-WORDS:] or "it printed nothing"
-        raise RuntimeError(f"the other version ended with status {self._process.wait()}: {printed}")
+        raise self._failure()
+
+    def _failure(self) -> RuntimeError:
+        """What to raise when the process has ended: its status, and the end of what it printed."""
+        assert self._process.stdout is not None
+        status = self._process.wait()
+        self._errors.seek(0)
+        printed = "".join([*self._printed, *self._process.stdout, self._errors.read()]).strip()
+        said = printed[-WORDS:] or "it printed nothing"
+        return RuntimeError(f"the other version ended with status {status}: {said}")

@@ -322,7 +322,9 @@ def merge(out: Path, parts: list[Path], names: tuple[str, ...] = ()) -> None:
 
     If a length occurs with several block sizes, the names of its methods get the block size. Of a
     cell that several tables have, the first table's is kept. A table may be one that this wrote, if
-    it has one block size for each length. With `names`, dense attention and these methods are kept.
+    it has one block size for each length. With `names`, these methods are kept, and from tables
+    that have them at a length also dense attention and what is infeasible there. Tables of which
+    nothing is kept are not named.
     """
     tables = [json.loads(part.read_text()) for part in parts]
     same = ("schema", "kind", "model_hash", "filler_hash", "prompts", "seed", "rule")
@@ -330,39 +332,51 @@ def merge(out: Path, parts: list[Path], names: tuple[str, ...] = ()) -> None:
         if len({json.dumps(x[name]) for x in tables}) > 1:
             raise ValueError(f"the tables differ in {name}; measure them again, from one folder")
     result: dict[str, Any] = {name: tables[0][name] for name in same}
-    origins = [table["provenance"] for table in tables]
-    commands = dict.fromkeys(one for x in origins for one in x["command"].split("; "))
-    commits = dict.fromkeys(one for x in origins for one in x["commit"].split(", "))
-    result["provenance"] = origins[0] | {
-        "command": "; ".join(commands),
-        "commit": ", ".join(commits),
-    }
     have = {row["method"] for table in tables for _, row in _records(table) if "method" in row}
     if missing := sorted(set(names) - have):
         raise ValueError(f"no table has the methods {missing}; those there are {sorted(have)}")
-    parts_of = [_parts(table) for table in tables]
-    sizes = {(part["length"], part["block"]) for each in parts_of for part in each}
-    sizes_at = collections.Counter(length for length, _ in sizes)
-    result |= {"parts": [], **{name: [] for name in RECORDS}}
-    known: set[tuple[Any, ...]] = set()
-    for table, own in zip(tables, parts_of, strict=True):
-        block_of = {part["length"]: part["block"] for part in own}
-        kept = set()  # lengths
-        for name, row in _records(table):
-            new = row | {"block": block_of[row["length"]]}
-            method = row.get("method", "dense")
-            if names and method not in ("dense", *names):
-                continue
-            if sizes_at[row["length"]] > 1 and method != "dense":
-                new["method"] += f", blocks of {new['block']}"
-            cell = (name, *(new.get(x) for x in CELL))
-            if cell not in known:
-                known.add(cell)
-                kept.add(row["length"])
-                result[name].append(new)
-        kept_parts = [part for part in own if part["length"] in kept]
+    result |= {"provenance": {}, "parts": [], **{name: [] for name in RECORDS}}
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    origins = []
+    for table in tables:
+        own = _parts(table)
+        fresh = {cell: x for cell, x in _cells(table, own, names).items() if cell not in known}
+        if names:
+            lengths = {x["length"] for x in fresh.values() if x.get("method") in names}
+            fresh = {cell: x for cell, x in fresh.items() if x["length"] in lengths}
+        known |= fresh
+        lengths = {x["length"] for x in fresh.values()}
+        kept_parts = [part for part in own if part["length"] in lengths]
         result["parts"] += [part for part in kept_parts if part not in result["parts"]]
+        origins += [table["provenance"]] if fresh else []
+    sizes = {(part["length"], part["block"]) for part in result["parts"]}
+    sizes_at = collections.Counter(length for length, _ in sizes)
+    for (name, *_), row in known.items():
+        if sizes_at[row["length"]] > 1 and row.get("method", "dense") != "dense":
+            row["method"] += f", blocks of {row['block']}"
+        result[name].append(row)
+    commands = dict.fromkeys(one for x in origins for one in x["command"].split("; "))
+    commits = dict.fromkeys(one for x in origins for one in x["commit"].split(", "))
+    joined = {"command": "; ".join(commands), "commit": ", ".join(commits)}
+    result["provenance"] = {**origins[0], **joined} if origins else joined
     out.write_text(to_json(result))
+
+
+def _cells(
+    table: dict[str, Any], parts: list[dict[str, Any]], names: tuple[str, ...]
+) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Records with their block size, by what identifies them, first of which is their list's name.
+
+    Those of `names` or of all methods, of dense attention, and of what is infeasible.
+    """
+    block_of = {part["length"]: part["block"] for part in parts}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, row in _records(table):
+        method, block = row.get("method"), block_of[row["length"]]
+        if not names or method in (None, "dense", *names):
+            cell = *(row.get(x) for x in CELL), None if method == "dense" else block
+            found.setdefault((name, *cell), row | {"block": block})
+    return found
 
 
 def _records(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -259,7 +259,9 @@ async def get_plan_file(name: str, given: PlanQuery, served: Here) -> Response:
     """The plan as a safetensors file, which `xsake.hads.Plan.load` reads."""
     profile = _profile(name, served)
     content = await served.compute(_plan_file, profile, given)
-    file = f"plan-{given.policy}-{given.selector}-{given.density:g}.safetensors"
+    more = "" if given.top_p is None else f"-top-p-{given.top_p:g}"
+    more += "" if given.end_weight == 1 else f"-end-{given.end_weight:g}"
+    file = f"plan-{given.policy}-{given.selector}-{given.density:g}{more}.safetensors"
     return Response(
         content,
         media_type="application/octet-stream",
