@@ -97,7 +97,7 @@ def _map_own_copy(size: int, is_mapped: Any, x: Any, others: Any) -> tuple[Any, 
 
 
 def without_x64(fn: Callable[Args, Result]) -> Callable[Args, Result]:
-    """fn, traced as without `jax_enable_x64`: kernels have indices and sums of 32 bits.
+    """fn, traced with `jax_enable_x64` off: kernels have indices and sums of 32 bits.
 
     With it, sums of int32 are int64, and so are Python's integers in some operations, which Mosaic
     GPU does not lower.
@@ -177,7 +177,7 @@ def lower_kernels_faster() -> None:
     operations, for which whole loops are printed; to a search of variables in a list; to their
     hashes; to copies of all constraints for each operation; to reducing all of them again after
     each guess; and to reading the same layouts from attributes again. JAX 0.12 has neither the
-    sort nor the search, but the rest.
+    sort nor the search; the rest still applies.
     """
     from jax.experimental.mosaic.gpu import constraints, dialect_lowering, layout_inference, layouts
 

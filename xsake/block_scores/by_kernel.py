@@ -84,7 +84,7 @@ def batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, 
         return _jax.vary(found, _jax.varying_axes(q, k))
 
     @batched.def_vmap
-    def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Array, bool]:
+    def by_batch(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Array, bool]:
         scores = batched(*_jax.folded(_jax.mapped(size, is_mapped, given)))
         return _jax.unfolded(size, scores), True
 
@@ -111,7 +111,7 @@ def listing(
         return _jax.vary(found, _jax.varying_axes(q, k, counts))
 
     @listed.def_vmap
-    def folded(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Any, Any]:
+    def by_batch(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Any, Any]:
         q, k, counts = _jax.mapped(size, is_mapped, given)
         counts = _jax.by_batch_row(counts, q.shape[:2], is_mapped[2])
         found = listed(*_jax.folded((q, k, counts)))

@@ -1,7 +1,7 @@
 """Kernels of hopper/lanes.py on the CPU, in NumPy: the bodies that run on the card, as they are.
 
     CTAs one after another ─ every lane at once ─ gather, scatter: checked for bounds and for races
-    of lanes (shared memory) and of CTAs (stores to global memory)
+    of lanes (shared memory) and of CTAs (global memory)
 
 JAX's interpreter of Mosaic GPU has no loads and stores by lane. Here the functions of lanes.py that
 touch memory are replaced, arithmetic is NumPy's, and loops and conditions are Python's. What
@@ -44,7 +44,9 @@ MODULES = (
 class Race(AssertionError):
     """Two lanes used an element of shared memory, one of them stored, with no barrier between.
 
-    Or two lanes or CTAs stored different values to one element of global memory.
+    Or two lanes or CTAs stored different values to one element of global memory, or a CTA loaded an
+    element that another one of the same launch stored. No kernel of lanes.py waits for another CTA;
+    `add_one` to global memory, which none uses, is not checked.
     """
 
 
@@ -54,16 +56,18 @@ class Memory:
     def __init__(self, values: np.ndarray, is_shared: bool = False):
         self.values = values
         self.writer = self.reader = None
-        self.is_stored = np.zeros(values.size, bool)  # by an earlier CTA
+        self.is_stored, self.is_loaded = np.zeros((2, values.size), bool)  # by an earlier CTA
         self.stored: list[np.ndarray] = []  # by this one
+        self.loaded: list[np.ndarray] = []
         if is_shared:
             self.forget()
 
     def next_cta(self) -> None:
-        """What was stored so far, in global memory, is no longer this CTA's."""
-        for at in self.stored:
-            self.is_stored[at] = True
-        self.stored.clear()
+        """What was stored and loaded so far, in global memory, is no longer this CTA's."""
+        for used, by_earlier in ((self.stored, self.is_stored), (self.loaded, self.is_loaded)):
+            for at in used:
+                by_earlier[at] = True
+            used.clear()
 
     def forget(self) -> None:
         """A barrier: all accesses before it come before all accesses after it."""
@@ -81,6 +85,9 @@ class Memory:
                 self.reader.setdefault(at, who)
                 if self.reader[at] != who:
                     self.reader[at] = EVERY_LANE
+        if self.is_stored[indices].any():
+            raise Race("a CTA loads what another one stored")
+        self.loaded.append(indices)
         return self.values[indices]
 
     def store(self, indices: np.ndarray, values: Any, lane: np.ndarray) -> None:
@@ -100,6 +107,8 @@ class Memory:
         earlier = self.is_stored[at]
         if not np.array_equal(values[earlier], self.values[at[earlier]], equal_nan=True):
             raise Race("CTAs store different values to one element")
+        if self.is_loaded[at].any():
+            raise Race("a CTA stores what another one loaded")
         self.stored.append(at)
         self.values[at] = values
 

@@ -137,31 +137,62 @@ def test_gradients_by_two_intervals_agree_when_interpreted(name, monkeypatch):
         assert oracle.relative_error(gradient, want[key]) <= 1e-2, key
 
 
-def check_ends(size, tiling, interpret):
+# rules whose first kv block is seen by no query of the first document's end on
+ENDS = {"documents": ("causal",), "two intervals": ("or", ("first", 5), ("sliding_window", 90, 0))}
+
+
+def problem_of_ends(size, heads=(1, 1), rule="documents", soft_cap=None, has_bias=False):
+    """(mask, arrays in float64, settings of the oracle) of two batch rows with 248 tokens.
+
+    In the first, kv block 0 is seen by queries of the first half of row block 1 at most; in the
+    second, whose ids are not sorted, there are no intervals. A bias has one value per key.
+    """
+    T, (N, K) = 248, heads
+    ids = np.stack([np.arange(T) >= 150, np.arange(T) % 3])
+    spec = ("and", ("documents", ids, ids), ("and", ("causal",), ENDS[rule]))
+    mask = BlockMask.from_rule(to_rule(spec), (T, T))
+    assert mask.intervals.shape[2] == (4 if rule == "two intervals" else 2)
+    assert (np.asarray(mask.intervals)[:, 0, 0, 0] < 0).tolist() == [False, True]
+    rng = np.random.default_rng(0)
+    x = oracle.random_inputs(rng, 2, T, T, N, K, size)
+    x = {key: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float64) for key, value in x.items()}
+    settings = {"allowed": oracle.allowed(spec, 2, N, T, T), "scale": 0.125, "soft_cap": soft_cap}
+    if has_bias:
+        settings["bias"] = rng.standard_normal((2, N, 1, T)).astype(np.float32)
+    return mask, x, settings
+
+
+def check_ends(size, tiling, interpret, **features):
     """The last 64 queries of kv block 0 in the first batch row have NaN, and are left out.
 
-    In the second batch row, whose ids are not sorted, every step is computed.
+    In the second batch row every step is computed.
     """
-    from xsake.backends.hopper import backward_kernel
-
-    T, scale = 248, 0.125
-    ids = np.stack([np.arange(T) >= 150, np.arange(T) % 3])  # 150: in the first half of row block 1
-    rule = ("and", ("documents", ids, ids), ("causal",))
-    mask = BlockMask.from_rule(to_rule(rule), (T, T))
-    assert (np.asarray(mask.intervals)[:, 0, 0, 0] < 0).tolist() == [False, True]
-    x = oracle.random_inputs(np.random.default_rng(0), 2, T, T, 1, 1, size)
-    x = {key: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float64) for key, value in x.items()}
-    setting = {"allowed": oracle.allowed(rule, 2, 1, T, T), "scale": scale}
-    out, lse = oracle.attention(x["q"], x["k"], x["v"], **setting)
-    want = oracle.attention_grads(**x, **setting)
+    mask, x, settings = problem_of_ends(size, **features)
+    forward = {name: x[name] for name in "qkv"} | settings
+    out, lse = oracle.attention(**forward)
+    want = oracle.attention_grads(**x, **settings)
     given = {key: value.copy() for key, value in {**x, "out": out, "lse": lse}.items()}
     for key in ("q", "d_out"):
         given[key][0, 192:] = np.nan
+    found = run_backward(mask, given, settings, tiling, interpret)
+    # The other queries and keys of the first batch row do see NaN.
+    for name, gradient in found.items():
+        for row, end in ((0, 192 if name == "dq" else 128), (1, None)):
+            mine, its = (by_token(y, name)[row, :end] for y in (gradient, want[name]))
+            assert np.isfinite(mine).all(), (name, row)
+            assert oracle.relative_error(mine, its) <= 1e-2, (name, row)
+
+
+def run_backward(mask, given, settings, tiling, interpret):
+    """{"dq", "dk", "dv", and "dbias" if there is one} of the kernels."""
+    from xsake.backends.hopper import backward_kernel
+
     q, k, v, out, d_out = (
         jnp.asarray(given[key], jnp.bfloat16) for key in ("q", "k", "v", "out", "d_out")
     )
     lse, d_lse = (jnp.asarray(np.moveaxis(given[x], 2, 1), jnp.float32) for x in ("lse", "d_lse"))
-    dq, dk, dv, _ = backward_kernel.backward(
+    bias = settings.get("bias")
+    found = backward_kernel.backward(
         q,
         k,
         v,
@@ -172,19 +203,24 @@ def check_ends(size, tiling, interpret):
         mask.lists,
         rule=kernel_rule.by_key(mask),
         row_rule=kernel_rule.by_query(mask),
-        scale=scale,
+        scale=settings["scale"],
+        soft_cap=settings["soft_cap"],
+        bias=None if bias is None else jnp.asarray(bias),
+        wants_bias=bias is not None,
         tiling=tiling,
         interpret=interpret,
     )
-    # The other queries and keys of the first batch row do see NaN.
-    for name, found, tokens in (("dq", dq, 192), ("dk", dk, 128), ("dv", dv, 128)):
-        for row, end in ((0, tokens), (1, T)):
-            assert np.isfinite(np.asarray(found[row, :end], np.float32)).all(), (name, row)
-            error = oracle.relative_error(found[row, :end], want[name][row, :end])
-            assert error <= 1e-2, (name, row)
+    names = ("dq", "dk", "dv", "dbias")
+    return {name: x for name, x in zip(names, found, strict=True) if x is not None}
 
 
-@pytest.mark.parametrize("row_step", [64, pytest.param(128, marks=pytest.mark.slow)])
+def by_token(gradient, name):
+    """float32 [B, tokens, …]; that of a bias per key is [B, N, 1, S]."""
+    gradient = np.asarray(gradient, np.float32)
+    return np.moveaxis(gradient, 3, 1) if name == "dbias" else gradient
+
+
+@pytest.mark.parametrize("row_step", [64, 128])
 @needs_interpreter
 def test_queries_after_the_last_document_of_a_kv_block_are_not_read(row_step, monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -193,11 +229,39 @@ def test_queries_after_the_last_document_of_a_kv_block_are_not_read(row_step, mo
     check_ends(64, BackwardTiling(fused=False, row_step=row_step), plgpu.InterpretGPUParams())
 
 
+FEATURES = [
+    {"heads": (4, 2)},
+    {"rule": "two intervals"},
+    {"soft_cap": 5.0},
+    {"has_bias": True},
+    {"heads": (4, 2), "rule": "two intervals", "soft_cap": 5.0, "has_bias": True},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@needs_interpreter
+def test_they_are_not_read_beside_other_features_when_interpreted(features, monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    tiling = BackwardTiling(fused=False, row_step=128)
+    check_ends(64, tiling, plgpu.InterpretGPUParams(), **features)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("cast", ["pass", "kernel"])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("how", [{"cast": "pass"}, {"cast": "kernel"}, {"fused": False}], ids=str)
 @pytest.mark.parametrize("persistent", [True, False])
-def test_they_are_not_read_on_a_gpu(size, cast, fused, persistent):
-    check_ends(size, BackwardTiling(fused=fused, cast=cast, persistent=persistent), False)
+def test_they_are_not_read_on_a_gpu(size, how, persistent):
+    check_ends(size, BackwardTiling(**{"fused": True} | how, persistent=persistent), False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_they_are_not_read_beside_other_features(features, fused, size):
+    check_ends(size, BackwardTiling(fused=fused), False, **features)

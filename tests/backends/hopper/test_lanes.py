@@ -69,6 +69,33 @@ def test_ctas_store_no_different_values_to_one_element(emulator):
         run(2, lambda cta: cta)
 
 
+@pytest.mark.parametrize(
+    ("loaded", "message"), [(-1, "loads what another one stored"), (1, "stores what another one")]
+)
+def test_no_cta_loads_what_another_one_of_its_launch_stores(loaded, message, emulator):
+    """Neither before nor after it; its own elements it may load, as those of an earlier launch."""
+    from xsake.backends.hopper import lanes
+
+    def run(offset):
+        def body(given, out):
+            cta = lanes.lax.axis_index("cta")
+            lanes.gather(given, lanes.every_lane((cta + 1) % 4))
+            lanes.scatter(out, np.where(lanes.lane_index() == 0, cta, -1), lanes.every_lane(cta))
+            lanes.gather(out, lanes.every_lane(np.clip(cta + offset, 0, 3)))
+
+        def fill(out):
+            lane = lanes.lane_index()
+            lanes.scatter(out, np.where(lane < 4, lane, -1), lane)
+
+        shape = jax.ShapeDtypeStruct((4,), jnp.int32)
+        given = lanes.launch(fill, "fill", [shape], {"cta": 1}, [])
+        return lanes.launch(body, "load", [shape], {"cta": 4}, given)[0].tolist()
+
+    assert run(0) == [0, 1, 2, 3]
+    with pytest.raises(emulator.Race, match=message):
+        run(loaded)
+
+
 def test_a_long_run_is_sorted_too(emulator):
     """A CTA compares its work tiles with more than 2,048 others, in two unrolled turns."""
     from xsake.backends.hopper import work_table

@@ -12,6 +12,9 @@ import pytest
 
 from tests.conditions import needs_gpu, needs_newer_jax
 from xsake import BlockMask, _jax, masks
+from xsake.block_mask.lists import known_lists
+from xsake.hads import sampled
+from xsake.masks.rule import Grid
 
 pytestmark = needs_newer_jax
 SMS = 4  # multiprocessors, as the tables here are made for
@@ -238,3 +241,22 @@ def test_an_unknown_order_is_refused():
         ValueError, match=r"order is 'shortest'; choose one of \['heads', 'longest'"
     ):
         work_table.work_table(random_mask("few").lists, 1, 2, 2, 1, tiling("shortest"), True)
+
+
+def test_a_known_table_has_every_work_tile_and_the_longest_first():
+    from xsake.backends.hopper import work_table
+    from xsake.backends.hopper.scheduler import COUNTER
+
+    classes = sampled.block_classes(masks.causal(), (1024, 1024), (64, 128), 4, 4)
+    lists = known_lists(classes, Grid((256, 256), (64, 128), len(classes), 1))
+    *records, end = work_table.known_table(lists, 8, 2)
+    assert (end[4], end[COUNTER]) == (-1, SMS)
+    counts = [record[4] for record in records]
+    assert counts == sorted(counts, reverse=True)
+    assert len({tuple(x[:3]) for x in records}) == len(records) == 8 * 2 * 4
+    index = lists.kv_index.reshape(-1)
+    for b, _, i, start, count, full, *_ in records:
+        named = np.zeros(2, int)
+        named[index[start : start + count]] = 1
+        named[index[start : start + full]] = 2
+        np.testing.assert_array_equal(named, classes[b % 4, 0, i])

@@ -168,11 +168,6 @@ def _move_rows(out: Array, logsumexp: Array, bias: Array) -> tuple[Array, Array]
     return out, jnp.where(seen, moved, -jnp.inf)
 
 
-def _form(bias: Array | None) -> tilings.Bias:
-    """What the tilings distinguish of a bias [B|1, N|1, T|1, S]."""
-    return None if bias is None else "keys" if bias.shape[2] == 1 else "pairs"
-
-
 def _kernel_bias(bias: Array) -> Array:
     """A bias [B|1, N|1, T|1, S] in a dtype that the kernels read."""
     is_read = bias.shape[2] > 1 and bias.dtype in (jnp.bfloat16, jnp.float16)
@@ -256,7 +251,8 @@ def run_forward(
     from xsake.backends.hopper import forward_kernel
 
     tiling = settings.options.hopper_forward
-    tiling = tiling or tilings.measured_forward(Sizes.of(q, k, v), mask, _form(bias))
+    kind = tilings.bias_kind(None if bias is None else bias.shape)
+    tiling = tiling or tilings.measured_forward(Sizes.of(q, k, v), mask, kind)
     if settings.statistics:  # a grid that is not persistent would keep T · S / 128 logarithms
         tiling = dataclasses.replace(tiling, persistent=True)
     if settings.statistics is None and bias is None:
@@ -296,8 +292,7 @@ def run_pieces(
       k: [C, S, K, H].
       v: [C, S, K, Hv].
       pairs: int32 [C, 2, T]: keys lo … hi - 1 of a piece that a query sees.
-      lists: of all C pieces, or `known_lists` of the first ones; those after them have the same
-        again.
+      lists: of all C pieces, or NumPy lists of the first c; piece i has lists i % c.
       block: of the lists.
       soft_cap: of the logits.
     """

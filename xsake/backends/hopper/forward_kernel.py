@@ -80,9 +80,9 @@ def forward(
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv], bias [B|1, N|1, T|1, S] of bfloat16, float16 or
     float32; one value per key is float32. A row that sees no key gets zeros and -inf.
 
-    With `rows_per_q`, so many batch rows of k and v share one of q, which has B / rows_per_q: row b
-    of q is that of their rows from b · rows_per_q on. `table` is the work table, where it is known
-    before the call is compiled.
+    With `rows_per_q`, batch row r of k and v reads row r // rows_per_q of q. `table` is the work
+    table, where it is known before the call is compiled. It must suit the tiling's schedule: with
+    "counter" it is written to, so it cannot be a constant.
 
     With `statistics` also, in float32: the mean mass of every block [B, N, row blocks, kv blocks],
     in whose denominator `sinks` are: float32 [N], the logarithm of their sum; and the entropy over

@@ -372,6 +372,6 @@ def _octet(ref):
 
 
 def _octet_address(ref, at):
-    """The address of octet number `at` of a ref: from 2³¹ on, its int32 is negative."""
+    """The address of octet number `at` of a ref; `at` is read as unsigned."""
     wide = arith.extui(ir.IntegerType.get_signless(64), at)
     return mgpu.utils.getelementptr(address(ref), [wide], _octet(ref))

@@ -94,9 +94,10 @@ def work_table(
 
 
 def known_table(lists: Lists, B: int, N: int) -> np.ndarray:
-    """All work tiles, longest first, of lists whose arrays are NumPy's and that all heads share.
+    """All work tiles, longest first, of lists whose arrays are NumPy's.
 
-    It is a constant of the program, for schedules that do not write to it.
+    Batch rows repeat as in `work_table`. The table is a constant of the program, for schedules that
+    do not write to it.
     """
     bni = np.indices((B, N, lists.kv_count.shape[-1]), np.int32).reshape(3, -1)
     records = _records(lists, B, N, bni, np)

@@ -33,7 +33,8 @@ from xsake.backends.hopper.sampled import Visits, Windows
 
 NUM_FIGURES = 3  # dropped mass, squared error, squared output
 FIELDS = 4  # mean, standard error, low, high
-NO_PATTERN = -7  # of no other element of the constants
+# A value that no element has, so that XLA stores the constant instead of computing it.
+NO_PATTERN = -7
 
 
 def means(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,11 @@ SPARSE = 0.15  # lists whose capacity is below this fraction of all blocks are "
 Bias = Literal["pairs", "keys"] | None  # of every pair, of every key, none
 
 
+def bias_kind(shape: Sequence[int] | None) -> Bias:
+    """What the tilings distinguish of a bias [B|1, N|1, T|1, S]; None: there is no bias."""
+    return None if shape is None else "keys" if shape[2] == 1 else "pairs"
+
+
 def call_class(sizes: Sizes, mask: BlockMask, bias: Bias = None) -> str:
     """What is known of a call when it is compiled: "128 short sparse".
 
@@ -44,11 +50,14 @@ def call_class(sizes: Sizes, mask: BlockMask, bias: Bias = None) -> str:
     is_sparse = mask.kv_index.shape[-1] < SPARSE * row_blocks * kv_blocks
     is_everything = mask.is_rule and mask.rule == masks.everything()
     is_causal = kernel_rule.is_causal_alone(mask)
-    untimed = is_causal and bias is not None and size <= limits.TALL_HEAD_SIZE  # as "causal"
-    if bias == "pairs" and (is_everything or untimed):
+    # such calls have no work tiles of 192 queries, with which "causal" may have been measured
+    no_tall_tiles = is_causal and bias is not None and size <= limits.TALL_HEAD_SIZE
+    if bias == "pairs" and (is_everything or no_tall_tiles):
         lists = "bias"
     elif mask.kv_count.shape[1] == 1:
-        lists = "one sparse" if is_sparse else "causal" if is_causal and not untimed else "one"
+        lists = (
+            "one sparse" if is_sparse else "causal" if is_causal and not no_tall_tiles else "one"
+        )
     else:
         lists = "sparse" if is_sparse else "mixed"
     return f"{size} {length} {lists}"
