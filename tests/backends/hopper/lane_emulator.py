@@ -288,8 +288,6 @@ def emulate(monkeypatch: Any) -> None:
     for module, (name, function) in itertools.product(MODULES, replaced.items()):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, function)
-    monkeypatch.setattr(top, "_pair", lambda ref, i: (gather(ref, 2 * i), gather(ref, 2 * i + 1)))
-    monkeypatch.setattr(top, "_floats", lambda value: np.full(THREADS, value, np.float32))
     monkeypatch.setattr(plgpu, "commit_smem", barrier)
     monkeypatch.setattr(plgpu, "load", lambda ref, layout: ref.load())
     monkeypatch.setattr(pl, "when", _when)

@@ -9,15 +9,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
 
-from xsake.backends.hopper.lanes import LANES, every_lane, lane_index, launch, scatter
+from xsake.backends.hopper.lanes import every_lane, gather, lane_index, launch, scatter
 from xsake.backends.hopper.layouts import THREADS, div_rem
 
 INT_MAX = 2**31 - 1
-FLOATS = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
 def top(
@@ -44,7 +40,7 @@ def top(
 
         def step(j, carry):
             before, values, indices = carry
-            own, edge = _pair(sums_gmem, row * blocks + j)
+            own, edge = (gather(sums_gmem, (row * blocks + j) * 2 + i) for i in range(2))
             x = 2 * own - edge + before
             x = jnp.where(j <= current - local, x, -1.0)
             at = every_lane(j)
@@ -52,11 +48,10 @@ def top(
             smaller = [value < x for value in values]
             return edge, _inserted(x, values, smaller), _inserted(at, indices, smaller)
 
-        lowest = _floats(-0.5)
+        zero = every_lane(0).astype(jnp.float32)
         nothing = every_lane(-1)
-        edge = _pair(sums_gmem, row * blocks + max(initial - 1, 0))[1]
-        edge = edge if initial else _floats(0.0)
-        carry = edge, (lowest,) * free, (nothing,) * free
+        edge = gather(sums_gmem, (row * blocks + initial - 1) * 2 + 1) if initial else zero
+        carry = edge, (zero - 0.5,) * free, (nothing,) * free
         _, _, found = lax.fori_loop(initial, jnp.maximum(end, initial), step, carry)
         chosen = [jnp.where(every_lane(i) <= current, i, -1) for i in range(initial)]
         for i in range(local):
@@ -101,27 +96,3 @@ def _ascending(values, largest):
             distance //= 2
         span *= 2
     return values[:count]
-
-
-def _floats(value):
-    return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.float32), FLOATS)
-
-
-def _pair(ref, indices):
-    """ref[2 i], ref[2 i + 1] of every lane's i; ref is float32."""
-
-    def load(offset):
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), LANES),
-            return_type=plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, layout=FLOATS),
-        )
-        def emit(_, ref, indices):
-            return indices.foreach(
-                lambda at, _: memref.load(ref, [arith.index_cast(ir.IndexType.get(), at)]),
-                create_array=True,
-                is_signed=None,
-            )
-
-        return emit(ref, plgpu.layout_cast(indices * 2 + offset, LANES))
-
-    return load(0), load(1)
