@@ -209,6 +209,20 @@ def test_estimates_are_those_of_the_definition(length, every, window):
         np.testing.assert_allclose([low, high], [mean - half, mean + 1.5 * half], rtol=1e-5)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("criterion", ["mass", "error"])
+def test_dropped_keys_that_are_no_numbers_are_reported_and_done_densely(value, criterion):
+    q, k, v, mask = problem(RULES["causal"])
+    clean = certify(q, k, v, mask, jax.random.key(4))[1]
+    at = int(np.argmin(mask.blocks().sum((0, 1, 2))[:-1])) * BLOCK  # of a block that rows drop
+    how = {"threshold": 0.9, "criterion": criterion}
+    report = certify(q, k.at[:, at].set(value), v, mask, jax.random.key(4), **how)[1]
+    lost = np.isnan(report.dropped_mass_by_head.mean)
+    assert lost.any()
+    assert not np.isnan(clean.dropped_mass_by_head.mean).any()
+    assert np.asarray(report.dense_row_blocks)[lost].any(-1).all()
+
+
 def test_a_value_that_is_no_number_stays_in_its_window():
     x = jnp.ones(16).at[3].set(jnp.nan)
     by_window, whole = estimates.by_window_and_whole(x, 128, 8, 32, 1.5, np.inf)

@@ -276,9 +276,9 @@ def _measure_sample(
 def dropped_mass(
     sparse: Float[Array, "*axes"], dense: Float[Array, "*axes"]
 ) -> Float[Array, "*axes"]:
-    """1 - exp(sparse - dense) of two logsumexps; 0 for a query that sees no key."""
-    sees = dense > -jnp.inf
-    change = jnp.where(sees, sparse - jnp.where(sees, dense, 0), 0)
+    """1 - exp(sparse - dense) of two logsumexps; 0 for a query that sees no key, NaN stays NaN."""
+    is_blind = dense <= -jnp.inf
+    change = jnp.where(is_blind, 0, sparse - jnp.where(is_blind, 0, dense))
     return -jnp.expm1(jnp.minimum(change, 0))
 
 
@@ -338,21 +338,21 @@ def _failing(
     guarantee: float | None,
     every: int,
 ) -> Bool[Array, "B N nq"]:
-    """Row blocks that are not below the threshold, or not below the guarantee."""
+    """Row blocks that are not below the threshold, or not below the guarantee; NaN is not."""
     nq, bq = mask.grid.counts[0], mask.block[0]
     fails = jnp.zeros((), bool)
     if threshold is not None:
         compared, error, size = jnp.unstack(figures, axis=1)  # [B, N, G] each
         if criterion == "error":
             compared = jnp.sqrt(error / jnp.where(size > 0, size, 1))
-        over = compared >= threshold
+        over = ~(compared < threshold)
         if bq >= every:
             fails |= cut(over, bq // every, -1, False).any(-1)
         else:
             fails |= jnp.repeat(over, every // bq, axis=-1)[..., :nq]
     if guarantee is not None:
         assert limits is not None
-        fails |= (cut(limits, bq, -1, 0.0) >= guarantee).any(-1)
+        fails |= ~(cut(limits, bq, -1, 0.0) < guarantee).all(-1)
     return fails
 
 

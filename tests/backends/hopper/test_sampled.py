@@ -114,6 +114,16 @@ def test_pieces_are_merged_and_compared_as_in_plain_jax(pieces, size, N, G, has_
         np.testing.assert_array_equal(compare.compare(*given, of_rows), got)
 
 
+def test_a_logsumexp_that_is_no_number_stays_one(emulator):
+    from xsake.backends.hopper.sampled import compare
+
+    (out, lse), sparse, sample = comparable(*COMPARED[0])
+    got = compare.compare((out, lse.at[0, 0, 0].set(jnp.nan)), sparse, sample, None)
+    want = np.zeros(got.shape[2:], bool)
+    want[0, 0] = True  # of one head and group
+    np.testing.assert_array_equal(np.isnan(got[0, 0]), want)
+
+
 def test_small_dropped_masses_keep_their_digits(emulator):
     """Where 1 - exp(x) of float32 would keep one or two of them."""
     from xsake.backends.hopper.sampled import compare

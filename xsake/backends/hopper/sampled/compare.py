@@ -122,15 +122,15 @@ def _weights(logs):
     top = jnp.where(top == LOWEST, 0.0, top)
     weights = [jnp.exp2((x - top) * LOG2E) for x in logs]
     total = sum(weights[1:], weights[0])
-    seen = total > 0
-    total = jnp.where(seen, total, 1.0)
-    return weights, total, jnp.where(seen, top + jnp.log2(total) * (1 / LOG2E), LOWEST)
+    is_blind = total <= 0  # not if it is NaN
+    total = jnp.where(is_blind, 1.0, total)
+    return weights, total, jnp.where(is_blind, LOWEST, top + jnp.log2(total) * (1 / LOG2E))
 
 
 def _dropped(sparse, dense):
     """1 - exp(sparse - dense), and 0 where the dense logsumexp is -inf."""
-    sees = dense > LOWEST
-    change = jnp.where(sees, sparse - jnp.where(sees, dense, 0.0), 0.0)
+    is_blind = dense <= LOWEST
+    change = jnp.where(is_blind, 0.0, sparse - jnp.where(is_blind, 0.0, dense))
     change = jnp.minimum(change, 0.0)
     small = jnp.maximum(change, SERIES)
     series = every_lane(0).astype(jnp.float32) + 1.0
