@@ -14,7 +14,8 @@ def speed(report: Record) -> Cells:
     """suites.certificate speed, or model: times ÷ that of dense attention in the same run.
 
     The last form has the bound with random inputs, and a threshold with a model's activations. A
-    file without times of the certificate alone has no column for them.
+    file without times of the certificate alone has no column for them. Times of the kernels alone,
+    where the file has them, come after a slash.
     """
     rows = [row for row in report["rows"] if row["kind"] == "speed"]
     limits = dict.fromkeys(row["threshold"] for row in rows if "threshold" in row)
@@ -34,11 +35,17 @@ def speed(report: Record) -> Cells:
             str(row["block"]),
             row["selector"],
             f"{row['density']:g}",
-            f"{1e3 * row['dense_seconds']:.3f}",
-            *(f"{row[f'{name}_over_dense']:.2f}" for name in names),
+            _both(row, "dense_{}seconds", "{:.3f}", 1e3),
+            *(_both(row, f"{name}_{{}}over_dense", "{:.2f}") for name in names),
         ]
         for row in rows
     )
+
+
+def _both(row: Record, field: str, shown: str, unit: float = 1) -> str:
+    """A time in a queue of calls, and that of the kernels alone if the record has it."""
+    fields = (field.format(kind) for kind in ("", "device_"))
+    return " / ".join(shown.format(unit * row[x]) for x in fields if x in row)
 
 
 def coverage(report: Record) -> Cells:

@@ -27,12 +27,12 @@ def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypa
     def count(plan, layer, q, k, v):
         return plan.counts.sum()
 
-    def timed(fn, plan, *given, **how):
+    def timed(fn, plan, *given):
         visited.append(None if plan is None else int(jnp.sum(fn(plan, *given))))
-        return SimpleNamespace(median_seconds=1.0)
+        return 1.0, 0.5
 
     monkeypatch.setattr(certificate, "_forms", lambda threshold: {"selection": count})
-    monkeypatch.setattr(certificate, "time_queued", timed)
+    monkeypatch.setattr(certificate, "_both_times", timed)
     np.save(tmp_path / "tokens.npy", np.zeros((1, length), np.int32))
     out = tmp_path / "speed.json"
     densities = (0.6, 0.9)
@@ -42,6 +42,8 @@ def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypa
     assert [(row["density"], row["inputs"]) for row in rows] == [
         (x, "activations") for x in densities
     ]
+    assert [rows[0][f"dense_{kind}seconds"] for kind in ("", "device_")] == [1.0, 0.5]
+    assert rows[0]["selection_device_over_dense"] == 1.0
     dense, first, second = visited
     assert dense is None
     assert first < second

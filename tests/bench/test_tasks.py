@@ -365,6 +365,9 @@ def test_times_on_activations_are_shown_with_their_threshold():
     fewer, lines = certificate_tables.speed({"rows": [row]})
     assert [x for x in head if x not in fewer] == ["+ certificate"]
     assert [len(line) for line in lines] == [len(fewer)]
+    row |= {"selection_device_over_dense": 0.25, "dense_device_seconds": 5e-4}
+    (line,) = lines_of(certificate_tables.speed({"rows": [row]}))
+    assert (line["dense ms"], line["selection ÷ dense"]) == ("1.000 / 0.500", "0.50 / 0.25")
 
 
 def test_one_head_at_a_time_is_changed(tmp_path, asked, monkeypatch):

@@ -133,7 +133,7 @@ class _Pool:
         """Starts a process for these cases."""
         out, log = (self.folder / f"{self._count}.{x}" for x in ("json", "log"))
         self._count += 1
-        more = {LOCK: str(self.folder / "turn"), **OWN_MEMORY}
+        more = {LOCK: os.environ.get(LOCK) or str(self.folder / "turn"), **OWN_MEMORY}
         with log.open("w") as file:
             process = self._start(self.name, out, self.quick, cases, more, file)
         self.running.append(Job(cases, out, log, process))

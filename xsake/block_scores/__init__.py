@@ -34,6 +34,7 @@ from xsake.block_scores.queries import Represent, means, outliers, sizes_of
 
 __all__ = ["BY_KERNEL", "ESTIMATES", "estimate", "filled", "select", "why_not"]
 
+PARTS = 16  # queries of a row block that `part_queries` and `outlier_queries` score
 QUERIES_AT_ONCE = 256  # of `every_query`: so many · S logits of each head are in memory
 STRIPS = 4  # strips of row blocks; a strip skips the kv blocks after its last row block
 
@@ -152,7 +153,7 @@ def part_queries(
     k: Float[Array, "S K H"],
     block: int,
     first: Index = 0,
-    parts: int = 16,
+    parts: int = PARTS,
 ) -> Float[Array, "N R n"]:
     """Mean queries of `parts` parts of a row block, each against every key.
 
@@ -172,7 +173,7 @@ def outlier_queries(
     k: Float[Array, "S K H"],
     block: int,
     first: Index = 0,
-    parts: int = 16,
+    parts: int = PARTS,
 ) -> Float[Array, "N R n"]:
     """`part_queries` with one query of each part instead of the part's mean.
 

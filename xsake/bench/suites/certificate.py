@@ -6,6 +6,9 @@
     speed      selection + sparse attention + certificate ÷ dense attention, random inputs → JSON
     model      the same on a model's activations, with the plans of a profile → JSON
 
+A call is timed in a queue of calls, which for small kernels is the host's time to launch them, and
+by the profiler: the kernels' own time, as `device_seconds`.
+
 `coverage` computes dense attention for all queries, and then repeats the sample many times.
 """
 
@@ -27,10 +30,10 @@ from jax import Array, lax
 from xsake import block_scores, dot_product_attention, masks, selection
 from xsake.bench.method_times import activations, check_is_plain
 from xsake.bench.suites import Record
-from xsake.bench.timing import provenance, time_queued
+from xsake.bench.timing import provenance, time_on_device, time_queued
 from xsake.block_mask import BlockMask
 from xsake.evaluate.table import to_json
-from xsake.hads import Plan, Profile, budget, certified_attention, make
+from xsake.hads import Plan, Profile, Report, budget, certified_attention, make
 from xsake.hads.certificate import dropped_mass
 from xsake.hads.estimates import WIDENED_ERROR, WIDENED_MASS, WINDOW, by_window_and_whole
 from xsake.hads.mass_bounds import bounds
@@ -296,7 +299,7 @@ def _timed(
 
     def certified(selector: str, counts: Array, q: Array, k: Array, v: Array, bound: bool) -> Any:
         mask = chosen(selector, counts, q, k)
-        return certified_attention(q, k, v, mask, jax.random.key(3), bound=bound)
+        return _needed(*certified_attention(q, k, v, mask, jax.random.key(3), bound=bound))
 
     forms: dict[str, Any] = {
         "selection": selected,
@@ -312,14 +315,10 @@ def _timed(
     }
     calls["dense"] = (lambda counts, q, k, v: _dense(q, k, v), given)
     ready = _compiled_together(calls)
-    base = time_queued(ready["dense"], *given).median_seconds
+    base = _both_times(ready["dense"], *given)
     for density, selector in ((x, y) for x in densities for y in selectors):
-        found = {
-            name: time_queued(
-                ready[selector, name], counts[density], q, k, v, rounds=3
-            ).median_seconds
-            for name in forms
-        }
+        args = counts[density], q, k, v
+        found = {name: _both_times(ready[selector, name], *args) for name in forms}
         yield {
             "kind": "speed",
             "inputs": "random",
@@ -328,10 +327,33 @@ def _timed(
             "block": block,
             "selector": selector,
             "density": density,
-            "dense_seconds": base,
-            **{f"{name}_seconds": x for name, x in found.items()},
-            **{f"{name}_over_dense": x / base for name, x in found.items()},
+            **_times(found, base),
         }
+
+
+def _needed(out: Array, report: Report) -> Any:
+    """The output and one array of each part of the report; many results are launched slowly.
+
+    Without the report, the compiler would remove the sample.
+    """
+    return out, report.dropped_mass.mean, report.bound
+
+
+def _both_times(fn: Any, *args: Any) -> tuple[float, float]:
+    """Seconds of a call in a queue, and of its kernels alone."""
+    return time_queued(fn, *args, rounds=3).median_seconds, time_on_device(fn, *args)
+
+
+def _times(
+    found: dict[str, tuple[float, float]], dense: tuple[float, float], layers: int = 1
+) -> Record:
+    """The fields of a record: seconds of one layer, and those ÷ dense attention's."""
+    record: Record = {}
+    for i, kind in enumerate(("", "device_")):
+        record |= {f"{name}_{kind}seconds": x[i] / layers for name, x in found.items()}
+        record |= {f"{name}_{kind}over_dense": x[i] / dense[i] for name, x in found.items()}
+        record[f"dense_{kind}seconds"] = dense[i] / layers
+    return record
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -379,14 +401,13 @@ def model(
     calls["dense"] = (dense, (None, *given))
     ready = _compiled_together(calls)
     B, T, N, H = given[0].shape[1:]
-    base = time_queued(ready["dense"], None, *given).median_seconds
+    base = _both_times(ready["dense"], None, *given)
     rows: list[Record] = []
     for (selector, density), plan in plans.items():
         # compiled for the first density, whose terms are part of the program's arguments
         plan = dataclasses.replace(plan, terms=plans[selector, densities[0]].terms)
         found = {
-            name: time_queued(ready[selector, name], plan, *given, rounds=3).median_seconds
-            for name in _forms(threshold)
+            name: _both_times(ready[selector, name], plan, *given) for name in _forms(threshold)
         }
         rows.append(
             {
@@ -398,9 +419,7 @@ def model(
                 "selector": selector,
                 "density": density,
                 "threshold": threshold,
-                "dense_seconds": base / subject.layers,
-                **{f"{name}_seconds": x / subject.layers for name, x in found.items()},
-                **{f"{name}_over_dense": x / base for name, x in found.items()},
+                **_times(found, base, subject.layers),
             }
         )
         print(rows[-1], flush=True)
@@ -423,8 +442,7 @@ def _forms(threshold: float) -> dict[str, Any]:
 
     def certified(plan: Plan, layer: Array, q: Array, k: Array, v: Array, **how: Any) -> Any:
         mask = plan.mask(layer, q, k)
-        # with the report: without it the compiler would remove the sample
-        return certified_attention(q, k, v, mask, jax.random.key(2), bound=False, **how)
+        return _needed(*certified_attention(q, k, v, mask, jax.random.key(2), bound=False, **how))
 
     thresholded = functools.partial(certified, threshold=threshold, criterion="error")
     return {
