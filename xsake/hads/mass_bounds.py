@@ -30,6 +30,9 @@ def bounds(
     with the minimum and maximum over a block's keys as in Quest. It is tight where the keys of a
     block are alike in every channel, and far too large where they are not. The cost is 2/block_k of
     that of q·kᵀ. A soft cap rises with the logit, so that the capped bound is one of the capped.
+
+    A query that drops a block where u_j is inf or NaN has the bound 1; u_j is NaN by 0 · inf where
+    a logit may be inf. One that drops a block and whose logsumexp is inf or NaN has the bound NaN.
     """
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     bq, bk = block
@@ -46,11 +49,12 @@ def bounds(
             "btkgh,bjkh->bkgtj", both, keys,
             preferred_element_type=jnp.float32, precision=precision,
         )  # fmt: skip
-        upper = softmax.capped(upper.reshape(B, N, bq, -1) / np.sqrt(H).astype(np.float32))
-        upper += log_tokens
+        upper = upper.reshape(B, N, bq, -1) / np.sqrt(H).astype(np.float32)
+        upper = jnp.where(jnp.isfinite(upper), softmax.capped(upper) + log_tokens, jnp.inf)
         total = jax.nn.logsumexp(jnp.where(drops[:, :, None], upper, -jnp.inf), axis=-1)
         L = jnp.swapaxes(L, 1, 2).astype(jnp.float32)
-        some = total > -jnp.inf
+        L = jnp.where(jnp.isposinf(L), jnp.nan, L)  # then the sparse softmax is NaN
+        some = total > -jnp.inf  # it is never NaN
         return jnp.where(some, jax.nn.sigmoid(jnp.where(some, total, 0) - L), 0)
 
     rows = tuple(jnp.moveaxis(cut(x, bq, 1, 0.0), 1, 0) for x in (query, logsumexp))

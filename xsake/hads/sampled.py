@@ -228,7 +228,7 @@ def _joined(
     top = jnp.where(top == -jnp.inf, 0, top)
     weight = jnp.exp(logs - top)
     total = weight.sum(1)
-    seen = total > 0
-    safe = jnp.where(seen, total, 1)
+    is_blind = total <= 0  # not if it is NaN
+    safe = jnp.where(is_blind, 1, total)
     whole = (weight[..., None] * out).sum(1) / safe[..., None]
-    return whole, jnp.where(seen, top[:, 0] + jnp.log(safe), -jnp.inf)
+    return whole, jnp.where(is_blind, -jnp.inf, top[:, 0] + jnp.log(safe))
