@@ -44,7 +44,10 @@ certify = jax.jit(
         bound=False,
         implementation="reference",
     ),
-    static_argnames=("threshold", "criterion", "guarantee", "correct", "bound", "logits_soft_cap"),
+    static_argnames=(
+        *("threshold", "criterion", "guarantee", "correct", "bound", "logits_soft_cap"),
+        "implementation",
+    ),
 )
 
 
@@ -356,28 +359,34 @@ def test_gradients_are_those_of_the_blocks_that_were_visited():
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"threshold": 1.5}, "threshold is a share of the mass, 0 to 1, got 1.5"),
-        ({"criterion": "loss"}, 'criterion must be "mass" or "error", got \'loss\''),
-        ({"guarantee": 0.1, "bound": False}, "guarantee needs the bound; leave bound = True"),
-        ({"every": 12}, "every = 12 must divide the row blocks of 8 queries or be a multiple"),
-        ({"window": 20}, "window = 20 must be a multiple of every = 8"),
-        ({"correct": True}, "needs T = S and a mask whose rule is causal\\(\\), documents"),
-    ],
-)
-def test_bad_settings_are_refused(change, words):
-    q, k, v, mask = problem(RULES["array"])
-    given = {"every": EVERY, "window": WINDOW} | change
-    with pytest.raises(ValueError, match=words):
-        hads.certified_attention(q, k, v, mask, jax.random.key(0), **given)
-
-
-def test_a_report_prints_a_line_for_every_head():
+@pytest.mark.parametrize("threshold", [None, 0.3])
+def test_gradients_flow_through_the_correction(threshold):
+    """Those of the sum that the output is, with the sample and the dense row blocks as given."""
     q, k, v, mask = problem(RULES["causal"])
-    report = certify(q, k, v, mask, jax.random.key(1), threshold=0.3)[1]
-    assert str(report).count("\n") == B * N
+    weight = jnp.asarray(np.random.default_rng(8).standard_normal(q.shape), jnp.float32)
+    how = {"correct": True, "threshold": threshold}
+    rng = jax.random.key(9)
+    report = certify(q, k, v, mask, rng, **how)[1]
+    visited = (mask.blocks() > 0) | report.dense_row_blocks[..., None]
+    final = BlockMask.from_dense(visited, masks.causal(), shape=(T, T), block=BLOCK)
+    sees = np.asarray(report.sample)[:, None] <= np.arange(T)[:, None]  # [B, T, G]
+    last = np.take_along_axis(np.asarray(report.sample), np.maximum(sees.sum(-1) - 1, 0), 1)
+    served = np.repeat(~np.asarray(report.dense_row_blocks), BLOCK, -1)[..., :T]
+    served = np.moveaxis(served, 1, 2) & sees.any(-1)[..., None]
+
+    def by_definition(*qkv):
+        dense = dot_product_attention(*qkv, mask=masks.causal())
+        sparse, out = (dot_product_attention(*qkv, mask=x) for x in (mask, final))
+        error = jnp.take_along_axis(dense - sparse, last[..., None, None], axis=1)
+        return out + jnp.where(served[..., None], error, 0)
+
+    def loss(attend):
+        return lambda *qkv: (weight * attend(*qkv)).sum()
+
+    got = jax.grad(loss(lambda *x: certify(*x, mask, rng, **how)[0]), (0, 1, 2))(q, k, v)
+    want = jax.grad(loss(by_definition), (0, 1, 2))(q, k, v)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -464,6 +473,14 @@ def test_lists_that_are_not_known_or_too_long_are_made_from_the_sample(monkeypat
     causal = sampled._of_pieces(masks.causal(), sample, 4, 512)
     monkeypatch.setattr(sampled, "MAX_CONSTANT", B * 4 - 1)
     assert sampled._with_known_blocks(causal, masks.causal(), *how) is causal
+
+
+def test_logits_that_are_no_numbers_stay_so_in_pieces():
+    q, k, v, _ = problem(RULES["causal"])
+    sample = jnp.asarray([[3, T - 1], [3, T - 1]])
+    given = q, k.at[0, T // 2].set(jnp.nan), v, None
+    logsumexp = sampled.attend_sampled(given, sample, RULES["causal"], None, 2)[1]
+    np.testing.assert_array_equal(jnp.isnan(logsumexp[:, :, 0]), [[False, True], [False, False]])
 
 
 def test_queries_that_see_no_key_stay_zero_in_pieces():

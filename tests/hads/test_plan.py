@@ -121,6 +121,21 @@ def test_settings_that_are_numpy_numbers_are_saved(tmp_path, as_users_call_it):
     assert {name: getattr(plan.terms, name) for name in settings} == settings
 
 
+def test_settings_may_be_scalar_arrays_of_jax(tmp_path, as_users_call_it):
+    settings = {"density": 0.75, "top_p": 0.5, "end_weight": 16, "length": 300}
+    arrays = {name: jnp.asarray(x) for name, x in settings.items()}
+    plan, want = make(profile_of(), **arrays), make(profile_of(), **settings)
+    assert plan.terms == want.terms
+    np.testing.assert_array_equal(plan.counts, want.counts)
+    np.testing.assert_array_equal(plan.at(jnp.int32(100)).counts, want.at(100).counts)
+    np.testing.assert_array_equal(
+        plan.decode_budget(jnp.float32(0.5)), want.decode_budget(np.float32(0.5))
+    )
+    plan.save(tmp_path / "plan")
+    with pytest.raises(ValueError, match=r"density must be above 0 and at most 1, got .*Tracer"):
+        jax.jit(lambda density: make(profile_of(), density).counts)(0.5)
+
+
 def test_scores_for_a_shorter_text_are_the_top_left_corner():
     """Row block i sees the same keys in a shorter text, so the calibrated order applies."""
     scores = np.random.default_rng(0).random((1, 2, 8, 8))
@@ -433,3 +448,17 @@ def test_a_length_without_tokens_is_refused(length):
         make(profile_of(), 0.5, length=length)
     with pytest.raises(ValueError, match=f"length must be at least 1 token, got {length}"):
         make(profile_of(), 0.5).at(length)
+
+
+@pytest.mark.parametrize("length", [1.5, "x", True, None])
+def test_a_length_that_is_no_whole_number_is_refused(length, as_users_call_it):
+    plan, message = (
+        make(profile_of(), 0.5),
+        f"length must be a whole number of tokens, got {length!r}",
+    )
+    if length is not None:
+        with pytest.raises(ValueError, match=message):
+            make(profile_of(), 0.5, length=length)
+    for ask in (plan.at, lambda x: plan.check_lengths([x]), lambda x: plan.padded(x, 300)):
+        with pytest.raises(ValueError, match=message):
+            ask(length)

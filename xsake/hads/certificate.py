@@ -23,7 +23,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped
 
 from xsake import masks
-from xsake.arguments import check_soft_cap
+from xsake.arguments import check_soft_cap, flag
 from xsake.backends import merged
 from xsake.block_mask import BlockMask
 from xsake.hads import estimates, sampled_by_kernel
@@ -31,8 +31,10 @@ from xsake.hads.chunks import Softmax
 from xsake.hads.correction import attend
 from xsake.hads.estimates import WINDOW, Estimate
 from xsake.hads.mass_bounds import bounds
+from xsake.hads.row_blocks import check_sizes, is_number, plain
 from xsake.hads.sampled import EVERY, at_sample, attend_sampled, sample_queries
 from xsake.masks.carrying import Documents
+from xsake.masks.integers import MAKE_STATIC
 from xsake.masks.rule import Grid, Rule, Tokens, conjuncts, cut
 
 
@@ -69,7 +71,7 @@ class Report:
     sample: Any  # int32 [B, groups]: the sampled queries, the same for all heads
 
     @property
-    def relative_error(self) -> Float[Array, "B N"]:
+    def relative_error(self) -> Float[Array, "*axes"]:
         """√(mean ‖sparse - dense output‖² ÷ mean ‖dense output‖²) of every head."""
         size = self.squared_output_by_head.mean
         return jnp.sqrt(self.squared_error_by_head.mean / jnp.where(size > 0, size, 1))
@@ -78,22 +80,29 @@ class Report:
         return f"Report({'×'.join(map(str, self.density.shape))} heads)"
 
     def __str__(self) -> str:
-        """A table of heads."""
-        if isinstance(self.density, jax.core.Tracer):
+        """A table of heads; axes that `jax.vmap` added are columns before `batch`."""
+        if not all(_is_known(x) for x in jax.tree.leaves(self)):
             return repr(self)
-        mass = self.dropped_mass_by_head
-        lines = [
-            "batch head  density  dense rows  dropped mass     95%              error    bound"
-        ]
-        for b, n in np.ndindex(*self.density.shape):
-            bound = "" if self.largest_bound is None else f"{self.largest_bound[b, n].max():.4f}"
+        mass, shape = self.dropped_mass_by_head, self.density.shape
+        names = [f"axis {i}" for i in range(len(shape) - 2)] + ["batch", "head"]
+        names = names[len(names) - len(shape) :]
+        title = "density  dense rows  dropped mass     95%              error    bound"
+        lines = [f"{' '.join(names)}  {title}"]
+        error = self.relative_error
+        for at in np.ndindex(*shape):
+            bound = "" if self.largest_bound is None else f"{self.largest_bound[at].max():.4f}"
+            index = " ".join(f"{i:{len(name)}d}" for i, name in zip(at, names, strict=True))
             lines.append(
-                f"{b:5d} {n:4d}  {self.density[b, n]:7.3f}  "
-                f"{self.dense_row_blocks[b, n].mean():10.3f}  {mass.mean[b, n]:12.4f}  "
-                f"{mass.low[b, n]:.4f} … {mass.high[b, n]:.4f}  "
-                f"{self.relative_error[b, n]:7.4f}  {bound}"
+                f"{index}  {self.density[at]:7.3f}  "
+                f"{self.dense_row_blocks[at].mean():10.3f}  {mass.mean[at]:12.4f}  "
+                f"{mass.low[at]:.4f} … {mass.high[at]:.4f}  "
+                f"{error[at]:7.4f}  {bound}"
             )
         return "\n".join(lines)
+
+
+def _is_known(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
 
 
 def certified_attention(
@@ -117,7 +126,8 @@ def certified_attention(
     """Block-sparse attention and a report of its distance to dense attention under mask.rule.
 
     Gradients of the output are those of attention over the blocks that were visited, with the
-    sample and the choice of row blocks as constants; the report has none.
+    sample and the choice of row blocks as constants; the report has none. With `correct`, they
+    flow through the correction too, and so reach all keys and values that a sampled query sees.
 
     Args:
       query: as for `dot_product_attention`.
@@ -141,6 +151,9 @@ def certified_attention(
       implementation: of `dot_product_attention` with the mask; the sampled queries take the fastest
         that can run.
     """
+    correct, bound = flag("correct", correct), flag("bound", bound)
+    every, window = (plain(x) for x in (every, window))
+    threshold, guarantee = (plain(x) for x in (threshold, guarantee))
     _check(query, key, mask, threshold, criterion, guarantee, correct, bound, every, window)
     logits_soft_cap = check_soft_cap(logits_soft_cap)
     _check_key(rng)
@@ -195,7 +208,8 @@ def _check(
             f"mask must be a BlockMask, got {type(mask).__name__}; only blocks that a BlockMask "
             "leaves out are dropped"
         )
-    if every < 1 or (every % mask.block[0] and mask.block[0] % every):
+    check_sizes(every=every, window=window)
+    if every % mask.block[0] and mask.block[0] % every:
         raise ValueError(
             f"every = {every} must divide the row blocks of {mask.block[0]} queries or be a "
             "multiple of them"
@@ -204,11 +218,9 @@ def _check(
         raise ValueError(f"window = {window} must be a multiple of every = {every}")
     if criterion not in ("mass", "error"):
         raise ValueError(f'criterion must be "mass" or "error", got {criterion!r}')
-    if guarantee is not None and not 0 <= guarantee <= 1:
-        raise ValueError(f"guarantee is a share of the mass, 0 to 1, got {guarantee}")
-    most = 1 if criterion == "mass" else np.inf  # an error can be larger than the output
-    if threshold is not None and not 0 <= threshold <= most:
-        raise ValueError(f"threshold is a share of the {criterion}, 0 to {most}, got {threshold}")
+    most = 1.0 if criterion == "mass" else np.inf  # an error can be larger than the output
+    _check_share("guarantee", guarantee, "mass", 1.0)
+    _check_share("threshold", threshold, criterion, most)
     if guarantee is not None and not bound:
         raise ValueError("guarantee needs the bound; leave bound = True")
     if correct and (query.shape[1] != key.shape[1] or not _passes_on(mask.rule)):
@@ -217,6 +229,13 @@ def _check(
             f"so that no key leaks; got T = {query.shape[1]}, S = {key.shape[1]} and the rule "
             f"{mask.rule}; leave it out"
         )
+
+
+def _check_share(name: str, share: Any, of: str, most: float) -> None:
+    if isinstance(share, jax.core.Tracer):
+        raise TypeError(f"{name} must be a plain number, got a traced array; {MAKE_STATIC}")
+    if share is not None and not (is_number(share) and 0 <= share <= most):
+        raise ValueError(f"{name} is a share of the {of}, 0 to {most:g}, got {share!r}")
 
 
 def _check_key(rng: Any) -> None:
@@ -266,7 +285,7 @@ def _measure_sample(
     out, logsumexp = (at_sample(x, sample) for x in sparse)
     error = exact - out.astype(jnp.float32)
     each = dropped_mass(logsumexp, dense), (error**2).sum(-1), (exact**2).sum(-1)
-    figures = jnp.swapaxes(jnp.stack(each, 1), 2, 3)
+    figures = jnp.swapaxes(jnp.stack(each, 1), 2, 3).astype(jnp.float32)
     density = _share(*_visited_and_live(mask, rule, B, N))
     found: dict[str, Any] = {**estimates.of_figures(figures, T, every, window)}
     found |= {"density_given": density, "density": density}
@@ -326,7 +345,7 @@ def _by_head(x: Shaped[Array, "b n *rest"], batch: int, heads: int) -> Shaped[Ar
 
 
 def _share(blocks: Int[Array, "B N nq"], live: Any) -> Float[Array, "B N"]:
-    return blocks.sum(-1) / jnp.maximum(live.sum(-1), 1)
+    return blocks.sum(-1).astype(jnp.float32) / jnp.maximum(live.sum(-1), 1)
 
 
 def _failing(

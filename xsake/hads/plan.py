@@ -223,7 +223,7 @@ class Plan(InputMask):
 
         One BlockMask serves the batch, so only the longest prompt's end would have the weight.
         """
-        counts = {row_blocks.count_blocks(int(x), self.terms.block) for x in lengths}
+        counts = {row_blocks.count_blocks(x, self.terms.block) for x in lengths}
         if len(counts) > 1 and self._weighted_end(max(counts), self.counts.shape[-1]):
             raise ValueError(
                 f"these prompts have {sorted(counts)} row blocks of {self.terms.block} tokens, but "
@@ -254,6 +254,7 @@ class Plan(InputMask):
         It is proportional to the counts of the plan's last row block before its weighted end,
         clipped at 1; of the very last one if all blocks of the former are forced.
         """
+        density = row_blocks.plain(density)
         row_blocks.check_density(density)
         n, band = self.counts.shape[-1], self.terms.band
         row = n - 1 - self._weighted_end(n)
@@ -431,6 +432,7 @@ def make(
             f"profile must be a Profile, got {type(profile).__name__}; hads.Profile.load(path) "
             "reads one from a file"
         )
+    density, top_p, end_weight = map(row_blocks.plain, (density, top_p, end_weight))
     check_terms(policy, selector, top_p, end_weight)
     row_blocks.check_density(density)
     asked = density = float(density)  # JSON cannot write a NumPy float32 or int64

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -22,9 +23,12 @@ END = 2
 
 def count_blocks(length: int, block: int) -> int:
     """Blocks that hold `length` tokens, at least 1; the last may be short."""
+    length = plain(length)
+    if not isinstance(length, numbers.Integral) or isinstance(length, bool):
+        raise ValueError(f"length must be a whole number of tokens, got {length!r}")
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}")
-    return -(-length // block)
+    return int(-(-length // block))
 
 
 def allowed(n: int) -> Bool[np.ndarray, "n n"]:
@@ -89,6 +93,12 @@ def check_density(density: Any) -> None:
     """Raises unless `density` is a number above 0 and at most 1."""
     if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"density must be above 0 and at most 1, got {density!r}")
+
+
+def plain(x: Any) -> Any:
+    """The number in a scalar array of JAX or NumPy; everything else as it is."""
+    is_array = isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+    return x.item() if is_array and x.ndim == 0 else x
 
 
 def is_number(x: Any) -> bool:
