@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import functools
 import importlib
+import io
+import os
 
 import jax
 import jax.numpy as jnp
@@ -454,10 +456,19 @@ def test_inspect_prints_the_configuration_and_the_sizes(checkpoint, capsys):
             ["generate", "--model", ".", "--prompt", "x", "--top-p", "2"],
             "top_p must be above 0 and at most 1, got 2.0",
         ),
+        (
+            ["generate", "--model", ".", "--prompt", os.fsdecode(b"a\xff")],
+            "--prompt is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 1",
+        ),
+        (
+            ["generate", "--model", ".", "--prompt", "-"],
+            "standard input is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 2",
+        ),
     ],
 )
 def test_a_command_that_cannot_run_says_so_and_fails(words, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["xsake", *words])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 1

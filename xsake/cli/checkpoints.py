@@ -135,6 +135,7 @@ def generate(
         )
     sampling = Sampling(temperature, top_k, top_p, seed)
     path = checkpoint(model)
+    text = _prompt_text(prompt)
     started = time.perf_counter()
     with status(f"loading {model}") as update:
         loaded = huggingface.load(
@@ -145,7 +146,7 @@ def generate(
         )
         assert loaded.tokenizer is not None  # without one, load raises
         loaded_seconds = time.perf_counter() - started
-        ids = loaded.tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)
+        ids = loaded.tokenizer.encode(text)
         sparsity = {"budget": density} if plan is None else _by_plan(plan, loaded.model)
         pieces = tokens_of(
             loaded.model.unstacked() if unstack else loaded.model,
@@ -169,6 +170,17 @@ def generate(
 
     _print_text(loaded, arriving(), stream)
     console.print(_speed(len(ids), loaded_seconds, started, times), style="dim")
+
+
+def _prompt_text(prompt: str) -> str:
+    """The prompt, from standard input if it is -; raises unless it is UTF-8."""
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        # Python has a byte of an argument that is not UTF-8 as a surrogate.
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        source = "standard input" if prompt == "-" else "--prompt"
+        raise ValueError(f"{source} is not UTF-8 text: {error}") from error
 
 
 def _by_plan(path: Path, model: Transformer) -> dict[str, Any]:
