@@ -9,7 +9,7 @@ import pytest
 
 from tests import oracle
 from tests.conditions import needs_gpu, needs_newer_jax
-from xsake import BlockMask, Options, masks
+from xsake import BlockMask, Options, backends, masks
 from xsake.backends import Call, hopper, tpu
 from xsake.backends.choice import BACKENDS
 
@@ -83,3 +83,12 @@ def test_a_part_of_the_keys_lowers_for_cuda():
     assert [x.shape for x in jax.tree.leaves(lowered.out_info)] == [
         (B, T, heads, 80) for heads in (N, K, K)
     ]
+
+
+def test_a_logsumexp_that_is_no_number_stays_one():
+    """With nothing the other part is the result; two parts of nothing are nothing."""
+    out = jnp.ones((3, 2))
+    L = jnp.array([jnp.nan, 1.0, -jnp.inf])
+    nothing = jnp.zeros((3, 2)), jnp.full(3, -jnp.inf)
+    _, logsumexp = backends.merged((out, L), nothing)
+    np.testing.assert_array_equal(logsumexp, L)

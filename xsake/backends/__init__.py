@@ -332,7 +332,7 @@ def merged(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, A
     m = jnp.where(m == -jnp.inf, 0, m)  # of nothing and nothing: -inf - -inf would be NaN
     one_share, other_share = jnp.exp(a - m), jnp.exp(b - m)
     total = one_share + other_share
-    some = total > 0
+    some = total != 0  # NaN is not nothing
     total = jnp.where(some, total, 1)
     out = out * (one_share / total)[..., None] + other * (other_share / total)[..., None]
     return out, jnp.where(some, m + jnp.log(total), -jnp.inf)

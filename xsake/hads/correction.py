@@ -130,7 +130,7 @@ def attend_centroids(
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     weight = jnp.exp(logits - top)
     total = weight.sum(-1)
-    seen = total > 0
+    seen = total != 0  # NaN is not nothing
     out = jnp.einsum("bkgitj,bjkh->bitkgh", weight, values)
     safe = jnp.where(seen, total, 1)
     out = out / jnp.moveaxis(safe, (1, 2), (3, 4))[..., None]
