@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.version_tables import hopper_versions as table
-from xsake.bench import measure, run
+from xsake.bench import measure, programs, run
 from xsake.bench.suites import Part, hopper
 from xsake.bench.suites import hopper_versions as suite
 from xsake.cli import machine
@@ -133,6 +133,7 @@ def measured(monkeypatch, other):
         return Part(name, measured_part)
 
     monkeypatch.setattr(suite, "parts", lambda quick, model=None: map(part, "ab"))
+    monkeypatch.setattr(programs, "why_not", lambda need: None)
     return found
 
 
@@ -184,7 +185,10 @@ def test_the_option_against_names_the_checkout_while_the_suite_runs(
     [
         ({"check": True}, "--check measures its own ratios and takes no other option"),
         ({"join": (Path("a.json"),)}, "--join measures nothing: give only --suite"),
-        ({"autotune": True}, "--against is for --suite hopper-versions; got --autotune"),
+        (
+            {"autotune": True, "suite": None},
+            "--against is for --suite hopper-versions; got --autotune",
+        ),
         ({"suite": "hopper"}, "--against is for --suite hopper-versions; got --suite hopper"),
     ],
     ids=str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -95,12 +96,32 @@ def test_joining_files_that_do_not_fit_raises(parts, tmp_path, monkeypatch):
     files = partial_files(tmp_path, "c", "a")
     with pytest.raises(ValueError, match=r"case 'c' is in more than one of"):
         run.join("hopper", [*files, files[0]], tmp_path / "whole.json")
-    with pytest.raises(ValueError, match=r"suite 'hopper-features' has no case 'c'"):
+    with pytest.raises(ValueError, match=r"c\.json has results of the suite 'hopper'; it cannot"):
         run.join("hopper-features", files[:1], tmp_path / "whole.json")
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps(json.loads(files[0].read_text()) | {"suite": "cpu"}))
+    with pytest.raises(ValueError, match=r"suite 'cpu' is one case: its files cannot be joined"):
+        run.join("cpu", [one], tmp_path / "whole.json")
     monkeypatch.setenv("XSAKE_COMMIT", "two")
     files[1:] = partial_files(tmp_path, "ab")
     with pytest.raises(ValueError, match=r"ab\.json has commit two, .*c\.json has one"):
         run.join("hopper", files, tmp_path / "whole.json")
+
+
+def test_files_of_two_suites_with_the_same_cases_are_not_confused(parts, tmp_path, monkeypatch):
+    """Such as `hopper` and `hopper-versions`: neither joined nor resumed, nor replaced."""
+    monkeypatch.setitem(run.SUITES, "hopper-rules", run.SUITES["hopper"])
+    (file,) = partial_files(tmp_path, "c")
+    before = file.read_text()
+    with pytest.raises(ValueError, match=r"c\.json has results of the suite 'hopper'; it cannot"):
+        machine.bench(suite="hopper-rules", join=(file,), out=tmp_path / "whole.json")
+    with pytest.raises(ValueError, match=r"c\.json has results of the suite 'hopper'; name anothe"):
+        run.run_suite("hopper-rules", file)
+    assert file.read_text() == before
+    older = {name: x for name, x in json.loads(before).items() if name != "suite"}
+    file.write_text(json.dumps(older))
+    with pytest.raises(ValueError, match="written by an earlier version, which did not note the"):
+        run.join("hopper", [file], tmp_path / "whole.json")
 
 
 RESULT = {"commit": "a", "machine": {}, "versions": {}, "quick": False, "date": "", "command": ""}
@@ -159,8 +180,6 @@ def test_a_ratio_above_its_limit_is_measured_again_and_then_an_error(monkeypatch
     monkeypatch.setattr(regression, "_measured", lambda: {regression.MEMORY: 0.5})
     with pytest.raises(ValueError, match="above the limit: temporary memory ÷ jax"):
         machine.bench(check=True)
-    with pytest.raises(ValueError, match="--check measures its own ratios and takes no other opti"):
-        machine.bench(check=True, quick=True)
 
 
 CASE = Case("grouped", T=140, N=4, K=2, H=16, sinks=0, soft_cap=3.0, rule=masks.causal())
@@ -204,6 +223,25 @@ def test_a_wrong_result_raises(wrong):
         arrays[wrong] = arrays[wrong].at[0, 7, 3].set(wrong_value)
     with pytest.raises(WrongResultError, match="no time is reported"):
         run_checked(arrays)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"check": True, "quick": True}, "--check measures its own ratios and takes no other opt"),
+        ({"check": True, "suite": "cpu"}, "--check measures its own ratios and takes no other opt"),
+        ({"autotune": True, "suite": "cpu"}, "--autotune measures no suite; leave out --suite cpu"),
+        ({"autotune": True, "model": Path("m")}, "--model is for --suite model; got --autotune"),
+        ({"autotune": True, "quick": True}, "--autotune has no shorter form; leave out --quick"),
+        ({"model": Path("m")}, "--model is for --suite model; got --suite cpu"),
+        ({"suite": "nsa", "model": Path("m")}, "--model is for --suite model; got --suite nsa"),
+    ],
+    ids=str,
+)
+def test_options_that_would_be_ignored_are_refused(given, message, monkeypatch):
+    monkeypatch.setattr(regression, "_measured", dict)
+    with pytest.raises(ValueError, match=message):
+        machine.bench(**given)
 
 
 @pytest.mark.parametrize("more", [{"only": "a"}, {"quick": True}], ids=str)

@@ -49,7 +49,14 @@ SUITES: dict[str, Suite] = {
 }
 
 COMMITS = ("commit", "against_commit")  # of this version; of the other one in `hopper-versions`
-MUST_MATCH = (*COMMITS, "machine", "versions", "quick")  # for files to be resumed or joined
+WHOLE = ("cpu", "model")  # suites of one case
+MUST_MATCH = (
+    *COMMITS,
+    "suite",
+    "machine",
+    "versions",
+    "quick",
+)  # for files to be resumed or joined
 
 
 def run_suite(
@@ -95,7 +102,7 @@ def run_suite(
 
 
 def _facts(name: str, quick: bool) -> dict[str, Any]:
-    facts = provenance() | {"quick": quick}
+    facts = provenance() | {"suite": name, "quick": quick}
     if name in ("hopper", "hopper-bias", "hopper-nsa", "hopper-rules"):
         facts["versions"] |= peers.versions()
     if name == "hopper-versions":
@@ -134,6 +141,11 @@ def join(name: str, files: Sequence[Path], out: Path, command: str | None = None
     others; without it, the file lists the commands of all.
     """
     reports = [_read(file) for file in files]
+    for file, report in zip(files, reports, strict=True):
+        if report.get("suite") != name:
+            raise ValueError(f"{file} {_suite_of(report)}; it cannot be joined as {name!r}")
+    if name in WHOLE:
+        raise ValueError(f"suite {name!r} is one case: its files cannot be joined")
     first = reports[0]
     for file, report in zip(files, reports, strict=True):
         for fact in MUST_MATCH:
@@ -173,10 +185,18 @@ def _earlier(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
     if not out.exists():
         return empty
     found = _read(out)  # raises, rather than replace a file of another kind
+    if found.get("suite", facts["suite"]) != facts["suite"]:
+        raise ValueError(f"{out} {_suite_of(found)}; name another file with --out")
     commits = [facts[x] for x in COMMITS if x in facts]
     if any(x == "unknown" or x.endswith("+") for x in commits):
         return empty
     return found if all(found.get(x) == facts.get(x) for x in MUST_MATCH) else empty
+
+
+def _suite_of(report: dict[str, Any]) -> str:
+    if "suite" in report:
+        return f"has results of the suite {report['suite']!r}"
+    return "was written by an earlier version, which did not note the suite"
 
 
 def _read(path: Path) -> dict[str, Any]:

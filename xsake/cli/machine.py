@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import xsake
 from xsake import _extras, _jax
 from xsake.backends.hopper import tilings
 from xsake.bench import autotune as tuner
-from xsake.bench import run, timing
+from xsake.bench import programs, run, side_by_side, timing
 from xsake.bench.suites import Record, hopper_versions
 from xsake.cli.model_path import checkpoint
 from xsake.cli.progress import status
@@ -24,6 +25,7 @@ from xsake.cli.terminal import console, fast_dtype, reasons, writable_file
 SuiteName = Annotated[
     str, tyro.conf.arg(constructor=tyro.extras.literal_type_from_choices(tuple(run.SUITES)))
 ]
+DEFAULT_SUITE = "cpu"
 
 
 def doctor() -> None:
@@ -50,7 +52,7 @@ def compilation_cache() -> str:
 
 
 def bench(
-    suite: SuiteName = "cpu",
+    suite: SuiteName | None = None,
     out: Path | None = None,
     quick: bool = False,
     model: Path | None = None,
@@ -69,25 +71,23 @@ def bench(
     ratio above its limit is an error.
 
     Args:
-      suite: the suite to measure.
+      suite: what to measure; default cpu.
       out: the JSON file; default benchmarks/results/SUITE-DATE.json in the current folder.
       quick: shorter sequences and fewer repeats, for a trial.
       model: the checkpoint that the suite "model" measures; "shipped" is the one in the package.
-      autotune: instead of a suite, time the candidate tilings of the Hopper kernels on this GPU and
-        write the tiling table that the kernels read; `out` defaults to the table of the installed
-        package.
-      only: measure the cases with this text in their name, or one of several with | between them
-        (autotune: "DIRECTION CLASS").
-      join: measure nothing; merge these result files (autotune: tables) that `only` produced.
+      autotune: time tilings of the Hopper kernels instead; `out` defaults to the package's table.
+      only: measure the cases with this text, or one of several with |, in their name (autotune:
+        "DIRECTION CLASS", one text).
+      join: measure nothing; merge these result files (autotune: tables), written with --only.
       check: instead of a suite, measure the ratios that have limits; nothing is written.
       jobs: processes of a Hopper suite that compile side by side and take turns to time.
-      seconds: with --jobs, the time after which what was measured is written; rerun the same
-        command to resume.
+      seconds: with --jobs, stop and write what was measured then; the same command resumes.
       against: a checkout of another version, which the suite "hopper-versions" is measured beside.
     """
     several = jobs != 1 or seconds is not None
     if check:
-        if out or quick or model or autotune or only or join is not None or several or against:
+        others = suite, out, model, join, against
+        if any(x is not None for x in others) or quick or autotune or only or several:
             raise ValueError("--check measures its own ratios and takes no other option")
         _check_ratios()
         return
@@ -97,20 +97,23 @@ def bench(
         raise ValueError(
             "--join measures nothing: give only --suite or --autotune, and --out, with it"
         )
-    if against and (autotune or suite != "hopper-versions"):
-        given = "--autotune" if autotune else f"--suite {suite}"
-        raise ValueError(f"--against is for --suite hopper-versions; got {given}")
+    if autotune and suite is not None:
+        raise ValueError(f"--autotune measures no suite; leave out --suite {suite}")
+    suite = suite or DEFAULT_SUITE
+    asked = "--autotune" if autotune else f"--suite {suite}"
+    if against and asked != "--suite hopper-versions":
+        raise ValueError(f"--against is for --suite hopper-versions; got {asked}")
+    if model and asked != "--suite model":
+        raise ValueError(f"--model is for --suite model; got {asked}")
     if several:
         _check_jobs(suite, jobs, seconds, autotune)
     if autotune:
-        table = writable_file(out or tilings.path_of(_jax.device_kind()))
-        if join:
-            tuner.join(join, table)
-        else:
-            with status("timing tilings"):
-                tuner.autotune(table, only, report=console.print)
-        console.print(f"written: {table}", soft_wrap=True)
+        if quick:
+            raise ValueError("--autotune has no shorter form; leave out --quick")
+        _autotune(out, only, join)
         return
+    if not join:
+        _check_machine(suite, several)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     out = writable_file(out or Path("benchmarks/results") / f"{suite}-{today}.json")
     if join:
@@ -119,6 +122,30 @@ def bench(
         with hopper_versions.comparing(against):
             _measure(suite, out, jobs, seconds, model, quick=quick, only=only)
     console.print(f"written: {out}", soft_wrap=True)
+
+
+def _autotune(out: Path | None, only: str, join: tuple[Path, ...] | None) -> None:
+    """Writes a tiling table: `out`, or that of this machine's GPU in the installed package."""
+    if (not join or out is None) and (reason := programs.why_not("hopper")):
+        given = "--autotune --join without --out" if join else "--autotune"
+        raise ValueError(f"{given} {reason}")
+    table = writable_file(out or tilings.path_of(_jax.device_kind()))
+    if join:
+        tuner.join(join, table)
+    else:
+        with status("timing tilings"):
+            tuner.autotune(table, only, report=console.print)
+    console.print(f"written: {table}", soft_wrap=True)
+
+
+def _check_machine(suite: str, several: bool) -> None:
+    """Raises if the suite needs a GPU that is not here."""
+    if not suite.startswith("hopper"):
+        return
+    if several:  # this process must not take the GPU memory of those that will measure
+        os.environ |= side_by_side.OWN_MEMORY
+    if reason := programs.why_not("hopper"):
+        raise ValueError(f"--suite {suite} {reason}")
 
 
 def _measure(
@@ -152,8 +179,6 @@ def _check_jobs(suite: str, jobs: int, seconds: float | None, autotune: bool) ->
 
 def _run_jobs(suite: str, out: Path, jobs: int, **how: Any) -> None:
     """Raises if cases are missing, after what was measured is written."""
-    from xsake.bench import side_by_side
-
     with status(f"measuring suite {suite} by {jobs} processes"):
         found = side_by_side.run_jobs(
             suite, out, jobs, report=lambda x: console.print(x, soft_wrap=True), **how

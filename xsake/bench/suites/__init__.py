@@ -7,6 +7,8 @@ A suite of `xsake bench --suite NAME` is a module with a function
 and an entry in `run.SUITES`. Its records are dictionaries with units in the names; a part measures
 the records of one case, so that an interrupted run can resume with the next case.
 
+Those whose names begin with `hopper` need a Hopper GPU: `xsake bench` refuses them elsewhere.
+
     costs                  seconds of a call by `xla` and by `dense`, for the choice between them
     cpu                    time against density, memory, mask construction; jax.nn as the peer
     hopper                 speed compared with peers, uneven heads, transposed lists
