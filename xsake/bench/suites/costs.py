@@ -9,7 +9,6 @@ CPU it takes CPU seconds of the process, user and system, which what else runs h
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
@@ -24,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import xsake
-from xsake import BlockMask, _jax, masks
+from xsake import BlockMask, _files, _jax, masks
 from xsake.arguments import block_for
 from xsake.backends import Call, costs, dense
+from xsake.bench import programs
 from xsake.bench.suites import Part, Record
 from xsake.bench.timing import time_queued
 
@@ -183,21 +183,33 @@ def _not_negative(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 def write(files: Sequence[Path]) -> None:
     """Fits the constants of all files, and writes them with the files' names."""
-    records = [record for file in files for record in json.loads(file.read_text())["results"]]
+    records = [record for file in files for record in _read(file)]
     content = {"files": sorted(file.name for file in files), "constants": fit(records)}
     costs.PATH.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def _read(file: Path) -> list[Record]:
+    """The records of a result file of this suite, or an error that names the file."""
+    what = "a result file of `xsake bench --suite costs`"
+    records = _files.read_record(file, what, {"results": list})["results"]
+    if not records:
+        raise ValueError(f"{file} has no results; measure them with `xsake bench --suite costs`")
+    fitted = "platform_key", "backend", "pairs", "width", "median_seconds", "compile_seconds"
+    for number, record in enumerate(records):
+        if missing := [x for x in fitted if not isinstance(record, dict) or x not in record]:
+            raise ValueError(
+                f"{file} is not {what}: result {number} has no {missing[0]!r}; name another file"
+            )
+    return records
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = programs.parser("xsake.bench.suites.costs", __doc__)
     parser.add_argument("files", type=Path, nargs="+", help="written by the suite")
-    files = parser.parse_args(arguments).files
-    if missing := [str(file) for file in files if not file.is_file()]:
-        parser.error(f"there is no file {', '.join(missing)}")
-    write(files)
+    given = parser.parse_args(arguments)
+    with programs.stopping():
+        write(given.files)
 
 
 if __name__ == "__main__":

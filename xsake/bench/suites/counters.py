@@ -1,4 +1,4 @@
-"""Hardware counters of the Hopper kernels, by Nsight Compute: metrics | launch | read.
+r"""Hardware counters of the Hopper kernels, by Nsight Compute: metrics | launch | read.
 
     ncu --profile-from-start off --clock-control none --cache-control none -k regex:xsake \
         --section WarpStateStats \
@@ -13,13 +13,14 @@ alone on an idle GPU, and writes their provenance next to the counters. `read` m
 
 from __future__ import annotations
 
-import argparse
 import csv
 import ctypes
 import json
 from pathlib import Path
 from typing import Any
 
+from xsake import _files
+from xsake.bench import programs
 from xsake.bench.suites import Record
 
 METRICS = {  # name in the result file: name in ncu
@@ -62,7 +63,11 @@ def launch(B: int, T: int, H: int, density: float, facts: Path) -> None:
 
 def records_of(facts: dict[str, Any], table: Path) -> list[Record]:
     """One record per kernel: its counters and its five largest stall reasons."""
+    if not table.is_file():
+        raise FileNotFoundError(f"there is no file {table}, which ncu writes with --log-file")
     lines = [line for line in table.read_text().splitlines() if line.startswith('"')]
+    if len(lines) < 3 or any(metric not in lines[0] for metric in METRICS.values()):
+        raise ValueError(f"{table} has no kernel with these metrics; ncu printed it otherwise")
     units, *kernels = csv.DictReader(lines)
 
     def number(text: str) -> float:
@@ -85,32 +90,49 @@ def records_of(facts: dict[str, Any], table: Path) -> list[Record]:
     return found
 
 
-def main() -> None:
+def read(files: list[Path], out: Path) -> None:
+    """Merges the counters of several launches, which are next to their provenance."""
+    wanted = {"case": str, "machine": dict, "commit": str}
+    cases = [(_files.read_record(x, "written by `launch`", wanted), x) for x in files]
+    records = [x for facts, path in cases for x in records_of(facts, path.with_suffix(".csv"))]
+    first = {name: x for name, x in cases[0][0].items() if name != "case"}
+    out.write_text(json.dumps({**first, "results": records}, indent=1) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = programs.parser("xsake.bench.suites.counters", __doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("metrics")
-    one = kinds.add_parser("launch")
-    for name, kind in (("B", int), ("T", int), ("H", int), ("density", float)):
-        one.add_argument(name, type=kind)
-    one.add_argument("--facts", type=Path, required=True)
-    several = kinds.add_parser("read")
+    kinds.add_parser("metrics", help="prints the metrics, as ncu takes them")
+    one = kinds.add_parser("launch", help="runs one case in the profiler's range; for ncu")
+    for name, kind, words in (
+        ("B", int, "batch rows"),
+        ("T", int, "tokens"),
+        ("H", int, "head size"),
+        ("density", float, "share of the blocks that are kept"),
+    ):
+        one.add_argument(name, type=kind, help=words)
+    one.add_argument(
+        "--facts",
+        type=programs.output_file,
+        required=True,
+        metavar="FILE",
+        help="the JSON file to write the provenance to",
+    )
+    several = kinds.add_parser("read", help="merges cases into a result file")
     several.add_argument(
         "facts", type=Path, nargs="+", help="written by launch, each next to its .csv"
     )
-    several.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    programs.add_out(several)
+    given = parser.parse_args(arguments)
     if given.kind == "metrics":
         print(",".join(METRICS.values()))
     elif given.kind == "launch":
+        programs.stop_without("hopper", "counters launch")
         launch(given.B, given.T, given.H, given.density, given.facts)
     else:
-        cases = [(json.loads(path.read_text()), path.with_suffix(".csv")) for path in given.facts]
-        records = [record for facts, table in cases for record in records_of(facts, table)]
-        first = {name: x for name, x in cases[0][0].items() if name != "case"}
-        given.out.write_text(json.dumps({**first, "results": records}, indent=1) + "\n")
+        with programs.stopping():
+            read(given.facts, given.out)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from xsake.bench import programs
 from xsake.bench.suites import Record
 from xsake.bench.timing import command_line, provenance
 
@@ -275,7 +275,7 @@ def measure_apart(index: int, given: argparse.Namespace, env: dict[str, str]) ->
     """(provenance, record) of one case by a new process, or its error."""
     load = os.getloadavg()[0]
     command = [sys.executable, "-m", "xsake.bench.suites.first_call", "--index", str(index)]
-    command += ["--kinds", *given.kinds]
+    command += ["--platform", given.platform, "--kinds", *given.kinds]
     ended = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, **env}
     )
@@ -301,6 +301,8 @@ def busy(count: int) -> Iterator[None]:
 
 def run(given: argparse.Namespace) -> None:
     """All cases, `repeats` times; one JSON."""
+    if given.platform == "gpu":
+        programs.stop_without("gpu", "first_call --platform gpu", apart=True)
     found = list(cases(given.platform, given.kinds))
     records: list[Record] = []
     with busy(given.busy), tempfile.TemporaryDirectory() as folder:
@@ -319,24 +321,48 @@ def run(given: argparse.Namespace) -> None:
                     given.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures all cases, or one of them in this process."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = programs.parser("xsake.bench.suites.first_call", __doc__)
+    add = parser.add_argument
+    programs.add_out(parser, required=False)
+    add("--platform", choices=("cpu", "gpu"), default="cpu", help="what runs; default: %(default)s")
+    add(
+        "--kinds",
+        nargs="+",
+        choices=list(PROBLEMS),
+        default=list(PROBLEMS),
+        metavar="KIND",
+        help=f"{', '.join(PROBLEMS)}, as described above; default: all",
     )
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--platform", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--kinds", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--busy", type=int, default=0, help="endless loops beside the measurements")
-    parser.add_argument("--index", type=int, help="one case, in this process; prints its record")
-    given = parser.parse_args()
+    add("--repeats", type=int, default=1, metavar="N", help="of all cases; default: %(default)s")
+    add("--busy", type=int, default=0, metavar="N", help="endless loops meanwhile; default: none")
+    add("--index", type=int, metavar="N", help="one case, in this process; prints its record")
+    given = parser.parse_args(arguments)
     if given.index is None:
         run(given)
-        return
+    else:
+        measure_one(given)
+
+
+def measure_one(given: argparse.Namespace) -> None:
+    """Prints the record of the case with the number `given.index`."""
+    found = list(cases(given.platform, given.kinds))
+    if not 0 <= given.index < len(found):
+        programs.stop(
+            f"--index is {given.index}; {', '.join(given.kinds)} on a {given.platform} have "
+            f"{len(found)} cases, from 0 to {len(found) - 1}"
+        )
     from xsake import _jax
 
-    kind, _, _, arguments = list(cases(_jax.platform(), given.kinds))[given.index]
+    if given.platform == "gpu":
+        programs.stop_without("gpu", "first_call --platform gpu")
+    elif _jax.platform() != "cpu":
+        programs.stop(
+            f"first_call --platform cpu is measured with JAX_PLATFORMS=cpu; this is a "
+            f"{_jax.platform()}"
+        )
+    kind, _, _, arguments = found[given.index]
     print("RECORD " + json.dumps([provenance(), measure(kind, arguments)]))
 
 

@@ -12,10 +12,8 @@ All inputs start with the tokenizer's bos, the random ones too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from xsake import shipped
+from xsake.bench import programs
 from xsake.bench.timing import provenance
 from xsake.data.documents import load_documents
 from xsake.model import Transformer, huggingface
@@ -50,13 +49,11 @@ def weights_at(model: Transformer, tokens: np.ndarray, back: int, first: int) ->
     return jax.jit(lambda tokens: model.observe(tokens[None], fold, empty))(jnp.asarray(tokens))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures and writes one record per role."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    parser = programs.parser("xsake.bench.suites.head_roles", __doc__)
+    programs.add_out(parser)
+    given = parser.parse_args(arguments)
     loaded = huggingface.load(shipped.FOLDER)
     model = loaded.model
     assert loaded.tokenizer is not None

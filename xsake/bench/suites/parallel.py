@@ -16,11 +16,9 @@ such as SmolLM2's, over 3 devices.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from xsake import BlockMask, _jax, masks, shipped
 from xsake.attention import dot_product_attention
+from xsake.bench import programs
 from xsake.bench.suites import Record
 from xsake.bench.timing import compile_directions, provenance, time_interleaved
 from xsake.hads import Profile, make
@@ -262,16 +261,26 @@ def head_share() -> Iterator[Record]:
         }
 
 
-def main() -> None:
+def profile_of(text: str) -> tuple[str, Profile]:
+    """The profile that `--profile NAME=FILE` names, of a model with three kv heads."""
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise ValueError(f"--profile is {text!r}; give NAME=FILE, such as SmolLM2=profile.npz")
+    return name, Profile.load(path)
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Writes all records that this machine can make."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--profile", help="NAME=FILE, of a model with three kv heads")
-    given = parser.parse_args()
+    parser = programs.parser("xsake.bench.suites.parallel", __doc__)
+    programs.add_out(parser)
+    parser.add_argument(
+        "--profile", metavar="NAME=FILE", help="of a model with three kv heads, such as SmolLM2's"
+    )
+    given = parser.parse_args(arguments)
     out, profile = given.out, None
     if given.profile:
-        name, _, path = given.profile.partition("=")
-        profile = name, Profile.load(path)
+        with programs.stopping():
+            profile = profile_of(given.profile)
     flag = f"--xla_force_host_platform_device_count={DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"  # before the first device
     parts = [heads, rows, share] if _jax.platform() == "gpu" else [heads, rows, traffic]

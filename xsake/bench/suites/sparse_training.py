@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xsake.bench import programs
 from xsake.bench.suites import Record, training
 from xsake.bench.timing import provenance
 from xsake.model import Transformer, huggingface
@@ -208,20 +209,19 @@ def write(settings: dict[str, Config], out: Path) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; 0 when the JSON is written, 3 when the command must be run again."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--train", type=Path, nargs="+", required=True, help="tokenized datasets")
-    parser.add_argument("--valid", type=Path, required=True, help="a tokenized dataset")
-    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file")
-    parser.add_argument(
-        "--seconds", type=float, default=540.0, help="save and stop after this time"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=0, help="default: those of the presets")
-    parser.add_argument("--rows", type=int, default=0, help="default: those of the presets")
+    parser = programs.parser("xsake.bench.suites.sparse_training", __doc__)
+    add = parser.add_argument
+    add("--train", type=Path, nargs="+", required=True, help="tokenized datasets")
+    add("--valid", type=Path, required=True, help="a tokenized dataset")
+    add("--runs", type=Path, required=True, help="folder of the runs")
+    add("--out", type=Path, required=True, help="the JSON file to write")
+    add("--seconds", type=float, default=540.0, help="save and stop then; default: %(default)g")
+    add("--seed", type=int, default=0, help="of weights and data; default: %(default)s")
+    add("--steps", type=int, default=0, help="of every run; default: those of the presets")
+    add("--rows", type=int, default=0, help="of a batch; default: those of the presets")
     given = parser.parse_args(arguments)
+    if missing := [str(x) for x in (*given.train, given.valid) if not x.exists()]:
+        programs.stop(f"there is no {', '.join(missing)}; `xsake tokenize` makes datasets")
     settings, began = configs(given), time.monotonic()
     is_done = train_all(settings, given.seconds)
     seconds = time.monotonic() - began

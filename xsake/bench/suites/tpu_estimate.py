@@ -12,10 +12,8 @@ visits), the softmax itself, and the steps' own overhead. A TPU needs longer tha
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +21,7 @@ import numpy as np
 
 from xsake.backends import Sizes
 from xsake.backends.tpu.visits import EMPTY, Layout, visits_of
+from xsake.bench import programs
 from xsake.bench.cases import Case
 from xsake.bench.timing import provenance
 from xsake.block_mask import BlockMask
@@ -53,13 +52,11 @@ class Work(NamedTuple):
     copied_bytes: int
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Counts and writes one record per case, block size and direction."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    parser = programs.parser("xsake.bench.suites.tpu_estimate", __doc__)
+    programs.add_out(parser)
+    given = parser.parse_args(arguments)
     records = [
         record for name in CASES for block in (128, 256, 512) for record in estimate(name, block)
     ]

@@ -183,8 +183,14 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> R
     }
 
 
-if __name__ == "__main__":
-    given = train_step.parse_arguments(__doc__, [4096], 5)
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    module = "xsake.bench.suites.train_profile"
+    given = train_step.parse_arguments(module, __doc__, [4096], 5, arguments)
     # no CUDA graphs: see above
     no_graphs = "--xla_gpu_enable_command_buffer="
-    train_step.run("xsake.bench.suites.train_profile", measure, given, no_graphs)
+    train_step.run(module, measure, given, no_graphs)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,9 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xsake.bench import programs
 from xsake.bench.suites import Record
 from xsake.bench.timing import command_line, provenance
 
@@ -134,19 +134,43 @@ def measure(variant: str, length: int, tokens: int, block: int, steps: int) -> R
     }
 
 
-def parse_arguments(description: str | None, lengths: list[int], steps: int) -> argparse.Namespace:
+def parse_arguments(
+    module: str,
+    description: str | None,
+    lengths: list[int],
+    steps: int,
+    arguments: list[str] | None = None,
+) -> argparse.Namespace:
     """The flags of a program that measures variants of this step."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = programs.parser(module, description)
+    add = functools.partial(parser.add_argument, metavar="N")
+    programs.add_out(parser, required=False)
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=lengths,
+        help=f"tokens of a batch row; default: {' and '.join(map(str, lengths))}",
     )
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--tokens", type=int, default=32_768, help="per step, over the batch")
-    parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--only", help="one variant, in this process; prints its record")
-    return parser.parse_args()
+    add("--tokens", type=int, default=32_768, help="per step, over the batch; default: %(default)s")
+    add("--block", type=int, default=128, help="tokens per block of HADS; default: %(default)s")
+    add("--steps", type=int, default=steps, help="that are measured; default: %(default)s")
+    named = ", ".join(f'"{x}"' for x in VARIANTS)
+    add(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        metavar="VARIANT",
+        help=f"of {named}; default: all",
+    )
+    add(
+        "--only",
+        choices=VARIANTS,
+        metavar="VARIANT",
+        help="one variant at the first length, in this process; prints its record",
+    )
+    return parser.parse_args(arguments)
 
 
 def run(
@@ -156,6 +180,8 @@ def run(
 
     `xla_flags` are added to XLA_FLAGS of those processes and recorded in the JSON.
     """
+    # a process that only starts others leaves the GPU's memory to them
+    programs.stop_without("gpu", module.rpartition(".")[2], apart=not given.only)
     if given.only:
         record = measure(given.only, given.lengths[0], given.tokens, given.block, given.steps)
         print("RECORD " + json.dumps([provenance(), record]))
@@ -196,5 +222,11 @@ def _measured_apart(
     return facts, {"variant": variant, "length": length, "error": errors}
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    module = "xsake.bench.suites.train_step"
+    run(module, measure, parse_arguments(module, __doc__, [4096, 16_384], 10, arguments))
+
+
 if __name__ == "__main__":
-    run("xsake.bench.suites.train_step", measure, parse_arguments(__doc__, [4096, 16_384], 10))
+    main()

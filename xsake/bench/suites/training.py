@@ -10,12 +10,13 @@ much of a gap is noise.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import statistics
 from pathlib import Path
 
+from xsake import _files
+from xsake.bench import programs
 from xsake.bench.suites import Record
 from xsake.observe import sinks
 from xsake.observe.events import Evaluated, PlanSwapped, RunStarted, Stopped, TrainStep
@@ -24,8 +25,13 @@ from xsake.observe.excerpt import write_excerpt
 
 def record_of(run: Path) -> Record:
     """Final metrics of a finished run, and its perplexity by file and step."""
-    events = sinks.read(run / "events.jsonl")
-    began = next(event for event in events if isinstance(event, RunStarted))
+    path = run / "events.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"{run} is not the folder of a run: there is no {path}")
+    events = sinks.read(path)
+    began = next((event for event in events if isinstance(event, RunStarted)), None)
+    if began is None:
+        raise ValueError(f"{path} has no start of a run; name the folder of a finished run")
     last = events[-1]
     if not isinstance(last, Stopped) or last.reason != "finished":
         raise ValueError(
@@ -36,7 +42,8 @@ def record_of(run: Path) -> Record:
     for event in events:
         if isinstance(event, Evaluated):
             curves.setdefault(event.file, {})[event.step] = event.perplexity
-    settings = json.loads((run / "config.json").read_text())
+    kinds = {"seed": int, "model": dict, "hads": dict}
+    settings = _files.read_record(run / "config.json", "the configuration of a run", kinds)
     sparse = [event for event in steps if event.density_ratio < 1] or steps
     return {
         "run": run.name,
@@ -108,20 +115,22 @@ def write(runs: list[Path], out: Path, every: int, command: str) -> None:
         write_excerpt(run, folder / f"{run.name}.jsonl", every)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = programs.parser("xsake.bench.suites.training", __doc__)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument(
-        "--every", type=int, default=100, help="steps between the TrainStep events that are kept"
+        "--every",
+        type=int,
+        default=100,
+        help="steps between the TrainStep events that are kept; default: %(default)s",
     )
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     names = " ".join(run.name for run in given.runs)
     command = f"python -m xsake.bench.suites.training {names} --out {given.out.name}"
-    write(given.runs, given.out, given.every, command)
+    with programs.stopping():
+        write(given.runs, given.out, given.every, command)
 
 
 if __name__ == "__main__":
