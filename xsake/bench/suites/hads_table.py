@@ -51,7 +51,18 @@ def prepare(
     calibration: int = 16,
     evaluation: int = 8,
 ) -> None:
-    """Writes out/novels.npy, out/wikipedia.npy, out/held_out.npy, and their sources.json."""
+    """Writes out/novels.npy, out/wikipedia.npy, out/held_out.npy, and their sources.json.
+
+    Args:
+      model: a folder of safetensors or a .gguf file, whose tokenizer is used.
+      out: a folder.
+      novels: .txt or .jsonl files to calibrate on, plain or compressed.
+      held_out: other novels, to measure on.
+      wikipedia: files of another kind of text to calibrate on.
+      length: tokens of each document.
+      calibration: documents of each kind to calibrate on.
+      evaluation: documents to measure on.
+    """
     tokenizer = huggingface.load(model).tokenizer
     assert tokenizer is not None
     out.mkdir(parents=True, exist_ok=True)
@@ -186,7 +197,18 @@ def profile(
     dtype: str = "bfloat16",
     implementation: str | None = None,
 ) -> None:
-    """Times a calibration on novels with all cost curves; writes the JSON file `out`."""
+    """Times a calibration on novels with all cost curves; writes the JSON file `out`.
+
+    Args:
+      model: a folder of safetensors or a .gguf file.
+      documents: the folder that `prepare` wrote.
+      out: a JSON file.
+      block: tokens per block.
+      length: tokens of each document.
+      calibration: documents to calibrate on.
+      dtype: the model's compute dtype.
+      implementation: the attention backend; default the fastest that can run.
+    """
     subject = _subject(model, dtype, implementation)
     tokens = text.load_documents([documents / "novels.npy"], None, length, calibration)
     _, facts = _timed_profile(subject, tokens, block, CURVES)
@@ -213,13 +235,29 @@ def speed(
 ) -> None:
     """Times selection, selection + sparse attention and dense attention, and decode.
 
-    Three kinds of records, written to the JSON file `out` one by one:
+    Three kinds of records are written, one by one.
 
-    headline    random q, k, v of `shapes`; uniform budgets, and the budgets of `heads` heads of
-                the plan, rescaled so that their mean density is that of the plan
-    activations all layers on held-out documents under the plan: time, and attention KL of the same
-                masks
-    decode      decoding after a long prompt; each head reads a share of the cache, as in the plan
+    The kind `headline`: random q, k, v of `shapes`; uniform budgets, and the budgets of `heads`
+    heads of the plan, rescaled so that their mean density is that of the plan.
+
+    The kind `activations`: all layers on held-out documents under the plan: time, and attention KL
+    of the same masks.
+
+    The kind `decode`: decoding after a long prompt; each head reads a share of the cache, as in
+    the plan.
+
+    Args:
+      model: a folder of safetensors or a .gguf file.
+      documents: the folder that `prepare` wrote.
+      plan: the file of a plan, such as `table` writes.
+      out: a JSON file.
+      selectors: selectors to time.
+      shapes: (B, T) of the random q, k, v.
+      heads: of the random q, k, v.
+      head_size: of the random q, k, v.
+      evaluation: held-out documents.
+      new: tokens to decode.
+      implementation: the attention backend; default the fastest that can run.
     """
     loaded = Plan.load(plan)
     records: list[Record] = []
@@ -416,5 +454,6 @@ if __name__ == "__main__":
     import tyro
 
     tyro.extras.subcommand_cli_from_dict(
-        {"prepare": prepare, "profile": profile, "table": table, "speed": speed}
+        {"prepare": prepare, "profile": profile, "table": table, "speed": speed},
+        prog="python -m xsake.bench.suites.hads_table",
     )
