@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -84,3 +85,27 @@ def test_work_that_is_not_timed_waits_for_who_times(tmp_path, monkeypatch):
         fcntl.flock(other, fcntl.LOCK_UN)
         with timing.alone(), timing.beside(), pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def test_who_waits_alone_is_not_overtaken(tmp_path, monkeypatch):
+    """Processes that share the lock, one after the other, would never leave it to a third."""
+    path = tmp_path / "lock"
+    monkeypatch.setenv("XSAKE_TIMING_LOCK", str(path))
+    program = "from xsake.bench import timing\nwith timing.alone(): print('alone', flush=True)"
+    with path.open("w") as first, (tmp_path / "lock.turn").open("w") as turn:
+        fcntl.flock(first, fcntl.LOCK_SH)
+        waiting = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        try:
+            while True:  # until the process has taken its turn
+                try:
+                    fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    break
+                fcntl.flock(turn, fcntl.LOCK_UN)
+                assert waiting.poll() is None
+                time.sleep(0.01)
+            fcntl.flock(first, fcntl.LOCK_UN)
+            assert waiting.communicate(timeout=60)[0] == b"alone\n"
+        finally:
+            waiting.kill()
+    assert waiting.returncode == 0

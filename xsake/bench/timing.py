@@ -91,7 +91,10 @@ def _holding(how: int) -> Iterator[None]:
         yield
         return
     with open(path, "a") as file:
-        fcntl.flock(file, how)
+        # in turns: without them, processes that share the lock would never leave it to the others
+        with open(path + ".turn", "a") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(file, how)
         _held.append(how)
         try:
             yield

@@ -29,7 +29,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from xsake import block_scores, selection
-from xsake.hads import chunks, observed, row_blocks
+from xsake.hads import chunks, observed, row_blocks, sensitivity_by_kernel
 from xsake.hads.chunks import PLAIN, Chunk, Chunks, Softmax
 
 DENSITIES = np.arange(1, 21) / 20  # of the retained-mass curves
@@ -377,10 +377,14 @@ def block_sensitivity(
 ) -> Float[Array, "N n n"]:
     """The sensitivity of `measure` times the layer's norm: it ranks blocks alike and costs less.
 
-    The chunks are done in PASSES groups, and a group attends only to the keys before its end.
+    The chunks are done in PASSES groups, and a group attends only to the keys before its end. A
+    Hopper GPU has a kernel, which rounds p and the values to bfloat16.
     """
-    cut = chunks.cut(q, k, block, queries_at_once, softmax)
     values = _projected_values(v, factors(kernel)[0], block)
+    if sensitivity_by_kernel.why_not(q, k, v, block, softmax) is None:
+        given = values.reshape(q.shape[1], -1, v.shape[-1])[:, : len(q)]
+        return sensitivity_by_kernel.block_sensitivity(q, k, given, block, softmax)
+    cut = chunks.cut(q, k, block, queries_at_once, softmax)
     found = []
     for numbers in np.array_split(np.arange(cut.chunks), min(PASSES, cut.chunks)):
         n = min(cut.n, (int(numbers[-1]) + 1) * cut.per_chunk)

@@ -1,0 +1,159 @@
+"""The kernel of block sensitivity: interpreted, lowered, refused, and on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conditions import needs_gpu, needs_interpreter, needs_newer_jax
+from xsake import _jax
+from xsake.hads import sensitivity_by_kernel, statistics
+from xsake.hads.chunks import Softmax
+
+TOLERANCE = 0.02  # of the largest; p and the values have 8 bits
+
+
+def layer(T, N, K, H, Hv, dtype="bfloat16", batch=()):
+    """q, k, v and the output projection of a layer."""
+    rng = np.random.default_rng(T)
+    shapes = (T, N, H), (T, K, H), (T, K, Hv), (N, Hv, 96)
+    q, k, v, kernel = (rng.standard_normal((*batch, *shape)) for shape in shapes)
+    return *(jnp.asarray(x, dtype) for x in (1.5 * q, k, v)), jnp.asarray(kernel, jnp.float32)
+
+
+def exact(q, k, v, kernel, block, sinks):
+    """Mean over row block i of ‖(u_j - m_j out) W‖², in float64."""
+    q, k, v, kernel = (np.asarray(x, np.float64) for x in (q, k, v, kernel))
+    T, N, H = q.shape
+    k, v = (np.repeat(x, N // k.shape[1], axis=1) for x in (k, v))
+    logits = np.where(np.tri(T, dtype=bool), np.einsum("tnh,snh->nts", q, k) / np.sqrt(H), -np.inf)
+    weight = np.exp(logits - logits.max(-1, keepdims=True))
+    total = weight.sum(-1, keepdims=True)
+    if sinks is not None:
+        sinks = np.asarray(sinks, np.float64)[:, None, None]
+        total = total + np.exp(sinks - logits.max(-1, keepdims=True))
+    p = weight / total
+    starts = np.arange(0, T, block)
+    out = np.einsum("nts,snh->nth", p, v)
+    found = np.zeros((N, len(starts), len(starts)))
+    for j, start in enumerate(starts):
+        own = slice(start, start + block)
+        u = np.einsum("nts,snh->nth", p[..., own], v[own])
+        change = u - p[..., own].sum(-1, keepdims=True) * out
+        size = (np.einsum("nth,nhw->ntw", change, kernel) ** 2).sum(-1)
+        found[:, :, j] = np.stack([size[:, i : i + block].mean(1) for i in starts], 1)
+    return found
+
+
+def check(got, q, k, v, kernel, block, sinks=None):
+    want = exact(q, k, v, kernel, block, sinks)
+    assert np.abs(got - want).max() < TOLERANCE * want.max()
+    seen = np.tri(want.shape[-1], dtype=bool)
+    np.testing.assert_allclose(got[:, seen].mean(), want[:, seen].mean(), rtol=2**-8)
+    assert (got[:, ~seen] == 0).all()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`block_sensitivity` takes the kernel, on Mosaic's interpreter."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    measuring = functools.partial(
+        sensitivity_by_kernel._measuring, interpret=plgpu.InterpretGPUParams(detect_races=True)
+    )
+    monkeypatch.setattr(sensitivity_by_kernel, "why_not", lambda *_: None)
+    monkeypatch.setattr(sensitivity_by_kernel, "_measuring", measuring)
+    statistics.block_sensitivity.clear_cache()
+    yield
+    statistics.block_sensitivity.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("T", "N", "K", "H", "Hv", "block", "dtype", "has_sinks"),
+    [
+        (200, 2, 1, 64, 64, 64, "bfloat16", False),
+        (300, 2, 2, 64, 128, 128, "bfloat16", True),
+        (333, 1, 1, 128, 64, 64, "float16", False),
+        (130, 1, 1, 64, 64, 64, "bfloat16", False),
+    ],
+)
+@needs_interpreter
+def test_the_kernel_measures_the_change_by_every_block(
+    T, N, K, H, Hv, block, dtype, has_sinks, interpreted, capsys
+):
+    """Grouped heads, short last blocks and CTAs, more blocks than slots, sinks."""
+    q, k, v, kernel = layer(T, N, K, H, Hv, dtype)
+    sinks = jnp.linspace(0.5, 2, N) if has_sinks else None
+    got = statistics.block_sensitivity(q, k, v, kernel, block, Softmax(sinks=sinks))
+    assert "RACE" not in capsys.readouterr().out
+    check(np.asarray(got), q, k, v, kernel, block, sinks)
+
+
+@needs_interpreter
+def test_a_mapped_axis_is_folded_into_the_batch(interpreted):
+    q, k, v, kernel = layer(130, 2, 1, 64, 64, batch=(2,))
+    got = jax.vmap(lambda *x: statistics.block_sensitivity(*x, 64))(q, k, v, kernel)
+    for i in range(2):
+        check(np.asarray(got[i]), q[i], k[i], v[i], kernel[i], 64)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(("H", "Hv", "block"), [(64, 64, 64), (128, 128, 128), (64, 128, 64)])
+@needs_newer_jax
+def test_it_lowers_for_cuda(H, Hv, block, x64):
+    def shape(*dims):
+        return jax.ShapeDtypeStruct((2, 1000, *dims), jnp.bfloat16)
+
+    with jax.enable_x64(x64):
+        step = sensitivity_by_kernel._measuring(block)
+        traced = jax.jit(step).trace(shape(4, H), shape(2, H), shape(4, Hv))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "xsake_sensitivity" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"softmax": Softmax(soft_cap=5.0)}, "supports neither a soft cap nor a window"),
+        ({"dtype": "float32"}, "supports bfloat16 and float16; this is float32"),
+        ({"H": 256}, "supports heads of 64 and 128; these are (256, 64)"),
+        ({"block": 32}, "supports blocks of 64 and 128; these are 32"),
+    ],
+    ids=str,
+)
+def test_a_call_that_it_cannot_take_has_a_reason(change, reason, monkeypatch):
+    monkeypatch.setattr(_jax, "why_no_hopper", lambda _: None)
+    how = {"softmax": Softmax(), "dtype": "bfloat16", "H": 64, "block": 64} | change
+    q, k, v, _ = layer(70, 1, 1, how["H"], 64, how["dtype"])
+    found = sensitivity_by_kernel.why_not(q, k, v, how["block"], how["softmax"])
+    assert found is not None
+    assert found.startswith(reason)
+
+
+def test_without_a_hopper_gpu_it_says_so():
+    q, k, v, _ = layer(70, 1, 1, 64, 64)
+    if (why := _jax.why_no_hopper((0, 11))) is not None:
+        assert sensitivity_by_kernel.why_not(q, k, v, 64, Softmax()) == why
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("T", "N", "K", "H", "Hv", "block", "dtype", "has_sinks"),
+    [
+        (1000, 6, 2, 64, 64, 64, "bfloat16", False),
+        (2048, 4, 4, 128, 128, 128, "bfloat16", True),
+        (1111, 2, 1, 128, 64, 64, "float16", False),
+        (777, 2, 2, 64, 128, 128, "bfloat16", False),
+    ],
+)
+def test_on_a_card(T, N, K, H, Hv, block, dtype, has_sinks):
+    q, k, v, kernel = layer(T, N, K, H, Hv, dtype)
+    sinks = jnp.linspace(0.5, 2, N) if has_sinks else None
+    assert sensitivity_by_kernel.why_not(q, k, v, block, Softmax(sinks=sinks)) is None
+    got = statistics.block_sensitivity(q, k, v, kernel, block, Softmax(sinks=sinks))
+    check(np.asarray(got), q, k, v, kernel, block, sinks)
