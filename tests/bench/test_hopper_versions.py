@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -78,6 +79,25 @@ def test_both_versions_are_timed_in_turns_and_the_table_has_their_ratio(other):
     ]
 
 
+def test_both_versions_are_checked_before_they_are_timed(other, monkeypatch):
+    """A version that compiles keeps nobody from timing: only checks are beside others."""
+    happened = []
+
+    @contextlib.contextmanager
+    def noted(what):
+        happened.append(what)
+        yield
+
+    real = suite.Other.ask
+    monkeypatch.setattr(suite.Other, "ask", lambda *x: (happened.append(x[1]), real(*x))[1])
+    monkeypatch.setattr(suite, "checked_calls", lambda *_: happened.append("check here"))
+    monkeypatch.setattr(suite, "beside", lambda: noted("beside"))
+    monkeypatch.setattr(suite, "alone", lambda: noted("alone"))
+    list(suite.records(ASKED, []))
+    timed = ["alone", *["forward"] * suite.ROUNDS, "alone", *["backward"] * suite.ROUNDS]
+    assert happened == ["beside", "check here", "check", *timed]
+
+
 def test_each_version_is_the_first_in_every_other_round():
     order = []
     one, two = (lambda x=x: order.append(x) or x for x in (1.0, 2.0))
@@ -113,11 +133,11 @@ def test_another_version_that_ended_between_two_answers_is_reported(other, print
         "    return {}, {}",
     )
     with suite.Other(suite.checkout(), ASKED) as process:
-        assert process.answer() == "checked"
+        assert process.answer() == "compiled"
         os.kill(process._process.pid, signal.SIGKILL)
         process._process.wait()
         with pytest.raises(RuntimeError, match=r"ended with status -9: .*the last words"):
-            process.seconds("forward")
+            process.ask("forward")
 
 
 @pytest.fixture

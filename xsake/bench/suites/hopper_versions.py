@@ -1,8 +1,8 @@
 """The suite `hopper-versions`: the cases of `hopper` at this commit and at another one.
 
-    this process ── compiles, checks ─┐                ┌─ here, there ─┐
-                                      ├─ every round: ─┤               ├─ seconds of both, ratio
-    one of AGAINST ─ compiles, checks ┘                └─ there, here ─┘
+    this process ── compiles ─┐                        ┌─ here, there ─┐
+                              ├─ check ─ every round: ─┤               ├─ seconds of both, ratio
+    one of AGAINST ─ compiles ┘                        └─ there, here ─┘
 
     git worktree add ../other COMMIT
     xsake bench --suite hopper-versions --against ../other
@@ -67,9 +67,12 @@ if asked["density"] is None:
 else:
     case = hopper_case(B, T, H, asked["density"])
 given, calls = compiled(case, asked["backend"])
-checked_calls(case, given, calls)
-answer("checked")
+answer("compiled")
 for line in sys.stdin:
+    if line.strip() == "check":
+        checked_calls(case, given, calls)
+        answer("checked")
+        continue
     fn, arguments = calls[line.strip()]
     answer(time_queued(fn, *arguments, seconds=asked["seconds"], rounds=1).median_seconds)
 """
@@ -118,15 +121,16 @@ def records(asked: Asked, done: list[Record]) -> Iterator[Record]:
     """One record for the forward and one for the backward."""
     commit = against_commit()
     with contextlib.ExitStack() as stack:
+        other = stack.enter_context(Other(checkout(), asked))
+        case = asked.case()
+        given, calls = compiled(case, asked.backend)
+        other.answer()  # that it has compiled
         with beside():
-            other = stack.enter_context(Other(checkout(), asked))
-            case = asked.case()
-            given, calls = compiled(case, asked.backend)
             checked_calls(case, given, calls)
-            other.answer()
+            other.ask("check")
         for direction, (fn, args) in calls.items():
             here = functools.partial(_seconds, fn, args, asked.seconds)
-            there = functools.partial(other.seconds, direction)
+            there = functools.partial(other.ask, direction)
             with alone():
                 mine, its = by_turns(here, there, ROUNDS)
             ratios = sorted(x / y for x, y in zip(mine, its, strict=True))
@@ -196,7 +200,7 @@ def against_commit() -> str:
 
 
 class Other:
-    """A process of another version that compiles and checks a case, and times it when asked."""
+    """A process of another version that compiles a case; it checks and times it when asked."""
 
     def __init__(self, folder: Path, asked: Asked) -> None:
         self._printed: list[str] = []
@@ -219,11 +223,11 @@ class Other:
         self._process.communicate()
         self._errors.close()
 
-    def seconds(self, direction: str) -> float:
-        """Seconds of a call."""
+    def ask(self, what: str) -> Any:
+        """The answer to "check", or the seconds of a call in a direction."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(direction + "\n")
+            self._process.stdin.write(what + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure() from None
