@@ -142,7 +142,7 @@ def test_a_mesh_that_cannot_be_read_raises(text):
 
 def test_a_negative_size_raises():
     with pytest.raises(ValueError, match=r"mesh.tensor must not be negative, got -2; 0 has it"):
-        MeshSizes(tensor=-2)
+        resolved(MeshSizes(tensor=-2), 8, environment={})
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ def test_the_hash_of_a_run_stays_when_models_get_new_settings():
         ({"compute__loss_tokens": -1}, "compute.loss_tokens must not be negative"),
         ({"hads__band": -1}, "hads.band must not be negative"),
         ({"seed": -1}, "seed must not be negative"),
+        ({"mesh__fsdp": -1}, "mesh.fsdp must not be negative, got -1; 0 has it chosen"),
+        ({"compute__implementation": "nope"}, r"compute.implementation 'nope' is not one of \["),
         ({"schedule__final_ratio": -0.1}, "schedule.final_ratio must not be negative"),
         ({"optimizer__beta1": 1.0}, "optimizer.beta1 must be at least 0 and below 1, got 1.0"),
         ({"optimizer__beta2": -0.1}, "optimizer.beta2 must be at least 0 and below 1, got -0.1"),

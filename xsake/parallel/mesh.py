@@ -40,7 +40,8 @@ class MeshSizes:
     tensor: int = 0  # devices that share the heads of a layer; chosen: 1
     context: int = 0  # devices that share a sequence; chosen: 1
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises for a negative size; not in `__post_init__`, where tyro would add words."""
         for name, size in dataclasses.asdict(self).items():
             if size < 0:
                 raise ValueError(f"mesh.{name} must not be negative, got {size}; 0 has it chosen")
@@ -76,11 +77,12 @@ def parse(text: str) -> MeshSizes:
 
 
 def given(asked: MeshSizes, environment: Mapping[str, str] = os.environ) -> MeshSizes:
-    """The sizes of the settings, and where those are 0, of XSAKE_MESH.
+    """The sizes of the settings, and where those are 0, of XSAKE_MESH; raises for negative ones.
 
     >>> given(MeshSizes(fsdp=2), {"XSAKE_MESH": "fsdp=4,tensor=2"})
     MeshSizes(data=0, fsdp=2, tensor=2, context=0)
     """
+    asked.check()
     other = parse(environment.get(VARIABLE, ""))
     return MeshSizes(**{name: getattr(asked, name) or getattr(other, name) for name in AXES})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xsake.backends import choice
 from xsake.hads import budget, row_blocks
 from xsake.hads.statistics import SELECTORS
 
@@ -126,17 +127,22 @@ def _check_ranges(config: Any) -> None:
     for name, size in not_negative.items():
         if not size >= 0:
             raise ValueError(f"{name} must not be negative, got {size}")
+    config.mesh.check()
     for name in ("beta1", "beta2", "ema_decay"):
         if not 0 <= (decay := getattr(optimizer, name)) < 1:
             raise ValueError(f"optimizer.{name} must be at least 0 and below 1, got {decay}")
 
 
 def _check_choices(config: Any) -> None:
-    for name, choice, choices in (
+    for name, chosen, choices in (
         ("compute.dtype", config.compute.dtype, ("float32", "bfloat16", "float16")),
         ("checkpoint.export_dtype", config.checkpoint.export_dtype, ("float32", "bfloat16")),
         ("hads.policy", config.hads.policy, tuple(x for x in budget.POLICIES if x != "loss")),
         ("hads.selector", config.hads.selector, SELECTORS),
     ):
-        if choice not in choices:
-            raise ValueError(f"{name} {choice!r} is not one of {list(choices)}")
+        if chosen not in choices:
+            raise ValueError(f"{name} {chosen!r} is not one of {list(choices)}")
+    try:
+        choice.check_name(config.compute.implementation)
+    except ValueError as error:
+        raise ValueError(f"compute.{error}") from None
