@@ -79,6 +79,21 @@ def test_oracles_that_need_more_than_q_k_and_v_are_refused(subject, tokens, sour
         method_times.time_attention(subject, tokens, [oracle], BLOCK)
 
 
+def test_a_band_and_top_p_are_those_of_what_is_timed(subject, tokens, monkeypatch):
+    """With them fewer blocks, or others, are attended to."""
+    every = method(subject, "every", jnp.tri(3, dtype=bool))
+    every = dataclasses.replace(every, source=jnp.int32(SOURCES.index("gaussian")))
+    calls = {}
+    monkeypatch.setattr(method_times, "time_calls", lambda given, _: calls.update(given) or {})
+    limited = dataclasses.replace(every, name="limited", top_p=1e-6, band=0)
+    with_band = dataclasses.replace(every, name="with band", top_p=1e-6, band=2)
+    method_times.time_attention(subject, tokens, [every, limited, with_band], BLOCK)
+    dense, all_of_it, some, band = (run(*given) for run, given in calls.values())
+    np.testing.assert_allclose(all_of_it, dense, atol=2e-6)
+    np.testing.assert_allclose(band, dense, atol=2e-6)  # a band of two is all of three blocks
+    assert jnp.abs(some - dense).max() > 1e-3
+
+
 def test_every_method_and_dense_are_timed(subject, tokens):
     blocks = jnp.eye(3, dtype=bool)
     times = method_times.time_attention(

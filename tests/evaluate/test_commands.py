@@ -14,8 +14,9 @@ from tests.commands import caller
 from tests.hads.test_plan import profile_of
 from xsake.bench import method_times
 from xsake.bench.timing import Timing
-from xsake.cli import model_path
+from xsake.cli import model_path, tasks
 from xsake.data import tokens
+from xsake.data.tasks import FAMILIES
 from xsake.evaluate import needle, table
 from xsake.hads import Plan, Profile, make
 from xsake.model import Config, Transformer, huggingface
@@ -56,6 +57,7 @@ def made(tmp_path_factory):
         np.save(folder / f"{name}.npy", values)
     (folder / "empty.npy").write_bytes(b"")
     (folder / "file").write_text("x")
+    (folder / "lines.jsonl").write_text('{"body": "It was a dark and stormy night."}\n')
     (folder / "words.txt").write_text("It was a dark and stormy night. " * 100)
     return folder
 
@@ -158,9 +160,9 @@ def test_tasks_of_a_profile(xsake, made, monkeypatch):
         patched.setattr(needle, "LEAST_ACCURACY", 0.0)
         said = xsake(f"{TASKS} tasks.json --certify 0")
     assert "written: tasks.json" in said
-    assert "128 tokens: % of answers right" in " ".join(said.split())  # the title may be wrapped
-    assert "left out: density 0.1 at 128 tokens" in said
-    assert "1.00 mean_query/output certified, error 0" in " ".join(said.split())
+    assert "\n128 tokens: % of answers right; mean difference to dense\n" in said
+    assert "left out at 128 tokens: density 0.1 is below " in said
+    assert re.search(r"\nmean_query/output certified, error 0\n     1.00        0 ", said)
     found = json.loads((made / "tasks.json").read_text())
     certified = "mean_query/output certified, error 0"
     methods = ["dense", "sink_window", "mean_query/output", certified]
@@ -175,7 +177,103 @@ def test_tasks_of_a_profile(xsake, made, monkeypatch):
     assert json.loads((made / "tasks.json").read_text())["rows"] == found["rows"]
     facts = dataclasses.replace(random.facts, data_hash=found["filler_hash"])
     dataclasses.replace(random, facts=facts).save(made / "random")
-    assert "are those of the calibration" in xsake(f"{TASKS} tasks.json", code=1)
+    assert "are those of the calibration" in xsake(f"{TASKS} other.json", code=1)
+
+
+def test_tasks_of_other_settings_are_refused_before_the_model_is_loaded(xsake, made, monkeypatch):
+    random = profile_of_the_model(made)
+    random.save(made / "random")
+    with monkeypatch.context() as patched:
+        patched.setattr(needle, "LEAST_ACCURACY", 0.0)
+        xsake(f"{TASKS} settings.json")
+    before = (made / "settings.json").read_bytes()
+    monkeypatch.setattr(huggingface, "load", None)
+    facts = dataclasses.replace(random.facts, band=1)
+    dataclasses.replace(random, facts=facts).save(made / "banded")
+    for line, said in (
+        (f"{TASKS} settings.json --dtype bfloat16", "dtype 'float32' there, 'bfloat16' here"),
+        (f"{TASKS} settings.json --implementation xla", "'the fastest on cpu' there, 'xla' here"),
+        (
+            f"{TASKS} settings.json --profile banded",
+            "the profile or plan's band 0 there, 1 here; name",
+        ),
+    ):
+        assert said in xsake(line, code=1)
+    assert (made / "settings.json").read_bytes() == before
+
+
+def test_a_table_of_other_settings_is_refused_before_the_model_is_loaded(xsake, made, monkeypatch):
+    profile_of_the_model(made).save(made / "random")
+    line = (
+        "evaluate model --profile random --text more.npy --length 64 --documents 2 "
+        "--densities 0.2 0.9 --methods sink_window --table table.json"
+    )
+    said = xsake(line)
+    assert "left out: density 0.2 is below 0.700, that of the forced blocks alone" in said
+    monkeypatch.setattr(huggingface, "load", None)
+    said = xsake(f"{line} --dtype bfloat16", code=1)
+    assert "table.json was measured with other settings: dtype 'float32' there, 'bfloat16'" in said
+    said = xsake(f"{line} --others elsewhere=random", code=1)
+    assert "--others elsewhere=random is not used by --methods sink_window; name a method" in said
+
+
+def test_a_profile_and_a_plan_do_not_replace_each_other(xsake, made, monkeypatch):
+    """Nor any other file; refused before any work. A plan may replace a plan."""
+    profile_of(1, 2).save(made / "kept")
+    (made / "alias").symlink_to("kept")
+    plan = "plan kept --density 0.8 -o"
+    xsake(f"{plan} made-plan")
+    xsake(f"{plan} made-plan")
+    (made / "touched").touch()
+    xsake(f"{plan} touched")
+    monkeypatch.setattr(Profile, "load", None)
+    monkeypatch.setattr(huggingface, "load", None)
+    before = {name: (made / name).read_bytes() for name in ("kept", "made-plan", "file")}
+    for line, said in (
+        (f"{plan} kept", "kept is read by this command, and a plan would replace it; name another"),
+        (f"{plan} alias", "alias is read by this command, and a plan would replace it"),
+        (f"{plan} file", "file is another kind of file, and a plan would replace it"),
+        (f"{CALIBRATE} -o made-plan", "made-plan is a plan, and a profile would replace it; name"),
+        (f"{CALIBRATE} -o ids.npy", "ids.npy is read by this command, and a profile would"),
+    ):
+        assert said in xsake(line, code=1)
+    assert before == {name: (made / name).read_bytes() for name in before}
+
+
+def test_a_plan_with_top_p_says_so_and_is_measured_on_text(xsake, made, monkeypatch):
+    profile_of_the_model(made).save(made / "some")
+    said = xsake("plan some --density 0.9 --top-p 0.25 -o limited")
+    assert "top_p 0.25: a row block stops at this share of its estimated mass; these" in said
+    evaluate = "evaluate model --plan limited --length 128"
+    said = xsake(f"{evaluate} --text words.txt --documents 1")
+    density = float(re.search(r"mean_query/output, top_p 0.25 +([\d.]+)", said)[1])
+    assert density < 0.85
+    assert "ms with the plan" in said
+    monkeypatch.setattr(huggingface, "load", None)
+    said = xsake("evaluate model --plan limited --text words.txt --tasks t.json", code=1)
+    assert "that of a plan with --top-p depends on the input; give a plan without it" in said
+    assert not (made / "t.json").exists()
+
+
+def test_the_table_of_tasks_fits_80_columns():
+    """With all families, and with the longest name of a method: numbers are not folded."""
+    families = [*FAMILIES]
+    name = "outlier_queries/output, end × 16 certified, error 0.2"
+    row = {"length": 8192, "accuracy": 1.0, "accuracy_difference": -1.0, "loss_difference": 1.0}
+    row |= {"accuracy_difference_standard_error": 0.123, "loss_difference_standard_error": 0.1}
+    rows = [
+        row | {"family": family, "method": method, "density": density}
+        for family in families
+        for method, density in (("dense", 1.0), (name, 0.2), (name, 0.43), ("sink_window", 0.2))
+    ]
+    lines = tasks._lines(rows, 8192)
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split() == ["density", *" ".join(families).replace("_", " ").split(), "mean"]
+    numbers = ["100"] * len(families)
+    assert [x.split() for x in lines[3:5]] == [["dense"], ["1.00", *numbers]]
+    assert lines[5] == name
+    assert lines[6].split() == ["0.20", *numbers, "-100.0", "±", "5.0"]
+    assert [x.split()[0] for x in lines[7:]] == ["0.43", "sink_window", "0.20"]
 
 
 def test_calibration_on_two_kinds_of_text(xsake, made, monkeypatch):
@@ -269,6 +367,23 @@ def terms(made):
         ("evaluate model --text ids.npy --profile q --table t.md", "--table t.md is the JSON file"),
         ("evaluate model --text ids.npy --profile q --table t --densities", "--densities names no"),
         ("evaluate model --text ids.npy --profile q --table t --densities nan", "got nan"),
+        ("evaluate model --text ids.npy --profile q --table t --methods", "--methods names none"),
+        ("evaluate model --text ids.npy --profile q --table t --lengths 64", "--lengths is not us"),
+        (
+            "evaluate model --text ids.npy --plan q --methods a",
+            "--methods is not used here: --plan",
+        ),
+        ("evaluate model --text ids.npy --plan q --densities 0.5", "--densities is not used here"),
+        ("evaluate model --text ids.npy --plan q --others a=b", "--others is not used here: --pl"),
+        (
+            "evaluate gone --text ids.npy --plan q --implementation nope",
+            "--implementation 'nope' is",
+        ),
+        (f"{CALIBRATE} -o p --implementation nope", "--implementation 'nope' is not one of ["),
+        (f"{CALIBRATE} -o p --text lines.jsonl", "give every line an object whose 'text' is the"),
+        (f"{CALIBRATE} -o p --mesh.fsdp -1", "xsake: mesh.fsdp must not be negative, got -1"),
+        (f"{CALIBRATE} -o p --retrieval nan", "--retrieval must be a share from 0 to 1 of"),
+        (f"{TASKS} t --others a=b", "--others is not used here: --tasks has --lengths"),
         ("evaluate model --text ids.npy --profile q --table t --update", "--update adds to the"),
         (f"{CALIBRATE} -o p --retrieval 1.5", "--retrieval must be a share from 0 to 1 of"),
         (f"{CALIBRATE} -o p --retrieval 0.1", "and at least one of them, got 0.1 of 2"),
@@ -281,8 +396,11 @@ def terms(made):
         (f"{TASKS} t --densities 2", "--densities must be above 0 and at most 1, got 2.0"),
         (f"{TASKS} t --text ids.npy", "--tasks hides words in text, and ids.npy holds token ids"),
         (f"{TASKS} t --certify 2", "--certify is a share of the output, 0 to 1, got 2.0"),
-        ("evaluate model --text ids.npy --plan q --certify 0.1", "--certify measures tasks; give"),
-        (f"{TASKS} t --documents 3", "--tasks takes --lengths and --prompts, not --length and"),
+        (
+            "evaluate model --text ids.npy --plan q --certify 0.1",
+            "--certify is not used here: leave it out, or give --tasks",
+        ),
+        (f"{TASKS} t --documents 3", "--documents is not used here: --tasks has --lengths and"),
         (f"{TASKS} t --table u", "with --tasks, --plan or --profile only"),
         (f"{TASKS} t --update", "--update adds perplexity to a plan; leave it out with --tasks"),
         ("generate --model gone --prompt a", "there is no checkpoint gone"),

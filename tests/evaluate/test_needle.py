@@ -1,3 +1,6 @@
+import copy
+import dataclasses
+import functools
 import json
 
 import jax.numpy as jnp
@@ -5,9 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.hads.test_plan import profile_of
 from xsake.data.tasks import Prompt
 from xsake.evaluate import needle
 from xsake.evaluate.needle import Answers, Settings
+from xsake.hads import row_blocks
 from xsake.model import Config, Transformer
 from xsake.model.observer import Observer
 
@@ -108,7 +113,8 @@ def test_results_are_written_resumed_and_refuse_other_settings(subject, tmp_path
 
     found = run()
     assert asked == [(0.8, 128)]
-    assert found["infeasible"] == [{"length": 128, "density": 0.1}]
+    why = "density 0.1 is below 0.417, that of the forced blocks alone of 8 row blocks"
+    assert found["infeasible"] == [{"length": 128, "density": 0.1, "reason": why}]
     dense, sparse = found["rows"]
     assert sparse["right_by_prompt"] == dense["right_by_prompt"]
     np.testing.assert_allclose(sparse["loss_by_prompt"], dense["loss_by_prompt"], atol=1e-4)
@@ -116,8 +122,90 @@ def test_results_are_written_resumed_and_refuse_other_settings(subject, tmp_path
     assert len(said) == 2
     assert run() == json.loads(out.read_text())
     assert len(said) == 2
-    with pytest.raises(ValueError, match="differ in seed; name another file"):
+    with pytest.raises(ValueError, match="other settings: seed 0 there, 5 here; name another file"):
         run(SETTINGS._replace(seed=5))
+
+
+def of_band(profile, density, length):
+    """Methods of a profile whose band is 2."""
+    from xsake.evaluate import methods
+
+    facts = dataclasses.replace(profile.facts, band=2)
+    banded = dataclasses.replace(profile, facts=facts)
+    return methods.at_density(banded, density, length, names=("mean_query/output",))
+
+
+def test_a_density_below_the_blocks_of_a_band_is_left_out(subject, tmp_path, monkeypatch):
+    """As one below the other forced blocks is; the run goes on with the next density."""
+    monkeypatch.setattr(needle, "LEAST_ACCURACY", 0.0)
+    methods_at = functools.partial(of_band, profile_of(1, 2))
+    least = row_blocks.least_density(8, 2)
+    assert row_blocks.least_density(8) < 0.6 < least < 0.9
+    settings = SETTINGS._replace(densities=(0.6, 0.9))
+    given = subject, methods_at, encode, FILLERS, settings, 16, tmp_path / "tasks.json"
+    found = needle.run_tasks(*given, band=2)
+    assert [row["density"] for row in found["rows"]] == [1.0, 0.9]
+    (left_out,) = found["infeasible"]
+    assert (left_out["length"], left_out["density"]) == (128, 0.6)
+    assert "forced blocks alone of 8 row blocks with a band of 2" in left_out["reason"]
+    # another density later: what was left out stays recorded
+    more = (*given[:4], settings._replace(densities=(0.5,)), *given[5:])
+    found = needle.run_tasks(*more, band=2)
+    assert [x["density"] for x in found["infeasible"]] == [0.6, 0.5]
+
+
+def test_a_run_that_fails_at_its_start_leaves_no_file(subject, tmp_path, monkeypatch):
+    """Its file would refuse the corrected command; a prompt that is too long fails before work."""
+    out = tmp_path / "tasks.json"
+
+    def methods_at(density, length):
+        raise ValueError("there is no such method")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(needle, "LEAST_ACCURACY", 0.0)
+        with pytest.raises(ValueError, match="there is no such method"):
+            needle.run_tasks(subject, methods_at, encode, FILLERS, SETTINGS, 16, out)
+    assert not out.exists()
+    measured = []
+    monkeypatch.setattr(needle, "answer_prompts", lambda *given: measured.append(given))
+    short = SETTINGS._replace(lengths=(128, 8))
+    with pytest.raises(ValueError, match="8"):
+        needle.run_tasks(subject, methods_at, encode, FILLERS, short, 16, out)
+    assert (measured, out.exists()) == ([], False)
+
+
+def test_results_of_another_source_or_without_settings_are_not_resumed(subject, tmp_path):
+    """A file that does not say what it was measured with is not taken for one of this run."""
+    out = tmp_path / "tasks.json"
+
+    def run(other=subject, **facts):
+        given = other, lambda *at: [], encode, FILLERS, SETTINGS, 16, out
+        return needle.run_tasks(*given, facts={"made_from": {"band": 0, "hash": "a"} | facts})
+
+    run()
+    run()
+    before = out.read_bytes()
+    with pytest.raises(
+        ValueError, match="other settings: the profile or plan's band 0 there, 1 here; name"
+    ):
+        run(band=1, hash="b")
+    with pytest.raises(
+        ValueError, match="other settings: the profile or plan's values; name another"
+    ):
+        run(hash="b")
+    narrow = copy.copy(subject)
+    narrow.dtype, narrow.implementation = "bfloat16", "xla"
+    both = (
+        "dtype 'float32' there, 'bfloat16' here; implementation 'the fastest on cpu' there, 'xla'"
+    )
+    with pytest.raises(ValueError, match=both):
+        run(narrow)
+    assert out.read_bytes() == before
+    old = json.loads(before)
+    del old["made_from"], old["dtype"]
+    out.write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="does not record its dtype, profile or plan, so that its"):
+        run()
 
 
 def test_a_family_that_dense_cannot_do_is_left_out(subject, tmp_path):

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 
@@ -168,7 +169,7 @@ def test_the_table_is_written_resumed_and_refuses_other_data(subject, profile, d
     assert again == json.loads(out.read_text())
     assert len(said) == 2 * len(rows)
     assert "| mean_query/kl | run time | 0.6" in out.with_suffix(".md").read_text()
-    with pytest.raises(ValueError, match="differs in data_hash; name another file"):
+    with pytest.raises(ValueError, match=r"with other settings: the documents .*; name another"):
         table.run_table(subject, profile, documents[1:3], [0.6], out)
 
 
@@ -200,6 +201,75 @@ def test_a_table_of_some_methods_has_just_those(subject, profile, documents, tmp
     assert (len(run()), len(asked)) == (len(asked[2]) + 3, 3)
     with pytest.raises(ValueError, match="method 'magic' does not exist"):
         run("magic")
+
+
+@pytest.fixture
+def written(subject, profile, documents, tmp_path, monkeypatch):
+    """run(profile=…, subject=…, densities=…, others=…): a table whose methods are not measured."""
+    monkeypatch.setattr(
+        table, "measure_methods", lambda _, methods, *rest: [{"method": x.name} for x in methods]
+    )
+    monkeypatch.setattr(table, "to_markdown", lambda found: "")
+    own = profile, subject
+
+    def run(profile=own[0], subject=own[1], densities=(0.6,), others=None):
+        given = subject, profile, documents[2:], densities, tmp_path / "t"
+        return table.run_table(*given, only=("sink_window",), others=others)
+
+    return run
+
+
+def changed(profile, **facts):
+    return dataclasses.replace(profile, facts=dataclasses.replace(profile.facts, **facts))
+
+
+def test_a_table_of_other_settings_is_not_resumed(written, profile, subject, tmp_path):
+    """Of the profile and of the run; the sentence names what differs, and the file stays."""
+    written()
+    before = (tmp_path / "t").read_bytes()
+    other = dataclasses.replace(profile, mass_halves=profile.mass_halves + 1)
+    narrow = copy.copy(subject)
+    narrow.dtype = "bfloat16"
+    for change, said in (
+        ({"profile": changed(profile, band=1)}, "the profile's band 0 there, 1 here; name another"),
+        (
+            {"profile": changed(profile, dtype="float16")},
+            "the profile's dtype '' there, 'float16' here",
+        ),
+        ({"profile": changed(profile, seed=7)}, "the profile's seed None there, 7 here"),
+        ({"profile": other}, "other settings: the profile's values; name another file"),
+        ({"subject": narrow}, "settings: dtype 'float32' there, 'bfloat16' here; name another"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            written(**change)
+    assert (tmp_path / "t").read_bytes() == before
+    old = json.loads(before)
+    del old["profile"]
+    (tmp_path / "t").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="does not record its profile, so that its results may"):
+        written()
+
+
+def test_other_profiles_may_be_added_to_a_table_but_not_exchanged(written, profile):
+    one, two = changed(profile, seed=1), changed(profile, seed=2)
+    written()
+    written(others={"one": one})
+    assert set(written(others={"two": two})["others"]) == {"one", "two"}
+    with pytest.raises(ValueError, match="--others one's seed 1 there, 2 here"):
+        written(others={"one": two})
+
+
+def test_a_table_leaves_out_densities_below_the_forced_blocks(written, profile, tmp_path):
+    """With the reason; with a band they are more. One that measures nothing is an error."""
+    found = written(densities=(0.1, 0.6))
+    assert list(found["densities"]) == ["0.6"]
+    assert "density 0.1 is below 0.417" in found["infeasible"]["0.1"]
+    (tmp_path / "t").unlink()
+    banded = changed(profile, band=2)
+    with pytest.raises(ValueError, match=r"can be measured: density 0\.6 is below .* a band of 2;"):
+        written(densities=(0.6,), profile=banded)
+    assert not (tmp_path / "t").exists()
+    assert list(written(densities=(0.6, 0.9), profile=banded)["densities"]) == ["0.9"]
 
 
 def test_the_documents_of_the_calibration_are_no_evaluation(subject, profile, documents, tmp_path):
@@ -270,6 +340,31 @@ def test_a_plan_is_measured_with_its_band(subject, profile, documents):
     for name in table.COLUMNS:
         assert found[name] == pytest.approx(given[name], rel=1e-5, abs=1e-6), name
         assert other[name] != pytest.approx(given[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("selector", ["mean_query", "static"])
+def test_a_plan_with_top_p_is_measured_at_the_density_that_it_visits(
+    subject, profile, documents, selector
+):
+    """Below that of its budget, and that of the masks that the plan makes on the same q and k."""
+    budget, plan = (make(profile, 0.9, "kl", selector, top_p=x) for x in (None, 0.5))
+    method = methods.of_plan(plan, LENGTH)
+    assert method.name == f"{selector}/kl, top_p 0.5"
+    found, all_of_it = table.measure_methods(
+        subject, [method, methods.of_plan(budget, LENGTH)], documents[3:], BLOCK
+    )
+    assert all_of_it["realised_density_ratio"] == pytest.approx(0.9, abs=0.01)
+    assert found["realised_density_ratio"] < 0.8
+    assert found["recall"] < all_of_it["recall"]
+    assert found["logit_kl"] != all_of_it["logit_kl"]
+
+    def count(layer, seen, total):
+        blocks = plan.blocks(layer, seen.q, seen.k, length=LENGTH)
+        return total + jnp.sum(blocks) / (2 * 4 * 36)
+
+    tokens = jnp.asarray(documents[3])[None]
+    visited = subject.observe(subject.weights, tokens, count, jnp.zeros(()))
+    assert found["realised_density_ratio"] == pytest.approx(float(visited), abs=1e-6)
 
 
 def test_methods_of_a_profile_have_its_band(profile):

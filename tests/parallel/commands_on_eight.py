@@ -28,6 +28,7 @@ from tests.model.families import LLAMA, random_model, random_tokens, weights
 from tests.parallel.claims import named, run_claims
 from tests.train.corpus import config as train_config
 from tests.train.corpus import token_file
+from xsake.cli import evaluate
 from xsake.cli import hads as commands
 from xsake.hads import Plan, Profile, profile
 from xsake.model import Sparse, generate, huggingface
@@ -93,7 +94,7 @@ def calibration_and_evaluation_are_those_of_one_device() -> bool:
             profiles.append(Profile.load(out))
             plan = place / f"{sizes.tensor}.plan"
             commands.plan(place / "0.profile", 0.5, plan)
-            commands.evaluate(model, [other], plan, update=True, mesh=sizes, **how)
+            evaluate.evaluate(model, [other], plan, update=True, mesh=sizes, **how)
             qualities.append(json.loads(Plan.load(plan).terms.validation))
         one, split = (jax.tree.map(np.asarray, (x.statistics, x.errors)) for x in profiles)
         return near(split, one) and near(qualities[1], qualities[0])

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from xsake import selection
 from xsake.bench.timing import Timing, time_calls
-from xsake.evaluate.methods import SOURCES, Activations, Method, scores_of
+from xsake.evaluate.methods import SOURCES, Activations, Method, best_blocks, scores_of
 from xsake.model import Config
 from xsake.model.attend import by_mask, softmax_of
 from xsake.model.observer import Observer
@@ -42,7 +42,7 @@ def time_attention(
     calls: dict[str, Any] = {"dense": (functools.partial(_dense, config=config), given)}
     for method in methods:
         source = SOURCES[int(method.source)]
-        how: Any = {"source": source, "block": block, "band": method.band}
+        how: Any = {"source": source, "block": block, "limits": (method.band, method.top_p)}
         run = functools.partial(_sparse, config=config, **how)
         calls[method.name] = run, (method.counts, method.given, *given)
     return time_calls(calls, repeats)
@@ -99,7 +99,7 @@ def _dense(q: Array, k: Array, v: Array, sinks: Array | None, *, config: Config)
     return lax.map(one, (jnp.arange(config.layers), q, k, v, sinks))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "source", "block", "band"))
+@functools.partial(jax.jit, static_argnames=("config", "source", "block", "limits"))
 def _sparse(
     counts: Array,
     given: Array,
@@ -111,7 +111,7 @@ def _sparse(
     config: Config,
     source: str,
     block: int,
-    band: int,
+    limits: tuple[int, float | None] = (0, None),  # the method's band and top_p
 ) -> Array:
     T = q.shape[1]
 
@@ -119,7 +119,7 @@ def _sparse(
         layer, counts, blocks, q, k, v, sinks = x
         if source != "given":
             seen = Activations(q, k, v, None, softmax_of(config, layer, sinks))
-            blocks = selection.keep_top(scores_of(source, seen, block), counts, band)
+            blocks = best_blocks(scores_of(source, seen, block), counts, *limits)
         attend = by_mask(config, selection.to_mask(blocks, T, block), 1, T)
         return attend(layer, q[None], k[None], v[None], None, sinks)[0]
 

@@ -11,7 +11,7 @@ import tyro
 import xsake
 from xsake import _extras
 from xsake.bench.checks import WrongResultError
-from xsake.cli import checkpoints, cost, demo, hads, machine, serve, training
+from xsake.cli import checkpoints, cost, demo, evaluate, hads, machine, serve, training
 from xsake.cli.terminal import console
 
 DESCRIPTION = """Block-sparse attention for JAX. `xsake COMMAND --help` describes a command.
@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(checkpoints.generate, "model"),
     "calibrate": Command(hads.calibrate, "model"),
     "plan": Command(hads.plan, "model"),
-    "evaluate": Command(hads.evaluate, "model"),
+    "evaluate": Command(evaluate.evaluate, "model"),
     "tokenize": Command(training.tokenize, "model"),
     "train": Command(training.train, "train"),
     "runs": Command(training.runs),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich import box
-from rich.table import Column, Table
 
 from xsake.bench import timing
 from xsake.cli.progress import progress
@@ -16,10 +16,11 @@ from xsake.data.tasks import FAMILIES
 
 if TYPE_CHECKING:
     from xsake.data.tasks import Encode
-    from xsake.evaluate.needle import MethodsAt
+    from xsake.evaluate.needle import MethodsAt, Settings
     from xsake.hads import Plan, Profile
     from xsake.model.observer import Observer
 
+LENGTHS, PROMPTS = (2048, 4096, 8192), 100
 METHODS = ("mean_query/output", "sink_window", "oracle/output")
 
 
@@ -69,6 +70,41 @@ class Chosen(NamedTuple):
             )
 
 
+def check_tasks(
+    made: Plan | Profile, chosen: Chosen, out: Path, dtype: str, implementation: str | None
+) -> None:
+    """Raises for methods that cannot be measured, or a file of other settings, before the work."""
+    from xsake import hads
+    from xsake.evaluate import needle, settings
+
+    if isinstance(made, hads.Plan) and made.terms.top_p is not None:
+        raise ValueError(
+            "--tasks measures at a known density, and that of a plan with --top-p depends on the "
+            "input; give a plan without it, or leave out --tasks to measure the plan on text"
+        )
+    _methods_at(made, chosen.methods)
+    facts = settings.of_run(dtype, implementation) | needle.facts_of(*_settings(made, chosen))
+    needle.check_resumable(out, facts | _facts(made))
+
+
+def _settings(made: Plan | Profile, chosen: Chosen) -> tuple[Settings, int]:
+    """(what is measured, the block size)."""
+    from xsake import hads
+    from xsake.evaluate.needle import Settings
+
+    densities = (made.terms.density,) if isinstance(made, hads.Plan) else chosen.densities
+    found = Settings(chosen.families, chosen.lengths, chosen.prompts, densities, chosen.seed)
+    return found, (made.terms if isinstance(made, hads.Plan) else made.facts).block
+
+
+def _facts(made: Plan | Profile) -> dict[str, Any]:
+    """What the file records of what is measured."""
+    from xsake.evaluate import settings
+
+    source = settings.of_source(made)
+    return {"calibration_data_hash": source["calibration_data_hash"], "made_from": source}
+
+
 def measure_tasks(
     subject: Observer,
     encode: Encode | None,
@@ -78,18 +114,14 @@ def measure_tasks(
     out: Path,
 ) -> None:
     """Measures a plan or a profile's methods, writes the file and prints a table per length."""
-    from xsake import hads
     from xsake.evaluate import needle
     from xsake.hads.profile import check_held_out
 
     assert encode is not None  # `Chosen.check` refuses token ids
     made.check_model(subject.hash)
-    source = made.terms if isinstance(made, hads.Plan) else made.facts
-    check_held_out(fillers, source.data_hash)
-    densities = (made.terms.density,) if isinstance(made, hads.Plan) else chosen.densities
-    settings = needle.Settings(
-        chosen.families, chosen.lengths, chosen.prompts, densities, chosen.seed
-    )
+    facts = _facts(made)
+    check_held_out(fillers, facts["calibration_data_hash"])
+    settings, block = _settings(made, chosen)
     with progress(f"{chosen.prompts} prompts for each family and length") as report:
         found = needle.run_tasks(
             subject,
@@ -97,15 +129,16 @@ def measure_tasks(
             encode,
             fillers,
             settings,
-            source.block,
+            block,
             out,
-            facts={"calibration_data_hash": source.data_hash},
+            band=facts["made_from"]["band"],
+            facts=facts,
             provenance=timing.provenance(),
             report=report,
         )
     for length in chosen.lengths:
-        for table in _tables(found["rows"], length):
-            console.print(table)
+        for line in _lines(found["rows"], length):
+            console.print(line, markup=False, soft_wrap=True)
     for row in found["rows"]:
         if row["method"] == "dense" and row["accuracy"] < needle.LEAST_ACCURACY:
             console.print(
@@ -116,8 +149,7 @@ def measure_tasks(
             )
     for cell in found["infeasible"]:
         console.print(
-            f"left out: density {cell['density']} at {cell['length']:,} tokens, where the blocks "
-            "that are always kept are more",
+            f"left out at {cell['length']:,} tokens: {cell['reason']}",
             soft_wrap=True,
         )
     console.print(f"written: {out}", soft_wrap=True)
@@ -153,10 +185,11 @@ def _methods_at(
     return methods_at
 
 
-def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
-    """Accuracy by family and method, difference to dense; empty if dense can do no family.
+def _lines(rows: list[dict[str, Any]], length: int) -> list[str]:
+    """Accuracy by family and density, difference to dense; empty if dense can do no family.
 
-    The density is the realised one: certified methods visit more than is asked for.
+    The density is the realised one: certified methods visit more than is asked for. A method's name
+    is a line of its own, so that the numbers are within 80 columns.
     """
     from xsake.evaluate.needle import LEAST_ACCURACY, summarise
 
@@ -168,31 +201,33 @@ def _tables(rows: list[dict[str, Any]], length: int) -> list[Table]:
     ]
     if not kept:
         return []
-    # as narrow as a terminal of 80 columns
-    table = Table(
-        Column("at", justify="right"),
-        Column("method", no_wrap=True),
-        *(Column(x.replace("_", " "), justify="right", overflow="fold") for x in kept),
-        Column("mean", justify="right", no_wrap=True),
-        title=f"{length:,} tokens: % of answers right; mean difference to dense",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
     cells = {(row["density"], row["method"], row["family"]): row for row in here}
 
-    def shown(density: float, method: str, family: str) -> str:
-        row = cells.get((density, method, family))
-        return "" if row is None else f"{100 * row['accuracy']:.0f}"
+    def line(density: str, of_family: Callable[[str], str], mean: str) -> str:
+        shown = (f"{of_family(family):>{len(family)}}" for family in kept)
+        return f"{density:>9}  {'  '.join(shown)}  {mean:>12}".rstrip()
 
-    table.add_row("1.00", "dense", *(shown(1.0, "dense", family) for family in kept), "")
-    for mean in summarise(here):
-        error = mean["accuracy_difference_standard_error"]
-        spread = "" if error is None else f" ± {100 * error:.1f}"
-        table.add_row(
-            f"{mean['realised_density_ratio']:.2f}",
-            mean["method"],
-            *(shown(mean["density"], mean["method"], family) for family in kept),
-            f"{100 * mean['accuracy_difference']:+.1f}{spread}",
-        )
-    return [table]
+    def of_method(density: float, method: str) -> Callable[[str], str]:
+        def accuracy(family: str) -> str:
+            row = cells.get((density, method, family))
+            return "" if row is None else f"{100 * row['accuracy']:.0f}"
+
+        return accuracy
+
+    found = [
+        "",
+        f"{length:,} tokens: % of answers right; mean difference to dense",
+        line("density", lambda family: family.replace("_", " "), "mean"),
+        "dense",
+        line("1.00", of_method(1.0, "dense"), ""),
+    ]
+    means = sorted(summarise(here), key=lambda mean: (mean["method"], mean["density"]))
+    for method, some in itertools.groupby(means, key=lambda mean: mean["method"]):
+        found.append(method)
+        for mean in some:
+            error = mean["accuracy_difference_standard_error"]
+            spread = "" if error is None else f" ± {100 * error:.1f}"
+            difference = f"{100 * mean['accuracy_difference']:+.1f}{spread}"
+            density = f"{mean['realised_density_ratio']:.2f}"
+            found.append(line(density, of_method(mean["density"], method), difference))
+    return found

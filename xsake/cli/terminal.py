@@ -15,6 +15,7 @@ from rich.table import Table
 
 import xsake
 from xsake import _jax
+from xsake.backends import choice
 
 console = Console(highlight=False)
 
@@ -58,6 +59,14 @@ def writable_file(path: Path) -> Path:
     except OSError as error:
         raise type(error)(f"{path} cannot be written ({error.strerror}); name another") from error
     return path
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises for --implementation NAME that is no backend, before anything is loaded."""
+    try:
+        choice.check_name(name)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
 
 
 def make_folder(folder: Path) -> None:

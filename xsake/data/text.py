@@ -122,13 +122,13 @@ def _lines(path: Path, file: io.TextIOWrapper, field: str) -> Iterator[str]:
         if not isinstance(record, dict) or field not in record:
             has = sorted(record) if isinstance(record, dict) else type(record).__name__
             raise ValueError(
-                f"{path}, line {number} has no text field {field!r}, only {has}; "
-                "name the right one with field="
+                f"{path}, line {number} has no text field {field!r}, only {has}; give every line "
+                f"an object whose {field!r} is the document's text"
             )
         if not isinstance(record[field], str):
             raise ValueError(
                 f"{path}, line {number}: the field {field!r} is a {type(record[field]).__name__}, "
-                "not text; name the right one with field="
+                f"not text; give every line an object whose {field!r} is the document's text"
             )
         if record[field].strip():
             yield record[field]

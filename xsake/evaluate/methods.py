@@ -87,6 +87,8 @@ class Method:
     corrected: bool = dataclasses.field(metadata={"static": True}, default=False)
     certify: Certify | None = dataclasses.field(metadata={"static": True}, default=None)
     band: int = dataclasses.field(metadata={"static": True}, default=0)  # forced before diagonal
+    # a row block stops at this share of its estimated mass; counts are then upper limits
+    top_p: float | None = dataclasses.field(metadata={"static": True}, default=None)
 
     def certified(self, certify: Certify) -> Method:
         """This method with certified attention; only tasks are measured with it."""
@@ -121,8 +123,8 @@ class Method:
         names = sources[1:]
 
         def selected(source: str, seen: Activations) -> Array:
-            scores = scores_of(source, seen, block)
-            return selection.keep_top(scores, self.counts[layer], self.band)
+            scores, counts = scores_of(source, seen, block), self.counts[layer]
+            return best_blocks(scores, counts, self.band, self.top_p)
 
         branches = [lambda seen: self.given[layer]]
         branches += [functools.partial(selected, name) for name in names]
@@ -138,6 +140,18 @@ class Method:
             return selection.to_mask(self.blocks(layer, seen, block, sources), len(seen.q), block)
 
         return choose
+
+
+def best_blocks(
+    scores: Float[Array, "*batch n n"],
+    counts: Int[ArrayLike, "*batch n"],
+    band: int,
+    top_p: float | None,
+) -> Bool[Array, "*batch n n"]:
+    """The counts[i] blocks of row block i with the highest scores; with `top_p` at most these."""
+    if top_p is not None:
+        counts = selection.counts_for_mass(scores, top_p, counts, band)
+    return selection.keep_top(scores, counts, band)
 
 
 def sources_of(methods: Sequence[Method]) -> tuple[str, ...]:
@@ -196,6 +210,22 @@ def scores_of(source: str, seen: Activations, block: int) -> Float[Array, "N n n
         assert found is not None
         return jnp.asarray(found)
     return block_scores.estimate(source, seen.q, seen.k, block)
+
+
+def why_not_density(density: float, n: int, band: int = 0) -> str | None:
+    """Why n row blocks cannot have this density: their forced blocks are more. None if they can.
+
+    >>> why_not_density(0.1, 8)
+    'density 0.1 is below 0.417, that of the forced blocks alone of 8 row blocks'
+    """
+    least = row_blocks.least_density(n, band)
+    if density >= least:
+        return None
+    of = f"of {n} row blocks" + f" with a band of {band}" * (band > 0)
+    return (
+        f"density {density} is below {np.ceil(1000 * least) / 1000:.3f}, that of the forced blocks "
+        f"alone {of}"
+    )
 
 
 def at_density(
@@ -364,21 +394,25 @@ def _planned(
 
 
 def of_plan(plan: Plan, length: int) -> Method:
-    """Converts a plan to a method, for texts of `length` tokens."""
+    """Converts a plan to a method, for texts of `length` tokens.
+
+    With `top_p` and a selector that looks at the input, its density depends on the input.
+    """
     terms, plan = plan.terms, plan.at(length)
-    if terms.top_p is not None:
-        raise ValueError(
-            "the density of a plan with top_p depends on the input; measure one without"
-        )
     name = name_of(plan)
     if terms.selector == "static":
-        return _given(name, "static", selection.keep_top(plan.scores, plan.counts, terms.band))
-    return _scored(name, "run time", plan.counts, terms.selector, terms.band)
+        layers = range(len(plan.counts))
+        blocks = jnp.stack([plan.blocks(layer, length=length)[0] for layer in layers])
+        return _given(name, "static", blocks)
+    method = _scored(name, "run time", plan.counts, terms.selector, terms.band)
+    return dataclasses.replace(method, top_p=terms.top_p)
 
 
 def name_of(plan: Plan) -> str:
     """The name of the method that selects as the plan does."""
-    return f"{plan.terms.selector}/{plan.terms.policy}{_weight_suffix(plan.terms.end_weight)}"
+    terms = plan.terms
+    limit = "" if terms.top_p is None else f", top_p {_exact(terms.top_p)}"
+    return f"{terms.selector}/{terms.policy}{_weight_suffix(terms.end_weight)}{limit}"
 
 
 def oracle_counts(

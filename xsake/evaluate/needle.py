@@ -6,7 +6,8 @@
 The answer is teacher-forced: its tokens are part of the prompt, and each is predicted from those
 before it. accuracy is the share of prompts in which every token of the answer is the most likely
 one; loss is -ln p of the answer in nats per token, mean over prompts. The file is written after
-each cell; rerun the same command to resume.
+each density of a cell; rerun the same command to resume. There is no file before a method has been
+measured: a run that fails at its start leaves none.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, PyTree
 
-from xsake import _files
 from xsake.data import tasks
 from xsake.data.tasks import Encode, Prompt
-from xsake.evaluate.methods import Method, gradients_of, sources_of
+from xsake.evaluate import settings as measured_with
+from xsake.evaluate.methods import Method, gradients_of, sources_of, why_not_density
 from xsake.evaluate.quality import mean_and_error
 from xsake.evaluate.table import to_json
 from xsake.hads import row_blocks
@@ -33,6 +34,7 @@ from xsake.hads.files import hash_of
 from xsake.model.observer import Observer
 
 SCHEMA = 1
+WHAT, TYPES = "a table of tasks", {"schema": int, "rows": list}  # of the file
 LEAST_ACCURACY = 0.5  # of dense attention; a family below it is left out at that length
 ANSWER_TOKENS = 32  # positions whose predictions are computed, whatever the answer's length
 RULE = (
@@ -66,6 +68,11 @@ def answer_prompts(
     if (longest := max(prompt.answer for prompt in prompts)) > how["count"]:
         raise ValueError(f"answers have at most {how['count']} tokens here, one has {longest}")
     if method is not None:
+        if method.top_p is not None:
+            raise ValueError(
+                f"the density of {method.name} depends on the input, and tasks are measured at a "
+                "known one; measure it on text, or a plan without top_p"
+            )
         how |= {"block": block, "sources": _sources(method, sources)}
         method = method.anonymous()
     found = []
@@ -148,6 +155,7 @@ def run_tasks(
     block: int,
     out: Path,
     *,
+    band: int = 0,
     facts: dict[str, Any] | None = None,
     provenance: dict[str, Any] | None = None,
     report: Callable[[str], None] | None = None,
@@ -162,44 +170,80 @@ def run_tasks(
       settings: families, lengths, prompts, densities, seed.
       block: tokens per block of the methods.
       out: the file.
+      band: forced blocks before the diagonal, of the methods.
       facts: of what the methods were made from; a file with other facts is refused.
-      provenance: recorded with the results.
+      provenance: recorded with the results, when there are new ones.
       report: is called with a line for every cell.
     """
     report = report or (lambda line: None)
-    table = _resumed(
-        out,
-        {
-            "schema": SCHEMA,
-            "kind": "tasks",
-            "model_hash": subject.hash,
-            "filler_hash": hash_of(fillers),
-            "prompts": settings.prompts,
-            "seed": settings.seed,
-            "block": block,
-            "rule": RULE,
-            **(facts or {}),
-        },
-    )
-    for length, family in ((x, y) for x in settings.lengths for y in settings.families):
-        prompts = tasks.make_prompts(
-            family, encode, fillers, length, settings.prompts, settings.seed
-        )
-        cell = _Cell(family, length, prompts)
-        for rows in _measure(subject, methods_at, cell, settings.densities, block, table["rows"]):
+    facts = {
+        "model_hash": subject.hash,
+        "filler_hash": hash_of(fillers),
+        **facts_of(settings, block),
+        **measured_with.of_subject(subject),
+        **(facts or {}),
+    }
+    how: Any = {"count": settings.prompts, "seed": settings.seed}
+    make_prompts = functools.partial(tasks.make_prompts, encode=encode, fillers=fillers, **how)
+    # of all cells: one that cannot be made stops the run before anything is measured
+    cells = [
+        _Cell(family, length, make_prompts(family=family, length=length))
+        for length in settings.lengths
+        for family in settings.families
+    ]
+    table = measured_with.resumed(out, WHAT, TYPES, facts) or {**facts, "rows": []}
+    if "others" in facts:
+        table["others"] |= facts["others"]
+    table["infeasible"] = _infeasible(table.get("infeasible", []), settings, block, band)
+    left_out = {(x["length"], x["density"]) for x in table["infeasible"]}
+    for cell in cells:
+        densities = [x for x in settings.densities if (cell.length, x) not in left_out]
+        for rows in _measure(subject, methods_at, cell, densities, block, table["rows"]):
+            if not rows:
+                continue
             table["rows"] += rows
             table["provenance"] = provenance or {}
-            out.write_text(to_json(table))
+            if out.is_file() or _has_results(rows):
+                out.write_text(to_json(table))
             for row in rows:
                 report(_line(row))
-    table["infeasible"] = [
-        {"length": length, "density": density}
-        for length in settings.lengths
-        for density in settings.densities
-        if not _feasible(density, length, block)
-    ]
     out.write_text(to_json(table))
     return table
+
+
+def facts_of(settings: Settings, block: int) -> dict[str, Any]:
+    """What a file of tasks has of these settings; families, lengths and densities may be added."""
+    return {
+        "schema": SCHEMA,
+        "kind": "tasks",
+        "prompts": settings.prompts,
+        "seed": settings.seed,
+        "block": block,
+        "rule": RULE,
+    }
+
+
+def check_resumable(out: Path, facts: dict[str, Any]) -> None:
+    """Raises if the file `out` has other settings than these, which may be some of a run's."""
+    measured_with.resumed(out, WHAT, TYPES, facts)
+
+
+def _infeasible(
+    known: list[dict[str, Any]], settings: Settings, block: int, band: int
+) -> list[dict[str, Any]]:
+    """Lengths and densities that are left out, with the reason: those of the file and of now."""
+    found = {(x["length"], x["density"]): x for x in known}
+    for length in settings.lengths:
+        n = row_blocks.count_blocks(length, block)
+        for density in settings.densities:
+            if (why := why_not_density(density, n, band)) is not None:
+                found[length, density] = {"length": length, "density": density, "reason": why}
+    return list(found.values())
+
+
+def _has_results(rows: list[dict[str, Any]]) -> bool:
+    """Whether a method was measured, or a family is left out; not if methods are still to come."""
+    return any(row["method"] != "dense" or row["accuracy"] < LEAST_ACCURACY for row in rows)
 
 
 class _Cell(NamedTuple):
@@ -234,8 +278,6 @@ def _measure(
         np.array([x == "1" for x in dense["right_by_prompt"]]), np.array(dense["loss_by_prompt"])
     )
     for density in densities:
-        if not _feasible(density, cell.length, block):
-            continue
         rows, methods = [], methods_at(density, cell.length)
         sources = sources_of(methods)
         for method in methods:
@@ -247,10 +289,6 @@ def _measure(
                 | {"realised_density_ratio": _realised(method, answers)}
             )
         yield rows
-
-
-def _feasible(density: float, length: int, block: int) -> bool:
-    return density >= row_blocks.least_density(row_blocks.count_blocks(length, block))
 
 
 def _realised(method: Method, answers: Answers) -> float:
@@ -307,19 +345,6 @@ def _line(row: dict[str, Any]) -> str:
     used = row.get("realised_density_ratio", row["density"])
     density = "" if row["method"] == "dense" else f" at {used:.3g}"
     return f"{where}, {row['method']}{density}: {row['accuracy']:.0%}, loss {row['loss']:.3f}"
-
-
-def _resumed(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """The results in `out`, or none; raises if they are of another model, text or setting."""
-    if not out.is_file():
-        return {**facts, "rows": []}
-    table = _files.read_record(out, "a table of tasks", {"schema": int, "rows": list})
-    differs = [name for name in facts if table.get(name) != facts[name]]
-    if differs:
-        raise ValueError(
-            f"{out} holds tasks that differ in {', '.join(differs)}; name another file"
-        )
-    return table
 
 
 # ------------------------------------------------------------------------------------------ summary

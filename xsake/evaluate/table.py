@@ -23,11 +23,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, PyTree
 
-from xsake import _files, selection
+from xsake.evaluate import settings
 from xsake.evaluate.methods import (
     Activations,
     Method,
     at_density,
+    best_blocks,
+    check_names,
     gradients_of,
     indices_in,
     left_out,
@@ -35,6 +37,7 @@ from xsake.evaluate.methods import (
     needing_gradients,
     scores_of,
     sources_of,
+    why_not_density,
 )
 from xsake.evaluate.quality import (
     Predictions,
@@ -51,6 +54,9 @@ from xsake.hads.subject import Subject
 
 COLUMNS = ("kl", "recall", "error", "logit_kl", "perplexity_gap")
 SCHEMA = 1
+WHAT, TYPES = "a table of methods", {"schema": int, "densities": dict}  # of the file
+# of what is written, not compared with a file that is resumed: other facts imply it
+DERIVED = ("profile_data_hash", "documents", "calibration", "measured_on")
 
 
 def measure_methods(
@@ -69,7 +75,7 @@ def measure_methods(
     bare = [method.anonymous() for method in methods]
     together = jax.tree.map(lambda *xs: jnp.stack(xs), *(_plain(x) for x in bare))
     corrected = jnp.array([method.corrected for method in methods])
-    bands = tuple(method.band for method in methods)
+    limits = tuple((method.band, method.top_p) for method in methods)
     how: Any = {"subject": subject.bare, "block": block, "sources": sources_of(methods)}
     found: list[dict[str, list[float]]] = [{name: [] for name in COLUMNS} for _ in methods]
     by_head = []
@@ -77,7 +83,7 @@ def measure_methods(
     for number, tokens in enumerate(documents):
         slopes = _slopes(subject.weights, tokens, subject=subject.bare, sources=how["sources"])
         quality, counts = _dense_pass(
-            subject.weights, tokens, together, corrected, slopes, bands=bands, **how
+            subject.weights, tokens, together, corrected, slopes, limits=limits, **how
         )
         quality = jax.tree.map(np.asarray, quality)
         kept += np.asarray(counts)
@@ -154,7 +160,7 @@ def _record(
     return record
 
 
-@functools.partial(jax.jit, static_argnames=("subject", "block", "sources", "bands"))
+@functools.partial(jax.jit, static_argnames=("subject", "block", "sources", "limits"))
 def _dense_pass(
     weights: PyTree,
     tokens: Int[Array, " T"],
@@ -165,7 +171,7 @@ def _dense_pass(
     subject: Subject,
     block: int,
     sources: tuple[str, ...],
-    bands: tuple[int, ...],  # of the methods
+    limits: tuple[tuple[int, float | None], ...],  # (band, top_p) of the methods
 ) -> tuple[Quality, Array]:
     """Quality of all methods, [layers, M, …], and the number of blocks that each keeps."""
     M, layers, N, _ = methods.counts.shape
@@ -180,10 +186,9 @@ def _dense_pass(
             scores = jnp.stack([scores_of(name, given, block) for name in sources[1:]])
             index = jnp.maximum(indices_in(sources)[methods.source] - 1, 0)
             kept = blocks
-            for band in set(bands):  # static; methods of one band at once
-                those = np.flatnonzero(np.equal(bands, band))
-                given_counts = methods.counts[those, layer]
-                best = selection.keep_top(scores[index[those]], given_counts, band)
+            for limit in dict.fromkeys(limits):  # static; methods of equal ones at once
+                those = np.array([m for m, own in enumerate(limits) if own == limit])
+                best = best_blocks(scores[index[those]], methods.counts[those, layer], *limit)
                 kept = kept.at[those].set(best)
             blocks = jnp.where((methods.source == 0)[:, None, None, None], blocks, kept)
         quality = compare(*given[:4], blocks, block=block, corrected=corrected, softmax=softmax)
@@ -249,16 +254,23 @@ def run_table(
 
     The same table is written as Markdown to a file of that name with the suffix .md. `only` names
     the methods to measure; default all that this model and these profiles allow. The documents that
-    a profile was calibrated on are refused.
+    a profile was calibrated on are refused, and so is a file that was measured with other settings.
+    Densities below that of the forced blocks are left out, which the file records.
     """
     for each in (profile, *(others or {}).values()):
         check_held_out(documents, each.facts.data_hash)
-    table = _resumed(out, _facts(subject, profile, documents))
+    table = _resumed(out, _facts(subject, profile, documents, others or {}))
+    wanted = list(only or names_of(profile, others))
+    check_names(wanted, {"": profile, **(others or {})})
+    n = row_blocks.count_blocks(len(documents[0]), profile.facts.block)
+    band = max(each.facts.band for each in (profile, *(others or {}).values()))
     for density in densities:
+        if (why := why_not_density(density, n, band)) is not None:
+            table["infeasible"] |= {str(density): why}
+            continue
         empty = {"seconds": 0.0, "rows": [], "left_out": []}
         part = table["densities"].get(str(density), empty)
         known = {row["method"] for row in part["rows"]}
-        wanted = list(only or names_of(profile, others))
         impossible = [] if only else needing_gradients(subject, wanted)
         names = [name for name in wanted if name not in known and name not in impossible]
         if not names:
@@ -279,14 +291,38 @@ def run_table(
             ),
         }
         table["provenance"] = provenance or {}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(to_json(table))
-        out.with_suffix(".md").write_text(to_markdown(table))
+        _write(table, out)
+    if not table["densities"]:
+        raise ValueError(
+            f"no density can be measured: {'; '.join(table['infeasible'].values())}; give higher "
+            "ones, or longer documents"
+        )
+    _write(table, out)
     return table
 
 
+def _write(table: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(to_json(table))
+    out.with_suffix(".md").write_text(to_markdown(table))
+
+
+def check_resumable(out: Path, facts: dict[str, Any]) -> None:
+    """Raises if the file `out` has other settings than these, which may be some of a run's."""
+    settings.resumed(out, WHAT, TYPES, {"schema": SCHEMA, **facts})
+
+
+def facts_of(profile: Profile, others: dict[str, Profile]) -> dict[str, Any]:
+    """What a table has of its profiles; those by label may be added."""
+    labelled = {label: settings.of_source(each) for label, each in others.items()}
+    return {"profile": settings.of_source(profile), "others": labelled}
+
+
 def _facts(
-    subject: Subject, profile: Profile, documents: Sequence[Int[np.ndarray, " T"]]
+    subject: Subject,
+    profile: Profile,
+    documents: Sequence[Int[np.ndarray, " T"]],
+    others: dict[str, Profile],
 ) -> dict[str, Any]:
     """What a table is measured on; raises if the profile is of another model."""
     profile.check_model(subject.hash)
@@ -298,6 +334,8 @@ def _facts(
         "length": len(documents[0]),
         "documents": len(documents),
         "block": profile.facts.block,
+        **settings.of_subject(subject),
+        **facts_of(profile, others),
         "calibration": {
             "length": profile.facts.length,
             "documents": profile.facts.documents,
@@ -315,17 +353,14 @@ def _report(report: Callable[[str], None], density: float, what: str) -> None:
 
 
 def _resumed(out: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """The table in `out`, or a new one; raises if `out` has another model, text or profile."""
-    if out.is_file():
-        table = _files.read_record(out, "a table of methods", {"schema": int, "densities": dict})
-        same = ("schema", "model_hash", "profile_data_hash", "data_hash", "length", "block")
-        differs = [name for name in same if table.get(name) != facts[name]]
-        if differs:
-            raise ValueError(
-                f"{out} holds a table that differs in {', '.join(differs)}; name another file"
-            )
-        return table
-    return {**facts, "densities": {}}
+    """The table in `out`, or a new one; raises if `out` was measured with other settings."""
+    own = {name: facts[name] for name in facts if name not in DERIVED}
+    table = settings.resumed(out, WHAT, TYPES, own)
+    if table is None:
+        return {**facts, "densities": {}, "infeasible": {}}
+    table["others"] |= facts["others"]
+    table.setdefault("infeasible", {})
+    return table
 
 
 def to_json(table: dict[str, Any]) -> str:
@@ -361,4 +396,5 @@ def to_markdown(table: dict[str, Any]) -> str:
             if "oracle/loss" in part["left_out"]:
                 reason += " or, for oracle/loss, no gradients of the model's loss"
             lines += ["", f"Skipped, {reason}: {skipped}."]
+    lines += [x for why in table.get("infeasible", {}).values() for x in ("", f"Left out: {why}.")]
     return "\n".join(lines) + "\n"

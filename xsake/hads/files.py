@@ -80,6 +80,39 @@ def read(path: str | Path, kind: str, schema: int) -> tuple[dict[str, Any], dict
     return {name: x for name, x in header.items() if name not in ("kind", "schema")}, arrays
 
 
+def check_replaceable(path: str | Path, kind: str, *inputs: str | Path) -> None:
+    """Raises if a `kind` that is saved to `path` would replace an input or another kind of file.
+
+    A profile may replace a profile, and a plan a plan; an empty file may be replaced by either.
+    """
+    path = Path(path)
+    if not path.is_file() or not path.stat().st_size:
+        return
+    for each in map(Path, inputs):
+        if each.is_file() and each.samefile(path):
+            raise ValueError(
+                f"{path} is read by this command, and a {kind} would replace it; name another file "
+                "to write"
+            )
+    if (found := kind_of(path)) != kind:
+        what = f"a {found}" if found in ("plan", "profile") else "another kind of file"
+        raise ValueError(
+            f"{path} is {what}, and a {kind} would replace it; name another file to write"
+        )
+
+
+def kind_of(path: str | Path) -> str | None:
+    """The kind of a file that `save` wrote, by its header; None of any other file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = json.loads((file.metadata() or {}).get("xsake", "{}"))
+    except (SafetensorError, OSError, ValueError):
+        return None
+    return header.get("kind") if isinstance(header, dict) else None
+
+
 def checksum(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     """16 hex digits of a SHA-256 over the header and the named arrays."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())

@@ -315,6 +315,11 @@ class Plan(InputMask):
             )
         if self.terms.end_weight != 1:
             lines.append(f"the last {row_blocks.END} row blocks count {self.terms.end_weight:g} ×")
+        if self.terms.top_p is not None:
+            lines.append(
+                f"top_p {self.terms.top_p:g}: a row block stops at this share of its estimated "
+                "mass; these densities are upper limits"
+            )
         validation = json.loads(self.terms.validation)
         lines += [f"{name}: {value}" for name, value in validation.items()]
         return "\n".join([*lines, *self.terms.notes])

@@ -59,6 +59,7 @@ class Facts:
     data_hash: str
     seed: int | None = None
     kinds: str = ""  # how many documents of each kind of text, if there are several
+    dtype: str = ""  # the model's compute dtype; "" of profiles from before it was recorded
 
     def __post_init__(self) -> None:
         row_blocks.check_sizes(
@@ -276,7 +277,9 @@ def calibrate(
     if partial is not None:
         # only what is not the default: files from before these options have none
         options = ({} if outputs else {"outputs": False}) | ({"loss": True} if gradients else {})
-        state = partial.load(state, **dataclasses.asdict(facts), curves=curves, **options)
+        known = dataclasses.asdict(facts)
+        del known["dtype"]  # not known here; `partial` has that of its caller
+        state = partial.load(state, **known, curves=curves, **options)
     state = _beside(weights, state)
     done = int(state.documents)
     if report is not None and done:

@@ -5,6 +5,7 @@ Weights are arguments of every method, so that compiled code can be reused with 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ class Observer(Bare):
         self.graph, self.weights = nnx.split(model)
         self.layers, self.heads = model.config.layers, model.config.heads
         self.vocab_size = model.config.vocab_size
-        self.implementation = model.implementation
+        self.implementation, self.dtype = model.implementation, model.dtype
         self.hash = model.hash()
 
     def observe(
@@ -57,7 +58,7 @@ class Observer(Bare):
         """
         if loss:
             how["gradients"] = self.bare.loss_gradients
-        return calibrate(
+        found = calibrate(
             self.bare.observe,
             self.weights,
             documents,
@@ -67,6 +68,8 @@ class Observer(Bare):
             vocab_size=self.vocab_size,
             **how,
         )
+        facts = dataclasses.replace(found.facts, dtype=self.dtype)
+        return dataclasses.replace(found, facts=facts)
 
     def loss_gradients(self, weights: Any, tokens: Any) -> Array:
         """The gradient of the loss with respect to every layer's attention output.
