@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from tests.hads.test_plan import profile_of
+from xsake.bench import programs
 from xsake.bench.suites import certificate
 from xsake.hads import make
 from xsake.model import Config, Transformer
@@ -20,6 +21,7 @@ def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypa
     sizes = dict(vocab_size=32, context=length, layers=1, width=8, heads=2, kv_heads=1, head_size=4)
     small = Transformer(Config(**sizes, mlp_width=8), rngs=nnx.Rngs(0))
     loaded = SimpleNamespace(model=small)
+    monkeypatch.setattr(programs, "why_not", lambda need: None)
     monkeypatch.setattr(certificate.huggingface, "load", lambda *path, **how: loaded)
     monkeypatch.setattr(certificate.Profile, "load", lambda path: profile)
     visited = []

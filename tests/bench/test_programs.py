@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+import tyro
 
 from xsake import _jax
 from xsake.bench import programs, run
-from xsake.bench.suites import costs, counters, first_call, parallel, train_step
+from xsake.bench.suites import costs, counters, first_call, parallel, selection, train_step
 from xsake.cli import machine
 
 HOPPER = [name for name in run.SUITES if name.startswith("hopper")]
 SUITES = Path(costs.__file__).parent
 PROGRAMS = [x.stem for x in SUITES.glob("*.py") if "programs.parser(" in x.read_text()]
 
+COMMANDS = {  # programs whose options tyro makes from functions
+    name: importlib.import_module(f"xsake.bench.suites.{name}").COMMANDS
+    for name in ("certificate", "hads_table", "tasks")
+} | {"selection": {"": selection.main}}
+
 without_gpu = pytest.mark.skipif(_jax.platform() != "cpu", reason="there is a GPU")
 
 
 def main_of(name):
+    if name in COMMANDS:
+        run_command = functools.partial(tyro.extras.subcommand_cli_from_dict, COMMANDS[name])
+        run_alone = functools.partial(tyro.cli, selection.main)
+        return lambda line: (run_alone if name == "selection" else run_command)(args=line)
     return importlib.import_module(f"xsake.bench.suites.{name}").main
 
 
@@ -78,6 +91,13 @@ def test_suites_for_hopper_are_refused_before_anything_is_written(given, tmp_pat
         ("first_call", "--platform gpu --index 0", "first_call --platform gpu needs a GPU; this"),
         ("train_step", "--only dense", "train_step needs a GPU; this is a cpu"),
         ("train_profile", "--only dense", "train_profile needs a GPU; this is a cpu"),
+        ("certificate", "speed --out o", "certificate speed needs a GPU; this is a cpu"),
+        (
+            "certificate",
+            "model --model m --documents d --profile p --out o",
+            "certificate model needs a GPU; this is a cpu",
+        ),
+        ("selection", "--out o", "selection needs a Hopper GPU (H"),
     ],
 )
 def test_programs_for_a_gpu_end_in_a_sentence(ends, name, line, sentence):
@@ -149,6 +169,30 @@ def test_any_gpu_is_enough_for_some_and_an_old_one_is_refused_by_others(monkeypa
         ("counters", "read other.json --out o.json", "other.csv has no kernel with these metrics"),
         ("parallel", "--out o.json --profile x", "--profile is 'x'; give NAME=FILE, such as"),
         ("parallel", "--out o.json --profile x=gone", "gone"),
+        ("certificate", "coverage --model m --documents d --profile gone --out o", "No such file"),
+        ("certificate", "one_key --out gone/o", "there is no folder gone; make it first"),
+        (
+            "hads_table",
+            "prepare --model gone --out o --novels a --held-out b --wikipedia c",
+            "there is no checkpoint gone",
+        ),
+        ("hads_table", "table --model m --documents d --out o --profiles p", "no file d/held_out"),
+        ("hads_table", "profile --model m --documents d --out o", "no file d/novels.npy"),
+        ("hads_table", "profile --model m --documents run --out run", "run is a folder; name a f"),
+        ("hads_table", "speed --model m --documents d --out o --plan list.json", "list.json cann"),
+        ("tasks", "prepare --model gone --out o --calibration a --held-out b", "no checkpoint go"),
+        (
+            "tasks",
+            "table --model m --documents d --profiles p --out o",
+            "there is no d/fillers.npy",
+        ),
+        (
+            "tasks",
+            "heads --model m --documents d --profiles p --out o",
+            "there is no d/fillers.npy",
+        ),
+        ("tasks", "merge --out o --parts gone", "there is no file gone"),
+        ("tasks", "merge --out o --parts cpu.json", "cpu.json is not a table of tasks that can"),
         ("sparse_training", "--train a --valid b --runs r --out o", "there is no a, b; `xsake tok"),
     ],
 )
@@ -216,3 +260,13 @@ def test_every_option_of_a_program_is_described(name, monkeypatch):
                 parsers += action.choices.values()
             else:
                 assert action.help, action
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [(name, command) for name, some in COMMANDS.items() for command in some]
+)
+def test_every_option_of_a_command_is_described(name, command):
+    """tyro takes the words from the docstring, also of a function that `stopping` wraps."""
+    function = COMMANDS[name][command]
+    described = re.findall(r"^ {6}(\w+): \S", function.__doc__.partition("Args:")[2], re.MULTILINE)
+    assert described == list(inspect.signature(function).parameters)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.conditions import needs_newer_jax
+from xsake.bench import programs
 from xsake.bench.suites import selection
 from xsake.block_scores import queries
 
@@ -31,6 +32,7 @@ def kernels(monkeypatch):
     def plain_best(sums, counts, **how):
         return [sums.sum() + counts.sum()] * 5
 
+    monkeypatch.setattr(programs, "why_not", lambda need: None)
     monkeypatch.setattr(outliers, "outliers", plain_outliers)
     monkeypatch.setattr(scores, "sums", sums)
     monkeypatch.setattr(best_blocks, "best_blocks", plain_best)
@@ -63,6 +65,7 @@ def test_the_definition_is_the_logarithm_of_a_sum_over_keys():
     assert jnp.allclose(found[0, 1, 2], wanted, atol=1e-4)
 
 
-def test_blocks_that_the_kernels_do_not_take_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="blocks are"):
+def test_blocks_that_the_kernels_do_not_take_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
         selection.main(tmp_path / "out.json", blocks=(32,))
+    assert capsys.readouterr().err == "--blocks are (32,); choose among (64, 128)\n"

@@ -152,6 +152,17 @@ def test_tables_of_several_blocks_are_merged_under_names_with_the_block(tmp_path
         tasks.merge(tmp_path / "all.json", parts)
 
 
+def test_tables_of_other_dtypes_are_not_merged(tmp_path, table):
+    """The dtype is that of all tables that record it; older ones do not."""
+    old, *new = (table(name, (name,), 64, name) for name in "abc")
+    for path, dtype in zip(new, ("float32", "bfloat16"), strict=True):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": dtype}))
+    assert merged(tmp_path / "out", [old, new[1]])["dtype"] == "bfloat16"
+    assert "dtype" not in merged(tmp_path / "out", [old])
+    with pytest.raises(ValueError, match="the tables differ in dtype"):
+        tasks.merge(tmp_path / "out", [old, *new])
+
+
 def test_tables_of_several_methods_are_merged_cell_by_cell(tmp_path):
     """The first table's cell is kept; commits and commands of all are named."""
     same = dict(schema=1, kind="tasks", model_hash="a", filler_hash="b", prompts=1, seed=1, rule="")

@@ -78,6 +78,15 @@ def output_file(text: str) -> Path:
     return path
 
 
+def check_outputs(*files: Path) -> None:
+    """Ends the program if a file that it will write cannot be one; it has no `argparse` parser."""
+    for file in files:
+        try:
+            output_file(str(file))
+        except argparse.ArgumentTypeError as error:
+            stop(str(error))
+
+
 def add_out(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds `--out FILE`."""
     words = "the JSON file to write" + ("" if required else "; default: none")

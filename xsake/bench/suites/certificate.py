@@ -28,10 +28,13 @@ import numpy as np
 from jax import Array, lax
 
 from xsake import block_scores, dot_product_attention, masks, selection
+from xsake.backends.choice import check_name
+from xsake.bench import programs
 from xsake.bench.method_times import activations, check_is_plain
 from xsake.bench.suites import Record
 from xsake.bench.timing import provenance, time_on_device, time_queued
 from xsake.block_mask import BlockMask
+from xsake.data.documents import load_documents
 from xsake.evaluate.table import to_json
 from xsake.hads import Plan, Profile, Report, budget, certified_attention, make
 from xsake.hads.certificate import dropped_mass
@@ -69,7 +72,7 @@ def coverage(
       model: a folder of safetensors or a .gguf file.
       documents: an .npy file of held-out token ids, [documents, tokens].
       profile: what the plans are made from; its length is that of the documents.
-      out: a JSON file.
+      out: the JSON file to write.
       selector: of the plans, with `output` budgets.
       densities: of the plans.
       count: documents.
@@ -77,12 +80,15 @@ def coverage(
       dtype: the model's compute dtype.
       implementation: the attention backend; default the fastest that can run.
     """
-    loaded = huggingface.load(model, dtype=dtype, implementation=implementation, tokenizer=False)
-    subject = Observer(loaded.model)
-    check_is_plain(subject)
-    known = Profile.load(profile)
-    length = known.facts.length
-    tokens = np.load(documents).astype(np.int32)[:count, :length]
+    programs.check_outputs(out)
+    with programs.stopping():
+        check_name(implementation)
+        known = Profile.load(profile)
+        length = known.facts.length
+        tokens = np.stack(load_documents([documents], None, length, count))
+        how: Any = {"dtype": dtype, "implementation": implementation}
+        subject = Observer(huggingface.load(model, tokenizer=False, **how).model)
+        check_is_plain(subject)
     rows = []
     for density in densities:
         plan = make(known, density, "output", selector)
@@ -187,7 +193,16 @@ def one_key(
 
     Written for each logit of that pair: the dropped mass of the query, the share of samples that do
     its row block densely at threshold 0.1, the largest bound, and whether guarantee 0.1 does.
+
+    Args:
+      out: the JSON file to write.
+      length: tokens.
+      block: tokens per block.
+      head_size: of q and k.
+      samples: repetitions of the sample, each with a key of its own.
+      logits: of the query and the key that it wants.
     """
+    programs.check_outputs(out)
     rows = []
     for logit in logits:
         record = _one_key(length, block, head_size, samples, logit)
@@ -254,9 +269,20 @@ def speed(
 ) -> None:
     """Times dense attention, selection + sparse, and that with the certificate, on random inputs.
 
-    Shapes are (B, T, N, H). Budgets are uniform. The certificate is timed without and with the
-    bound; `model` times a threshold, on activations.
+    Budgets are uniform. The certificate is timed without and with the bound; `model` times a
+    threshold, on activations.
+
+    Args:
+      out: the JSON file to write.
+      shapes: (B, T, N, H) of q, k and v.
+      kv_heads: of k and v; default as many as query heads.
+      densities: of the budgets.
+      selectors: what selects the blocks.
+      blocks: tokens per block.
+      dtype: of q, k and v.
     """
+    programs.stop_without("gpu", "certificate speed")
+    programs.check_outputs(out)
     rows: list[Record] = []
     for shape, block in itertools.product(shapes, blocks):
         for record in _timed(shape, kv_heads or shape[2], densities, selectors, block, dtype):
@@ -376,7 +402,7 @@ def model(
       model: a folder of safetensors or a .gguf file.
       documents: an .npy file of token ids, [documents, tokens].
       profile: what the plans are made from, with `output` budgets; it has curves of the selectors.
-      out: a JSON file.
+      out: the JSON file to write.
       selectors: of the plans.
       densities: of the plans.
       batch: documents that are attended to together.
@@ -384,9 +410,12 @@ def model(
         last of the forms that are timed.
       dtype: the model's compute dtype.
     """
-    loaded = huggingface.load(model, dtype=dtype, tokenizer=False)
-    subject, known = Observer(loaded.model), Profile.load(profile)
-    tokens = np.load(documents).astype(np.int32)[:batch, : known.facts.length]
+    programs.stop_without("gpu", "certificate model")  # the profiler times kernels of GPUs only
+    programs.check_outputs(out)
+    with programs.stopping():
+        known = Profile.load(profile)
+        tokens = np.stack(load_documents([documents], None, known.facts.length, batch))
+        subject = Observer(huggingface.load(model, dtype=dtype, tokenizer=False).model)
     given = activations(subject, tokens)[:3]
     plans = {(s, d): make(known, d, "output", s) for s in selectors for d in densities}
     calls: dict[Any, tuple[Any, tuple[Any, ...]]] = {
@@ -463,9 +492,9 @@ def _compiled_together(calls: dict[Any, tuple[Any, tuple[Any, ...]]]) -> dict[An
         return {name: future.result() for name, future in made.items()}
 
 
+COMMANDS: dict[str, Any] = {x.__name__: x for x in (coverage, one_key, speed, model)}
+
 if __name__ == "__main__":
     import tyro
 
-    tyro.extras.subcommand_cli_from_dict(
-        {"coverage": coverage, "one_key": one_key, "speed": speed, "model": model}
-    )
+    tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m xsake.bench.suites.certificate")

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ import numpy as np
 from jax import Array, lax
 
 from xsake import block_scores, dot_product_attention, selection
+from xsake.backends.choice import check_name
+from xsake.bench import programs
 from xsake.bench.method_times import activations, check_is_plain
 from xsake.bench.suites import Record
 from xsake.bench.timing import provenance, time_queued
@@ -114,6 +116,7 @@ def table(
       dtype: the model's compute dtype.
       implementation: the attention backend; default the fastest that can run.
     """
+    held_out = _tokens(documents, "held_out", length, evaluation)
     subject = _subject(model, dtype, implementation)
     profiled = functools.partial(_cached_profile, subject, documents, profiles, block, calibration)
     known = profiled("novels", length, curves)
@@ -121,7 +124,6 @@ def table(
         "from wikipedia": profiled("wikipedia", length, curves),
         f"from {short:,} tokens": profiled("novels", short, ("static", "mean_query")),
     }
-    held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
     sources = documents / "sources.json"
     facts = provenance() | {
         "model": model.name,
@@ -144,8 +146,16 @@ def table(
 
 
 def _subject(model: Path, dtype: str, implementation: str | None) -> Observer:
-    loaded = huggingface.load(model, dtype=dtype, tokenizer=False, implementation=implementation)
-    return Observer(loaded.model)
+    with programs.stopping():
+        check_name(implementation)
+        how: Any = {"dtype": dtype, "implementation": implementation}
+        return Observer(huggingface.load(model, tokenizer=False, **how).model)
+
+
+def _tokens(documents: Path, name: str, length: int, count: int) -> list[np.ndarray]:
+    """Documents of the folder that `prepare` wrote."""
+    with programs.stopping():
+        return text.load_documents([documents / f"{name}.npy"], None, length, count)
 
 
 def _cached_profile(
@@ -162,12 +172,13 @@ def _cached_profile(
     path = profiles / f"{name}-{length}-{block}.safetensors"
     if not path.exists():
         profiles.mkdir(parents=True, exist_ok=True)
-        tokens = text.load_documents([documents / f"{name}.npy"], None, length, count)
+        tokens = _tokens(documents, name, length, count)
         found, facts = _timed_profile(subject, tokens, block, curves)
         print(path.stem, facts, flush=True)
         found.save(path)
         path.with_suffix(".json").write_text(json.dumps(facts) + "\n")
-    return Profile.load(path)
+    with programs.stopping():
+        return Profile.load(path)
 
 
 def _timed_profile(
@@ -209,8 +220,9 @@ def profile(
       dtype: the model's compute dtype.
       implementation: the attention backend; default the fastest that can run.
     """
+    programs.check_outputs(out)
+    tokens = _tokens(documents, "novels", length, calibration)
     subject = _subject(model, dtype, implementation)
-    tokens = text.load_documents([documents / "novels.npy"], None, length, calibration)
     _, facts = _timed_profile(subject, tokens, block, CURVES)
     record = {"kind": "profile", "model": model.name, "dtype": dtype, "block": block, **facts}
     print(record, flush=True)
@@ -259,7 +271,12 @@ def speed(
       new: tokens to decode.
       implementation: the attention backend; default the fastest that can run.
     """
-    loaded = Plan.load(plan)
+    programs.check_outputs(out)
+    with programs.stopping():
+        check_name(implementation)
+        loaded = Plan.load(plan)
+        huggingface.examine(model)  # it is loaded after the first timings
+    held_out = _tokens(documents, "held_out", loaded.length, evaluation)
     records: list[Record] = []
 
     def write(record: Record) -> None:
@@ -272,8 +289,6 @@ def speed(
         for record in _headline(loaded, selectors, (B, T, heads, head_size), implementation):
             write(record)
     subject = _subject(model, "bfloat16", implementation)
-    length = loaded.length
-    held_out = text.load_documents([documents / "held_out.npy"], None, length, evaluation)
     for selector in selectors:
         terms = dataclasses.replace(loaded.terms, selector=selector)
         selecting = dataclasses.replace(loaded, terms=terms)
@@ -450,10 +465,14 @@ def _decoding(
     return record
 
 
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "prepare": programs.stopping()(prepare),
+    "profile": profile,
+    "table": table,
+    "speed": speed,
+}
+
 if __name__ == "__main__":
     import tyro
 
-    tyro.extras.subcommand_cli_from_dict(
-        {"prepare": prepare, "profile": profile, "table": table, "speed": speed},
-        prog="python -m xsake.bench.suites.hads_table",
-    )
+    tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m xsake.bench.suites.hads_table")

@@ -21,6 +21,7 @@ import tyro
 from jax import Array
 
 from xsake.backends.hopper.limits import BLOCKS
+from xsake.bench import programs
 from xsake.bench.suites import Record
 from xsake.bench.timing import beside, provenance, time_on_device
 from xsake.block_scores import PARTS, by_kernel, queries
@@ -47,7 +48,9 @@ def main(
       dtype: of q and k.
     """
     if not set(blocks) <= set(BLOCKS):
-        raise ValueError(f"blocks are {blocks}; choose among {BLOCKS}")
+        programs.stop(f"--blocks are {blocks}; choose among {BLOCKS}")
+    programs.stop_without("hopper", "selection")
+    programs.check_outputs(out)
     rows: list[Record] = []
     for shape, block in itertools.product(shapes, blocks):
         for record in _measured(shape, block, density, dtype):

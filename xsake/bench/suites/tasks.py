@@ -12,23 +12,25 @@ can be measured at the same time, in processes of their own.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from xsake.backends.choice import check_name
+from xsake.bench import programs
+from xsake.bench.merged_tasks import merge
 from xsake.bench.timing import provenance
 from xsake.data import documents as text
 from xsake.data import tasks
 from xsake.data.tasks import Encode
-from xsake.evaluate import methods, needle
+from xsake.evaluate import methods, needle, settings
 from xsake.evaluate.methods import Method
 from xsake.evaluate.needle import Settings, answer_prompts
 from xsake.evaluate.quality import mean_and_error
@@ -42,8 +44,6 @@ LABEL = "from text"  # of methods that are calibrated on plain text only
 DENSITIES = (0.20, 0.43, 0.10, 0.30, 0.60)  # the first two for everything, then the others
 METHODS = ("outlier_queries/output", "sink_window", "oracle/output")
 CURVES = ("outlier_queries", "oracle")
-CELL = ("length", "family", "method", "density")  # these fields identify a record of a table
-RECORDS = ("rows", "perplexity", "infeasible")  # the lists of a table
 
 
 def prepare(
@@ -62,6 +62,17 @@ def prepare(
     text and retrieval are cut from the calibration files: `documents` of the longest length, and
     the same text in shorter documents for the others. Fillers of prompts and the held-out documents
     for perplexity are cut from the held-out files, with the seed `seed` + 1.
+
+    Args:
+      model: a folder of safetensors or a .gguf file, whose tokenizer is used.
+      out: a folder.
+      calibration: .txt or .jsonl files, plain or compressed.
+      held_out: files of other texts.
+      lengths: of documents, in tokens.
+      documents: of the longest length, of each kind.
+      prompts: number of fillers, each of the longest length.
+      evaluation: number of held-out documents for perplexity.
+      seed: of where documents are cut.
     """
     tokenizer = huggingface.examine(model).tokenizer()
     longest = max(lengths)
@@ -98,12 +109,20 @@ class _Bench:
 
     @staticmethod
     def load(model: Path, documents: Path, dtype: str, implementation: str | None) -> _Bench:
-        loaded = huggingface.load(model, dtype=dtype, implementation=implementation)
+        with programs.stopping():
+            check_name(implementation)
+            if not (documents / "fillers.npy").is_file():
+                raise FileNotFoundError(f"there is no {documents}/fillers.npy; `prepare` writes it")
+            loaded = huggingface.load(model, dtype=dtype, implementation=implementation)
         assert loaded.tokenizer is not None
         return _Bench(Observer(loaded.model), loaded.tokenizer.encode, documents)
 
     def tokens(self, name: str) -> list[np.ndarray]:
-        return list(np.load(self.documents / f"{name}.npy").astype(np.int32))
+        path = self.documents / f"{name}.npy"
+        with programs.stopping():
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no file {path}; `prepare --lengths` writes it")
+            return list(np.load(path).astype(np.int32))
 
     def profile(
         self,
@@ -130,7 +149,8 @@ class _Bench:
             )
             print(f"profile of {kind}: {time.perf_counter() - began:.1f} s", flush=True)
             measured.save(path)
-        return Profile.load(path)
+        with programs.stopping():
+            return Profile.load(path)
 
     def profiles(
         self,
@@ -194,6 +214,7 @@ def table(
       implementation: the attention backend; default the fastest that can run.
     """
     began = time.perf_counter()
+    programs.check_outputs(out)
     bench = _Bench.load(model, documents, dtype, implementation)
     main, others = bench.profiles(names, length, profiles, block, curves)
     build, certified = _builders(main, others, Certify(criterion=criterion), certify, end_weights)
@@ -201,7 +222,12 @@ def table(
     def report(line: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
 
-    facts = {"calibration_data_hash": main.facts.data_hash, "kinds": main.facts.kinds}
+    facts = {
+        "calibration_data_hash": main.facts.data_hash,
+        "kinds": main.facts.kinds,
+        "made_from": settings.of_source(main),
+        "others": {label: settings.of_source(each) for label, each in others.items()},
+    }
     origin = provenance() | {"model": model.name, "dtype": dtype}
     fillers = bench.tokens("fillers")
     steps = _steps(names, densities, bool(certify))
@@ -317,89 +343,6 @@ def _perplexity(
     return found
 
 
-def merge(out: Path, parts: list[Path], names: tuple[str, ...] = ()) -> None:
-    """Joins tables of several lengths, block sizes or methods of the same model, prompts and seed.
-
-    If a length occurs with several block sizes, the names of its methods get the block size. Of a
-    cell that several tables have, the first table's is kept. A table may be one that this wrote, if
-    it has one block size for each length. With `names`, these methods are kept, and from tables
-    that have them at a length also dense attention and what is infeasible there. Tables of which
-    nothing is kept are not named.
-    """
-    tables = [json.loads(part.read_text()) for part in parts]
-    same = ("schema", "kind", "model_hash", "filler_hash", "prompts", "seed", "rule")
-    for name in same:
-        if len({json.dumps(x[name]) for x in tables}) > 1:
-            raise ValueError(f"the tables differ in {name}; measure them again, from one folder")
-    result: dict[str, Any] = {name: tables[0][name] for name in same}
-    have = {row["method"] for table in tables for _, row in _records(table) if "method" in row}
-    if missing := sorted(set(names) - have):
-        raise ValueError(f"no table has the methods {missing}; those there are {sorted(have)}")
-    result |= {"provenance": {}, "parts": [], **{name: [] for name in RECORDS}}
-    known: dict[tuple[Any, ...], dict[str, Any]] = {}
-    origins = []
-    for table in tables:
-        own = _parts(table)
-        fresh = {cell: x for cell, x in _cells(table, own, names).items() if cell not in known}
-        if names:
-            lengths = {x["length"] for x in fresh.values() if x.get("method") in names}
-            fresh = {cell: x for cell, x in fresh.items() if x["length"] in lengths}
-        known |= fresh
-        lengths = {x["length"] for x in fresh.values()}
-        kept_parts = [part for part in own if part["length"] in lengths]
-        result["parts"] += [part for part in kept_parts if part not in result["parts"]]
-        origins += [table["provenance"]] if fresh else []
-    sizes = {(part["length"], part["block"]) for part in result["parts"]}
-    sizes_at = collections.Counter(length for length, _ in sizes)
-    for (name, *_), row in known.items():
-        if sizes_at[row["length"]] > 1 and row.get("method", "dense") != "dense":
-            row["method"] += f", blocks of {row['block']}"
-        result[name].append(row)
-    commands = dict.fromkeys(one for x in origins for one in x["command"].split("; "))
-    commits = dict.fromkeys(one for x in origins for one in x["commit"].split(", "))
-    joined = {"command": "; ".join(commands), "commit": ", ".join(commits)}
-    result["provenance"] = {**origins[0], **joined} if origins else joined
-    out.write_text(to_json(result))
-
-
-def _cells(
-    table: dict[str, Any], parts: list[dict[str, Any]], names: tuple[str, ...]
-) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Records with their block size, by what identifies them, first of which is their list's name.
-
-    Those of `names` or of all methods, of dense attention, and of what is infeasible.
-    """
-    block_of = {part["length"]: part["block"] for part in parts}
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name, row in _records(table):
-        method, block = row.get("method"), block_of[row["length"]]
-        if not names or method in (None, "dense", *names):
-            cell = *(row.get(x) for x in CELL), None if method == "dense" else block
-            found.setdefault((name, *cell), row | {"block": block})
-    return found
-
-
-def _records(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(its list's name, record) of all records; a table that was cut off may lack some lists."""
-    for name in RECORDS:
-        yield from ((name, row) for row in table.get(name, []))
-
-
-def _parts(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the methods of each length were made from; a table that `merge` wrote has several."""
-    parts = table.get("parts")
-    if parts is None:
-        facts = {name: table[name] for name in ("block", "calibration_data_hash", "kinds")}
-        lengths = dict.fromkeys(row["length"] for _, row in _records(table))
-        parts = [{"length": x, **facts} for x in lengths]
-    if len({(x["length"], x["block"]) for x in parts}) > len({x["length"] for x in parts}):
-        raise ValueError(
-            "a table that has a length with two block sizes cannot be joined again; "
-            "join the tables that it was made from"
-        )
-    return parts
-
-
 # -------------------------------------------------------------------------------------------- heads
 
 
@@ -425,7 +368,23 @@ def heads(
 
     The change of the answer's loss, in nats per token, is written for every layer and head, with
     the densities that the heads have when calibrated on text and on both kinds of documents.
+
+    Args:
+      model: a folder of safetensors or a .gguf file.
+      documents: the folder that `prepare` wrote.
+      profiles: a folder for the profiles, which are large.
+      out: the JSON file to write.
+      block: tokens per block.
+      length: of the prompts, and of the documents that are calibrated on.
+      family: of the prompts.
+      prompts: how many.
+      density: of the plans.
+      curves: selectors to measure cost curves for; mean_query must be one of them.
+      seed: of the prompts.
+      dtype: the model's compute dtype.
+      implementation: the attention backend; default the fastest that can run.
     """
+    programs.check_outputs(out)
     bench = _Bench.load(model, documents, dtype, implementation)
     kinds = {kind: bench.profile(kind, length, profiles, block, curves) for kind in KINDS}
     given = tasks.make_prompts(family, bench.encode, bench.tokens("fillers"), length, prompts, seed)
@@ -465,9 +424,14 @@ def _loss(
     return answer_prompts(subject, prompts, changed, block).loss
 
 
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "prepare": programs.stopping()(prepare),
+    "table": table,
+    "merge": programs.stopping()(merge),
+    "heads": heads,
+}
+
 if __name__ == "__main__":
     import tyro
 
-    tyro.extras.subcommand_cli_from_dict(
-        {"prepare": prepare, "table": table, "merge": merge, "heads": heads}
-    )
+    tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m xsake.bench.suites.tasks")
