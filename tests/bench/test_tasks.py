@@ -55,11 +55,12 @@ def asked(tmp_path, monkeypatch):
 
 def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypatch):
     """And the table asks for the usual methods: the first two densities before the others."""
-    runs, built = [], set()
+    runs, sources, built = [], [], set()
 
     def run_tasks(subject, methods_at, encode, fillers, settings, block, out, **facts):
         built.update(method.name for method in methods_at(settings.densities[0], 128))
         runs.append((tuple(settings.densities), facts["facts"]["kinds"]))
+        sources.append((facts["facts"]["made_from"], facts["facts"]["others"][tasks.LABEL]))
         out.write_text(json.dumps({"rows": runs}))
 
     monkeypatch.setattr(tasks.needle, "run_tasks", run_tasks)
@@ -87,6 +88,8 @@ def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypa
     first, rest = ((0.8, 0.9), mixed), ((0.7,), mixed)
     # methods, then oracles and certified methods at the first two densities, then oracles
     assert runs == [first, rest, first, first, rest] * 2
+    assert [x["kinds"] for x in sources[0]] == [mixed, "2 documents of text"]
+    assert all(x == sources[0] for x in sources)
     found = Profile.load(tmp_path / "profiles" / "text-128-16.safetensors")
     assert found.facts.kinds == asked[0][1]
     assert len(np.load(tmp_path / "documents" / "text-64.npy")) == 4

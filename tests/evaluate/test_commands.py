@@ -95,6 +95,7 @@ def test_calibrate_plan_evaluate(xsake, made, monkeypatch):
     said = xsake(f"{CALIBRATE} -o a/new/profile")
     assert "calibrating on 2 documents of 64 tokens\ncompiling\n1 of 2 documents of 64" in said
     assert "budget correlation" in said
+    assert Profile.load(made / "a" / "new" / "profile").facts.dtype == "float32"
     assert [x.name for x in (made / "a" / "new").iterdir()] == ["profile"]
     said = xsake("plan a/new/profile --density 0.8 --policy kl -o plan")
     assert "realised density 0.8000" in said
@@ -187,10 +188,13 @@ def test_tasks_of_other_settings_are_refused_before_the_model_is_loaded(xsake, m
         patched.setattr(needle, "LEAST_ACCURACY", 0.0)
         xsake(f"{TASKS} settings.json")
     before = (made / "settings.json").read_bytes()
-    monkeypatch.setattr(huggingface, "load", None)
     facts = dataclasses.replace(random.facts, band=1)
     dataclasses.replace(random, facts=facts).save(made / "banded")
+    banded = TASKS.replace("random", "banded").replace("0.1 0.8", "0.5")
+    assert "128 tokens: density 0.5 is below 0.584, that of the forced" in xsake(f"{banded} b.json")
+    monkeypatch.setattr(huggingface, "load", None)
     for line, said in (
+        (TASKS.replace("sink_window", "magic") + " magic.json", "magic"),
         (f"{TASKS} settings.json --dtype bfloat16", "dtype 'float32' there, 'bfloat16' here"),
         (f"{TASKS} settings.json --implementation xla", "'the fastest on cpu' there, 'xla' here"),
         (
@@ -200,6 +204,7 @@ def test_tasks_of_other_settings_are_refused_before_the_model_is_loaded(xsake, m
     ):
         assert said in xsake(line, code=1)
     assert (made / "settings.json").read_bytes() == before
+    assert not (made / "magic.json").exists()
 
 
 def test_a_table_of_other_settings_is_refused_before_the_model_is_loaded(xsake, made, monkeypatch):
