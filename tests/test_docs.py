@@ -59,6 +59,8 @@ def test_a_table_says_if_files_differed_from_the_commit(tmp_path, commit):
         lines.append(tables.fill(page, tmp_path))
     assert f"commit {commit[:12]}, 2026" in lines[0]
     assert f"commit {commit[:12]}+ (with changes), 2026" in lines[1]
+    (tmp_path / "x.json").write_text(json.dumps(report | {"commit": commit, "xla_flags": "--f=0"}))
+    assert "JAX 0.11.2, `XLA_FLAGS=--f=0`, commit" in tables.fill(page, tmp_path)
 
 
 def anchors(text: str) -> set[str]:

@@ -59,6 +59,14 @@ def test_without_lscpu_the_processor_is_named_by_python(monkeypatch):
     assert timing.provenance()["machine"]["processor"]
 
 
+def test_flags_of_xla_are_recorded(monkeypatch):
+    """They may change times, as those that turn its autotuning off do."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert timing.provenance()["xla_flags"] == "--xla_gpu_autotune_level=0"
+    monkeypatch.delenv("XLA_FLAGS")
+    assert "xla_flags" not in timing.provenance()
+
+
 def test_processes_that_share_a_lock_take_turns(tmp_path, monkeypatch):
     """Another process could not take the lock inside `alone`, and can after it."""
     path = tmp_path / "lock"

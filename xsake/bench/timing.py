@@ -231,7 +231,8 @@ def temporary_bytes(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def provenance() -> dict[str, Any]:
-    """Machine, versions, commit, command and date."""
+    """Machine, versions, commit, command and date; XLA_FLAGS if there are any."""
+    flags = os.environ.get("XLA_FLAGS")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -244,6 +245,7 @@ def provenance() -> dict[str, Any]:
         "versions": provenance_of.versions(),
         "commit": provenance_of.commit(),
         "command": command_line(),
+        **({"xla_flags": flags} if flags else {}),
     }
 
 

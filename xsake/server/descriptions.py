@@ -39,6 +39,11 @@ DESCRIPTIONS: dict[str, Description] = {
     "certificate-speed-128": Description(
         "Time of selection, sparse attention and certificate with blocks of 64 and of 128.", _HEADS
     ),
+    "certificate-speed-device": Description(
+        "Time of selection, sparse attention and certificate with blocks of 128, also the kernels' "
+        "own.",
+        _HEADS,
+    ),
     "certificate-speed-model": Description(
         "Time of selection, sparse attention and certificate on activations of SmolLM2-135M.",
         _HEADS,
@@ -92,6 +97,11 @@ DESCRIPTIONS: dict[str, Description] = {
         "jax.nn on XLA and on cuDNN.",
         _SQUARE,
     ),
+    "hopper-bias-shared": Description(
+        "A bias that heads share on an H200 at 16,384 tokens with heads of 128, beside jax.nn on "
+        "XLA and on cuDNN.",
+        _SQUARE,
+    ),
     "hopper-features": Description(
         "Windows, documents, sinks, soft caps and other options on an H200; memory.", _SQUARE
     ),
@@ -100,6 +110,9 @@ DESCRIPTIONS: dict[str, Description] = {
     ),
     "hopper-rules": Description(
         "Causal masks, windows and packed documents on an H200, beside three peers.", _SQUARE
+    ),
+    "hopper-rules-documents": Description(
+        "Packed documents on an H200, beside three peers.", _SQUARE
     ),
     "hopper-statistics": Description(
         "What it costs to measure entropy and block mass during the forward pass.", _CAUSAL

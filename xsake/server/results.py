@@ -29,7 +29,9 @@ Flat = dict[str, Cell]
 
 MAX_BYTES = 64 << 20  # of a result file
 MAX_DEPTH = 4  # of nested objects that become columns
-ORIGIN = ("date", "machine", "versions", "commit", "command", "provenance", "schema")
+ORIGIN = (
+    *("date", "machine", "versions", "commit", "command", "xla_flags", "provenance", "schema"),
+)
 FIRST = ("result", "date", "device", "suite", "kind", "case", "method", "direction")  # columns
 
 

@@ -87,6 +87,20 @@ def test_the_kernel_sums_over_the_keys_of_every_block(
     assert np.isneginf(got[..., ~seen]).all()
 
 
+@pytest.mark.parametrize("warpgroups", [2, 3, 4])
+@needs_newer_jax
+def test_warpgroups_ask_for_no_more_registers_than_a_cta_begins_with(warpgroups):
+    """With more, they would wait for each other for ever."""
+    from xsake.backends.hopper import scores as hopper_scores
+
+    threads = 128 * (warpgroups + 1)
+    begin = 65536 // threads // 8 * 8
+    more = hopper_scores.ScoresTiling(warpgroups=warpgroups).registers
+    assert more * warpgroups + hopper_scores.MEMORY_REGISTERS <= begin * (warpgroups + 1)
+    assert more >= begin
+    assert more % 8 == 0
+
+
 @pytest.mark.parametrize(
     ("batch", "T", "N", "size", "block"),
     [(2, 301, 3, 64, 128), (1, 200, 4, 128, 64), (2, 70, 4, 64, 64)],

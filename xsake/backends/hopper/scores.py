@@ -39,7 +39,7 @@ from xsake.backends.hopper.layouts import (
 from xsake.backends.hopper.row_store import store_rows
 from xsake.backends.hopper.shape import check_sizes
 
-MEMORY_REGISTERS = 32  # of a thread of the memory warpgroup
+MEMORY_REGISTERS = 24  # of a thread of the memory warpgroup
 MOST_REGISTERS = 240  # of a thread of a compute warpgroup
 
 
@@ -51,6 +51,17 @@ class ScoresTiling:
     q_bytes: int = 64 << 10  # of shared memory for tiles of mean queries
     k_bytes: int = 128 << 10  # of shared memory for blocks of keys
     overlap: bool = False  # a warpgroup's exponentials with its own next products
+
+    @property
+    def registers(self) -> int:
+        """Of a thread of a compute warpgroup: what the memory warpgroup leaves.
+
+        A CTA has no more than it begins with, which is rounded down to eights: a kernel that asks
+        for more waits for ever.
+        """
+        warpgroups = self.warpgroups + 1
+        whole = REGISTERS // warpgroups // 8 * 8 * warpgroups
+        return min((whole - MEMORY_REGISTERS) // self.warpgroups // 8 * 8, MOST_REGISTERS)
 
 
 DEFAULT_TILING = ScoresTiling()
@@ -242,6 +253,7 @@ class _Kernel:
     def __init__(self, shape, tiling, interpret):
         self.shape = shape
         self.warpgroups, self.overlap = tiling.warpgroups, tiling.overlap
+        self.registers = tiling.registers
         self.interpret = bool(interpret)
 
     def scratch(self, dtype) -> dict[str, Any]:
@@ -259,12 +271,11 @@ class _Kernel:
     def body(self, q_gmem, k_gmem, table, scores_gmem, **scratch):
         """One CTA: what its warpgroups do."""
         wg = lax.axis_index("wg")
-        registers = (REGISTERS - MEMORY_REGISTERS) // self.warpgroups // 8 * 8
 
         @pl.when(wg < self.warpgroups)
         def _():
             if self.overlap:
-                plgpu.set_max_registers(min(registers, MOST_REGISTERS), action="increase")
+                plgpu.set_max_registers(self.registers, action="increase")
             self.compute(wg, table, scores_gmem, **scratch)
 
         @pl.when(wg == self.warpgroups)
