@@ -71,7 +71,7 @@ def _source(report: Record, name: str) -> str:
     command = f"`{report['command']}`"
     if len(report["command"]) > LONGEST_COMMAND:
         command = "the commands are in the file"
-    flags = f", `XLA_FLAGS={report['xla_flags']}`" if "xla_flags" in report else ""
+    flags = f", `XLA_FLAGS={report['xla_flags']}`" if report.get("xla_flags") else ""
     return (
         f"`benchmarks/results/{name}`: {device}, JAX {versions['jax']}{flags}, "
         f"commit {_commit(report['commit'])}, {report['date'][:10]}, {command}."
