@@ -11,6 +11,7 @@ import pytest
 
 from tests.conditions import needs_gpu, needs_interpreter, needs_newer_jax
 from xsake import _jax
+from xsake.evaluate.methods import SOURCES, Activations, Method, sources_of
 from xsake.hads import sensitivity_by_kernel, statistics
 from xsake.hads.chunks import Softmax
 
@@ -113,6 +114,30 @@ def test_it_lowers_for_cuda(H, Hv, block, x64):
         traced = jax.jit(step).trace(shape(4, H), shape(2, H), shape(4, Hv))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "xsake_sensitivity" in text
+
+
+@needs_newer_jax
+def test_an_oracle_in_a_scan_over_layers_lowers_for_cuda(monkeypatch):
+    """As in the pass of a model, where the source of the scores is chosen at run time."""
+    monkeypatch.setattr(sensitivity_by_kernel, "why_not", lambda *_: None)
+    statistics.block_sensitivity.clear_cache()
+    counts = np.minimum(np.arange(4) + 1, 2)[None, None].repeat(3, 0).repeat(2, 1)
+    given = np.zeros((3, 2, 4, 4), bool)
+    method = Method(counts, given, jnp.int32(SOURCES.index("sensitivity")))
+    sources = sources_of([method])
+
+    def blocks(method, q, k, v, kernel):
+        def layer(number, x):
+            return number + 1, method.blocks(number, Activations(*x), 64, sources)
+
+        return jax.lax.scan(layer, 0, (q, k, v, kernel))[1]
+
+    q, k = (jax.ShapeDtypeStruct((3, 250, heads, 64), jnp.bfloat16) for heads in (2, 1))
+    kernel = jax.ShapeDtypeStruct((3, 2, 64, 96), jnp.float32)
+    traced = jax.jit(blocks).trace(method, q, k, k, kernel)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    statistics.block_sensitivity.clear_cache()
+    assert text.count("@mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize(
