@@ -66,6 +66,7 @@ def interpreted(queries, k, block, *, causal, parts=1, run=None, **tiling):
         (1, 2, 333, (3, 1), 256, 128, False, 1, {}),
         (1, 5 * 16, 300, (2, 1), 64, 64, True, 2, {"parts": 16, "overlap": True}),
         (2, 3, 301, (6, 2), 64, 128, True, 3, {"warpgroups": 2, "overlap": True}),
+        (1, 5 * 16, 300, (2, 1), 64, 64, True, 2, {"parts": 16, "warpgroups": 4}),
         (1, 70, 130, (2, 1), 128, 64, False, 2, {"q_bytes": 48 << 10, "overlap": True}),
     ],
     ids=str,
@@ -417,7 +418,7 @@ def test_on_a_card_stacked_layers_score_as_plain_jax_does(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("warpgroups", [2, 3, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("R", "S", "heads", "size", "block"),

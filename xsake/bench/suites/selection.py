@@ -103,7 +103,7 @@ def candidates() -> list[Any]:
     """Tilings of the scores kernel."""
     from xsake.backends.hopper.scores import ScoresTiling
 
-    choices = itertools.product((2, 3), (False, True), (48 << 10, 64 << 10, 96 << 10))
+    choices = itertools.product((2, 3, 4), (False, True), (64 << 10, 96 << 10))
     return [ScoresTiling(warpgroups=x, overlap=y, q_bytes=z) for x, y, z in choices]
 
 
