@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +161,26 @@ def test_segments_cover_what_is_seen_once_and_evenly(sizes, tiling):
     assert (work > 0).all()
     if shape.head_tiles == 1:  # all blocks cost the same
         assert work.max() <= work.mean() + 1
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 9])
+@needs_newer_jax
+def test_no_split_into_as_many_runs_has_a_cheaper_costliest_run(parts):
+    from xsake.backends.hopper import scores as hopper_scores
+
+    rng = np.random.default_rng(parts)
+    for length in (1, 3, 8):
+        costs = rng.integers(1, 9, length).astype(float)
+        run = hopper_scores._split(costs, parts)
+        assert run[0] == 0
+        assert set(np.diff(run)) <= {0, 1}
+        assert run[-1] < parts
+        best = min(
+            max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, length)))
+            for many in range(min(parts, length))
+            for cuts in itertools.combinations(range(1, length), many)
+        )
+        assert np.bincount(run, costs).max() == best
 
 
 @pytest.mark.parametrize(
