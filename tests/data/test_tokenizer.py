@@ -99,6 +99,14 @@ def test_special_tokens_are_one_id_and_skipped_by_decode():
     assert tokenizer.decode(ids, special=True) == "a<|end|>b"
 
 
+def test_what_is_no_text_is_refused_in_words(as_users_call_it):
+    tokenizer = build_tokenizer(metadata("smollm"), "x.gguf")
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        tokenizer.encode("a\udc80b")
+    with pytest.raises(TypeError, match="text must be a string, got bytes"):
+        tokenizer.encode(b"ab")
+
+
 @pytest.mark.parametrize(
     ("pre", "add_bos", "starts_with_bos"),
     [("llama-bpe", None, True), ("gpt-2", None, False), ("gpt-2", True, True)],

@@ -415,6 +415,9 @@ def test_wrong_requests_say_what_to_do():
         plan.mask(0)
     with pytest.raises(ValueError, match="layer 2 is out of range: the plan has 2 layers"):
         make(profile, 0.5, "kl", "static").mask(2)
+    for layer in ("first", 0.5, True, None, [0]):
+        with pytest.raises(TypeError, match="layer must be the number of a layer, got"):
+            make(profile, 0.5, "kl", "static").mask(layer)
     with pytest.raises(ValueError, match=r"call plan.at\(300\) before the plan enters jit"):
         jax.jit(lambda plan: plan.at(300).counts)(plan)
 

@@ -43,6 +43,17 @@ def test_settings_that_are_scalar_arrays_are_the_numbers_in_them(as_users_call_i
         np.testing.assert_array_equal(a, b)
 
 
+def test_arrays_may_be_lists_as_elsewhere(as_users_call_it):
+    q, k, v, mask = problem(RULES["causal"])
+    how = {"rng": jax.random.key(0), "every": EVERY, "window": WINDOW}
+    wanted = hads.certified_attention(q, k, v, mask, **how)
+    found = hads.certified_attention(*(x.tolist() for x in (q, k, v)), mask, **how)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(TypeError, match="key must be an array, got str"):
+        hads.certified_attention(q, "k", v, mask, **how)
+
+
 def test_a_traced_threshold_is_refused(as_users_call_it):
     q, k, v, mask = problem(RULES["causal"])
     with pytest.raises(TypeError, match="threshold must be a plain number, got a traced array"):

@@ -46,7 +46,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a text; `special` adds the special tokens around it, such as bos."""
-        return list(self.inner.encode(text, add_special_tokens=special).ids)
+        try:
+            return list(self.inner.encode(text, add_special_tokens=special).ids)
+        except TypeError:
+            if not isinstance(text, str):
+                raise TypeError(f"text must be a string, got {type(text).__name__}") from None
+            text.encode()  # names the lone surrogate, which is no character
+            raise
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of ids; special tokens are left out unless `special`."""

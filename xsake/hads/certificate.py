@@ -23,7 +23,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped
 
 from xsake import masks
-from xsake.arguments import check_soft_cap, flag
+from xsake.arguments import as_array, check_soft_cap, flag
 from xsake.backends import merged
 from xsake.block_mask import BlockMask
 from xsake.hads import estimates, sampled_by_kernel
@@ -151,6 +151,7 @@ def certified_attention(
       implementation: of `dot_product_attention` with the mask; the sampled queries take the fastest
         that can run.
     """
+    query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     correct, bound = flag("correct", correct), flag("bound", bound)
     every, window = (plain(x) for x in (every, window))
     threshold, guarantee = (plain(x) for x in (threshold, guarantee))

@@ -157,8 +157,11 @@ class Plan(InputMask):
                 f"the chunk length {q.shape[1]} is not a multiple of the plan's block size "
                 f"{block}; choose one that is"
             )
-        if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < layers:
-            raise ValueError(f"layer {layer} is out of range: the plan has {layers} layers")
+        if not isinstance(layer, jax.core.Tracer):
+            if np.ndim(layer) or not np.issubdtype(np.asarray(layer).dtype, np.integer):
+                raise TypeError(f"layer must be the number of a layer, got {layer!r}")
+            if not 0 <= int(layer) < layers:
+                raise ValueError(f"layer {layer} is out of range: the plan has {layers} layers")
         heads = self.counts.shape[1]
         if self.terms.selector != "static" and q is not None and q.shape[2] != heads:
             raise ValueError(f"the plan is for {heads} heads, q has {q.shape[2]}")
