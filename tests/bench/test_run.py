@@ -58,6 +58,19 @@ def test_another_commit_measures_again(parts, tmp_path, monkeypatch, commit):
     assert [record["case"] for record in report["results"]] == ["a", "ab", "c"]
 
 
+def test_other_flags_of_xla_measure_again_and_are_not_joined(parts, tmp_path, monkeypatch):
+    """They change what is measured, as a commit does."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    files = partial_files(tmp_path, "c")
+    monkeypatch.delenv("XLA_FLAGS")
+    files += partial_files(tmp_path, "ab")
+    with pytest.raises(ValueError, match=r"ab\.json has xla_flags None, .*c\.json has --xla_gpu_a"):
+        run.join("hopper", files, tmp_path / "whole.json")
+    found = run.run_suite("hopper", files[0], only="c")
+    assert parts == ["c", "ab", "c"]
+    assert "xla_flags" not in found
+
+
 def test_several_texts_name_cases(parts, tmp_path):
     """A case is measured if it has one of them."""
     run.run_suite("hopper", tmp_path / "r.json", only="b|c")

@@ -54,6 +54,15 @@ def test_every_kernel_is_timed_and_a_tiling_with_wrong_scores_is_not(tmp_path, k
     assert last["device_seconds"] > 0
 
 
+def test_a_tiling_whose_scores_are_no_numbers_is_recorded_as_wrong(tmp_path, kernels, monkeypatch):
+    monkeypatch.setattr(selection, "_error", lambda found, wanted: float("nan"))
+    with pytest.raises(ValueError, match="no tiling has the right scores"):
+        selection.main(tmp_path / "out.json", shapes=(SHAPE,), blocks=(BLOCK,), density=0.9)
+    _, *tilings = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(tilings) == len(selection.candidates())
+    assert not any("device_seconds" in row or row["largest_error"] for row in tilings)
+
+
 def test_the_definition_is_the_logarithm_of_a_sum_over_keys():
     chosen, k = (
         jax.random.normal(jax.random.key(i), (1, x, 2, 64)) for i, x in ((0, 48), (1, 300))

@@ -53,15 +53,22 @@ def asked(tmp_path, monkeypatch):
     return calls
 
 
+def without_results(subject, methods_at, encode, fillers, settings, block, out, *, facts, **how):
+    """As `needle.run_tasks` with every family left out."""
+    run = tasks.needle.facts_of_run(subject, fillers, settings, block)
+    out.write_text(json.dumps(run | facts | {"rows": []}))
+
+
 def test_documents_of_two_kinds_are_calibrated_on_once(tmp_path, asked, monkeypatch):
     """And the table asks for the usual methods: the first two densities before the others."""
     runs, sources, built = [], [], set()
 
-    def run_tasks(subject, methods_at, encode, fillers, settings, block, out, **facts):
+    def run_tasks(subject, methods_at, encode, fillers, settings, block, out, *, facts, **how):
         built.update(method.name for method in methods_at(settings.densities[0], 128))
-        runs.append((tuple(settings.densities), facts["facts"]["kinds"]))
-        sources.append((facts["facts"]["made_from"], facts["facts"]["others"][tasks.LABEL]))
-        out.write_text(json.dumps({"rows": runs}))
+        runs.append((tuple(settings.densities), facts["kinds"]))
+        sources.append((facts["made_from"], facts["others"][tasks.LABEL]))
+        given = subject, methods_at, encode, fillers, settings, block, out
+        without_results(*given, facts=facts, **how)
 
     monkeypatch.setattr(tasks.needle, "run_tasks", run_tasks)
     monkeypatch.setattr(tasks, "_perplexity", lambda *given: ["gap"])
@@ -100,16 +107,52 @@ def test_a_method_of_the_loss_is_calibrated_with_it(tmp_path, asked, monkeypatch
 
     The first table has the oracle alone, which is measured after all others.
     """
-    monkeypatch.setattr(tasks.needle, "run_tasks", lambda *given, **how: given[-1].write_text("{}"))
+    monkeypatch.setattr(tasks.needle, "run_tasks", without_results)
     monkeypatch.setattr(tasks, "_perplexity", lambda *given: [])
-    paths = [tmp_path / name for name in ("model", "documents", "profiles", "out.json")]
+    paths = [tmp_path / name for name in ("model", "documents", "profiles")]
     selected = "outlier_queries/output"
     for name in ("oracle/output", selected, "outlier_queries/loss", "outlier_queries/loss"):
-        tasks.table(*paths, block=16, length=128, families=("passkey",), names=(name,))
+        out = tmp_path / f"{name.split('/')[1]}.json"
+        tasks.table(*paths, out, block=16, length=128, families=("passkey",), names=(name,))
     mixed = "2 documents of text and 2 documents of retrieval"
     assert asked == [(4, mixed), (4, mixed, "loss")]
     found = sorted(x.name for x in (tmp_path / "profiles").iterdir())
     assert found == ["mixed-128-16-loss.safetensors", "mixed-128-16.safetensors"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_a_file_of_other_settings_is_refused_before_the_calibration(
+    tmp_path, asked, monkeypatch, seconds, capsys
+):
+    """Or after it where the profile differs; and it stays, whatever is measured."""
+    monkeypatch.setattr(tasks.needle, "run_tasks", without_results)
+    monkeypatch.setattr(tasks, "_perplexity", lambda *given: ["gap"])
+    paths = [tmp_path / name for name in ("model", "documents", "profiles", "out.json")]
+    out = paths[-1]
+
+    def run(**more):
+        how = dict(block=16, length=128, families=("passkey",), names=("sink_window",)) | more
+        tasks.table(*paths, **how)
+
+    def refused(said, calibrations, **more):
+        asked.clear()
+        before = out.read_bytes()
+        with pytest.raises(SystemExit):
+            run(seconds=seconds, **more)
+        assert said in capsys.readouterr().err
+        assert (len(asked), out.read_bytes()) == (calibrations, before)
+
+    run()
+    refused("other settings: seed 1 there, 9 here", 0, seed=9)
+    kept = out.read_text()
+    out.write_text("[1, 2")
+    refused(f"{out} is not a table of tasks: {out} is not JSON", 0)
+    out.write_text(json.dumps({"provenance": {}, "rows": []}))
+    refused(f"{out} is not a table of tasks: it has no 'schema'", 0)
+    out.write_text(kept.replace('"band": 0', '"band": 1'))
+    for file in (tmp_path / "profiles").iterdir():
+        file.unlink()
+    refused("the profile or plan's band 1 there, 0 here", 1)
 
 
 def test_every_step_builds_its_methods_with_all_weights_of_the_end():
@@ -164,6 +207,20 @@ def test_tables_of_other_dtypes_are_not_merged(tmp_path, table):
     assert "dtype" not in merged(tmp_path / "out", [old])
     with pytest.raises(ValueError, match="the tables differ in dtype"):
         tasks.merge(tmp_path / "out", [old, *new])
+
+
+def test_tables_of_other_implementations_are_not_merged_and_sources_are_kept(tmp_path, table):
+    paths = []
+    for name, implementation in (("a", "xla"), ("b", "hopper"), ("c", "xla")):
+        paths.append(table(name, (name,), 64, name))
+        more = {"implementation": implementation, "made_from": {"seed": name}, "others": {}}
+        paths[-1].write_text(json.dumps(json.loads(paths[-1].read_text()) | more))
+    found = merged(tmp_path / "out", [paths[0], paths[2]])
+    assert found["implementation"] == "xla"
+    assert [part["made_from"] for part in found["parts"]] == [{"seed": "a"}, {"seed": "c"}]
+    assert "made_from" not in found
+    with pytest.raises(ValueError, match="the tables differ in implementation"):
+        tasks.merge(tmp_path / "out", paths)
 
 
 def test_tables_of_several_methods_are_merged_cell_by_cell(tmp_path):

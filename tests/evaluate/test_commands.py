@@ -220,6 +220,10 @@ def test_a_table_of_other_settings_is_refused_before_the_model_is_loaded(xsake, 
     assert "table.json was measured with other settings: dtype 'float32' there, 'bfloat16'" in said
     said = xsake(f"{line} --others elsewhere=random", code=1)
     assert "--others elsewhere=random is not used by --methods sink_window; name a method" in said
+    line = line.replace("--methods sink_window ", "")
+    assert "--others takes LABEL=FILE, got '=random'" in xsake(f"{line} --others =random", code=1)
+    said = xsake(f"{line} --others a=random a=random", code=1)
+    assert "--others has the label 'a' twice; name them differently" in said
 
 
 def test_a_profile_and_a_plan_do_not_replace_each_other(xsake, made, monkeypatch):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from tests.hads.test_plan import profile_of
 from xsake.data.tasks import Prompt
-from xsake.evaluate import needle
+from xsake.evaluate import methods, needle
 from xsake.evaluate.needle import Answers, Settings
 from xsake.hads import row_blocks
 from xsake.model import Config, Transformer
@@ -128,8 +128,6 @@ def test_results_are_written_resumed_and_refuse_other_settings(subject, tmp_path
 
 def of_band(profile, density, length):
     """Methods of a profile whose band is 2."""
-    from xsake.evaluate import methods
-
     facts = dataclasses.replace(profile.facts, band=2)
     banded = dataclasses.replace(profile, facts=facts)
     return methods.at_density(banded, density, length, names=("mean_query/output",))
@@ -152,6 +150,15 @@ def test_a_density_below_the_blocks_of_a_band_is_left_out(subject, tmp_path, mon
     more = (*given[:4], settings._replace(densities=(0.5,)), *given[5:])
     found = needle.run_tasks(*more, band=2)
     assert [x["density"] for x in found["infeasible"]] == [0.6, 0.5]
+    # methods without a band: what can be measured now is, and stays when it cannot be later
+    narrow = functools.partial(methods.at_density, profile_of(1, 2), names=("sink_window",))
+    found = needle.run_tasks(given[0], narrow, *given[2:])
+    assert [x["density"] for x in found["infeasible"]] == [0.5]
+    measured = [(row["method"], row["density"]) for row in found["rows"]]
+    assert measured[2:] == [("sink_window", 0.6), ("sink_window", 0.9)]
+    found = needle.run_tasks(*given, band=2)
+    assert [x["density"] for x in found["infeasible"]] == [0.5]
+    assert len(found["rows"]) == len(measured)
 
 
 def test_a_run_that_fails_at_its_start_leaves_no_file(subject, tmp_path, monkeypatch):
@@ -206,6 +213,24 @@ def test_results_of_another_source_or_without_settings_are_not_resumed(subject, 
     out.write_text(json.dumps(old))
     with pytest.raises(ValueError, match="does not record its dtype, profile or plan, so that its"):
         run()
+
+
+def test_a_file_names_all_profiles_of_its_results_and_each_difference_once(subject, tmp_path):
+    out = tmp_path / "tasks.json"
+
+    def run(others, data="x"):
+        facts = {"calibration_data_hash": data, "others": others}
+        facts["made_from"] = {"calibration_data_hash": data}
+        given = subject, lambda *at: [], encode, FILLERS, SETTINGS, 16, out
+        return needle.run_tasks(*given, facts=facts)
+
+    run({"a": {"seed": 1}})
+    run({"b": {"seed": 2}})
+    assert json.loads(out.read_text())["others"] == {"a": {"seed": 1}, "b": {"seed": 2}}
+    with pytest.raises(ValueError, match="settings: --others a's seed 1 there, 2 here; name"):
+        run({"a": {"seed": 2}})
+    with pytest.raises(ValueError, match="settings: the profile or plan's calibration text; name"):
+        run({}, data="y")
 
 
 def test_a_family_that_dense_cannot_do_is_left_out(subject, tmp_path):

@@ -250,6 +250,33 @@ def test_a_table_of_other_settings_is_not_resumed(written, profile, subject, tmp
         written()
 
 
+def test_profiles_that_were_all_measured_again_are_not_those_of_the_table(written, profile):
+    """Each differs from what the file has in nothing but its values."""
+    again = dataclasses.replace(profile, mass_halves=profile.mass_halves + 1)
+    written(others={"one": profile, "two": profile})
+    for main, others, said in (
+        (again, {"one": again}, "the profile's values; --others one's values; name another"),
+        (profile, {"one": again, "two": again}, "--others one's values; --others two's values"),
+        (again, {}, "settings: the profile's values; name another"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            written(profile=main, others=others)
+
+
+def test_a_setting_that_only_one_of_the_profiles_has_is_a_difference(written, tmp_path):
+    """As of a file by another version."""
+    written()
+    found = json.loads((tmp_path / "t").read_text())
+    del found["profile"]["seed"]
+    (tmp_path / "t").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="the profile's seed not known there, None here"):
+        written()
+    found["profile"] |= {"seed": None, "speed": 3}
+    (tmp_path / "t").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="the profile's speed 3 there, not known here"):
+        written()
+
+
 def test_other_profiles_may_be_added_to_a_table_but_not_exchanged(written, profile):
     one, two = changed(profile, seed=1), changed(profile, seed=2)
     written()
@@ -269,7 +296,14 @@ def test_a_table_leaves_out_densities_below_the_forced_blocks(written, profile, 
     with pytest.raises(ValueError, match=r"can be measured: density 0\.6 is below .* a band of 2;"):
         written(densities=(0.6,), profile=banded)
     assert not (tmp_path / "t").exists()
-    assert list(written(densities=(0.6, 0.9), profile=banded)["densities"]) == ["0.9"]
+    found = written(densities=(0.6, 0.9), others={"banded": banded})
+    assert (list(found["densities"]), list(found["infeasible"])) == (["0.9"], ["0.6"])
+    found = written(densities=(0.6, 0.9))
+    assert (list(found["densities"]), found["infeasible"]) == (["0.9", "0.6"], {})
+    found = written(densities=(0.6, 0.9), others={"banded": banded})
+    assert (list(found["densities"]), found["infeasible"]) == (["0.9", "0.6"], {})
+    with pytest.raises(ValueError, match="no density is given"):
+        written(densities=())
 
 
 def test_the_documents_of_the_calibration_are_no_evaluation(subject, profile, documents, tmp_path):

@@ -19,8 +19,9 @@ WHAT = "a table of tasks that can be joined"
 CELL = ("length", "family", "method", "density")  # these fields identify a record of a table
 RECORDS = ("rows", "perplexity", "infeasible")  # the lists of a table
 FACTS = ("block", "calibration_data_hash", "kinds")  # of the methods of a length
+FACTS_IF_RECORDED = ("made_from", "others")
 SAME = ("schema", "kind", "model_hash", "filler_hash", "prompts", "seed", "rule")
-SAME_IF_RECORDED = ("dtype",)  # tables from before it was recorded do not have it
+SAME_IF_RECORDED = ("dtype", "implementation")  # tables from before these were have neither
 
 
 def merge(out: Path, parts: list[Path], names: tuple[str, ...] = ()) -> None:
@@ -112,7 +113,8 @@ def _parts(table: dict[str, Any]) -> list[dict[str, Any]]:
     """What the methods of each length were made from; a table that `merge` wrote has several."""
     parts = table.get("parts")
     if parts is None:
-        facts = {name: table[name] for name in FACTS}
+        kept = (*FACTS, *(x for x in FACTS_IF_RECORDED if x in table))
+        facts = {name: table[name] for name in kept}
         lengths = dict.fromkeys(row["length"] for _, row in _records(table))
         parts = [{"length": x, **facts} for x in lengths]
     if len({(x["length"], x["block"]) for x in parts}) > len({x["length"] for x in parts}):

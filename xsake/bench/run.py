@@ -55,6 +55,7 @@ MUST_MATCH = (
     "suite",
     "machine",
     "versions",
+    "xla_flags",
     "quick",
 )  # for files to be resumed or joined
 
@@ -135,7 +136,7 @@ def groups(name: str, quick: bool, only: str = "") -> list[list[str]]:
 
 
 def join(name: str, files: Sequence[Path], out: Path, command: str | None = None) -> dict[str, Any]:
-    """Merges result files of the same commit, machine, versions and `quick`, in suite order.
+    """Merges result files of the same commit, machine, versions, flags and `quick`, in suite order.
 
     `date` is the earliest, `seconds` the sum. `command` is that of a program that started the
     others; without it, the file lists the commands of all.
@@ -153,7 +154,7 @@ def join(name: str, files: Sequence[Path], out: Path, command: str | None = None
             if mine != its:
                 raise ValueError(
                     f"{file} has {fact} {mine}, {files[0]} has {its}; join only "
-                    "files with the same commits, machine, versions and --quick"
+                    "files with the same commits, machine, versions, XLA_FLAGS and --quick"
                 )
     cases = [part.case for part in _parts(name, first["quick"], None)]
     held = [{record["case"] for record in report["results"]} for report in reports]

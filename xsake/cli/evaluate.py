@@ -249,8 +249,10 @@ def _labelled(others: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, Pr
     found = {}
     for other in others:
         label, is_given, path = other.partition("=")
-        if not is_given:
+        if not is_given or not label:
             raise ValueError(f"--others takes LABEL=FILE, got {other!r}")
+        if label in found:
+            raise ValueError(f"--others has the label {label!r} twice; name them differently")
         if methods and not any(method.endswith(f" {label}") for method in methods):
             raise ValueError(
                 f"--others {other} is not used by --methods {' '.join(methods)}; name a method of "

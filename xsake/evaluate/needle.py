@@ -13,6 +13,7 @@ measured: a run that fails at its start leaves none.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, PyTree
 
+from xsake import _files
 from xsake.data import tasks
 from xsake.data.tasks import Encode, Prompt
 from xsake.evaluate import settings as measured_with
@@ -176,13 +178,7 @@ def run_tasks(
       report: is called with a line for every cell.
     """
     report = report or (lambda line: None)
-    facts = {
-        "model_hash": subject.hash,
-        "filler_hash": hash_of(fillers),
-        **facts_of(settings, block),
-        **measured_with.of_subject(subject),
-        **(facts or {}),
-    }
+    facts = facts_of_run(subject, fillers, settings, block) | (facts or {})
     how: Any = {"count": settings.prompts, "seed": settings.seed}
     make_prompts = functools.partial(tasks.make_prompts, encode=encode, fillers=fillers, **how)
     # of all cells: one that cannot be made stops the run before anything is measured
@@ -194,21 +190,38 @@ def run_tasks(
     table = measured_with.resumed(out, WHAT, TYPES, facts) or {**facts, "rows": []}
     if "others" in facts:
         table["others"] |= facts["others"]
-    table["infeasible"] = _infeasible(table.get("infeasible", []), settings, block, band)
-    left_out = {(x["length"], x["density"]) for x in table["infeasible"]}
+    infeasible = _infeasible(settings, block, band)
+    table["infeasible"] = _left_out(table, infeasible, settings)
     for cell in cells:
-        densities = [x for x in settings.densities if (cell.length, x) not in left_out]
+        densities = [x for x in settings.densities if (cell.length, x) not in infeasible]
         for rows in _measure(subject, methods_at, cell, densities, block, table["rows"]):
             if not rows:
                 continue
             table["rows"] += rows
             table["provenance"] = provenance or {}
             if out.is_file() or _has_results(rows):
-                out.write_text(to_json(table))
+                _write(table, out)
             for row in rows:
                 report(_line(row))
-    out.write_text(to_json(table))
+    _write(table, out)
     return table
+
+
+def _write(table: dict[str, Any], out: Path) -> None:
+    with _files.replaced(out) as part:
+        part.write_text(to_json(table))
+
+
+def facts_of_run(
+    subject: Observer, fillers: Sequence[Int[np.ndarray, " _"]], settings: Settings, block: int
+) -> dict[str, Any]:
+    """What a file of tasks has of its model, its prompts and these settings."""
+    return {
+        "model_hash": subject.hash,
+        "filler_hash": hash_of(fillers),
+        **facts_of(settings, block),
+        **measured_with.of_subject(subject),
+    }
 
 
 def facts_of(settings: Settings, block: int) -> dict[str, Any]:
@@ -228,17 +241,33 @@ def check_resumable(out: Path, facts: dict[str, Any]) -> None:
     measured_with.resumed(out, WHAT, TYPES, facts)
 
 
-def _infeasible(
-    known: list[dict[str, Any]], settings: Settings, block: int, band: int
-) -> list[dict[str, Any]]:
-    """Lengths and densities that are left out, with the reason: those of the file and of now."""
-    found = {(x["length"], x["density"]): x for x in known}
+def _infeasible(settings: Settings, block: int, band: int) -> dict[tuple[int, float], str]:
+    """Why lengths and densities are left out."""
+    found = {}
     for length in settings.lengths:
         n = row_blocks.count_blocks(length, block)
         for density in settings.densities:
             if (why := why_not_density(density, n, band)) is not None:
-                found[length, density] = {"length": length, "density": density, "reason": why}
-    return list(found.values())
+                found[length, density] = why
+    return found
+
+
+def _left_out(
+    table: dict[str, Any], infeasible: dict[tuple[int, float], str], settings: Settings
+) -> list[dict[str, Any]]:
+    """What is infeasible now or was in an earlier run, and was not measured by any.
+
+    Methods of a wider band have a higher least density.
+    """
+    now = set(itertools.product(settings.lengths, settings.densities))
+    known = {(x["length"], x["density"]): x["reason"] for x in table.get("infeasible", [])}
+    both = {at: why for at, why in known.items() if at not in now} | infeasible
+    measured = {(x["length"], x["density"]) for x in table["rows"] if x["method"] != "dense"}
+    return [
+        {"length": length, "density": density, "reason": why}
+        for (length, density), why in both.items()
+        if (length, density) not in measured
+    ]
 
 
 def _has_results(rows: list[dict[str, Any]]) -> bool:

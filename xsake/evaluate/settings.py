@@ -29,6 +29,7 @@ WORDS = {
     "hash": "values",
     "made_from": "profile or plan",
 }
+ABSENT = "not known"
 # whose the settings are that a file has under these names; others by label are under "others"
 OWNERS = {"profile": "the profile's ", "made_from": "the profile or plan's ", "others": "--others "}
 
@@ -74,10 +75,7 @@ def resumed(
         return None
     found = _files.read_record(out, what, types)
     given = json.loads(json.dumps(settings))  # tuples become lists, as in the file
-    if "others" in given and "others" in found:
-        given["others"] = {x: y for x, y in given["others"].items() if x in found["others"]}
-    differing = _differing(found, given)
-    if differing:
+    if differing := _differing(found, given):
         raise ValueError(
             f"{out} was measured with other settings: {'; '.join(differing)}; name another file, "
             "or give the settings of this one"
@@ -90,18 +88,32 @@ def resumed(
     return found
 
 
-def _differing(found: Mapping[str, Any], given: Mapping[str, Any], owner: str = "") -> list[str]:
+def _differing(found: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """The settings that both have and that differ, in words."""
     words = []
-    for name, value in given.items():
-        if name not in found or found[name] == value:
-            continue
-        if isinstance(value, dict) and isinstance(found[name], dict):
-            words += _differing(found[name], value, OWNERS.get(name, f"{owner}{name}'s "))
-        elif name in WORDS:
-            words.append(f"{owner}{WORDS[name]}")
-        else:
-            words.append(f"{owner}{name.replace('_', ' ')} {found[name]!r} there, {value!r} here")
-    # the values of a profile differ if its settings do; a file may have one setting in two places
-    words = [x for x in words if len(words) == 1 or not x.endswith(f" {WORDS['hash']}")]
+    for name in (x for x in given if x in found):
+        if name == "others":
+            for label in (x for x in given[name] if x in found[name]):
+                owner = f"{OWNERS[name]}{label}'s "
+                words += _differing_values(found[name][label], given[name][label], owner)
+        elif name in OWNERS:
+            words += _differing_values(found[name], given[name], OWNERS[name])
+        elif found[name] != given[name]:
+            words.append(_words(name, found, given))
+    # a file may have one setting in two places, as that of the run and as that of a profile
     return [x for x in words if not any(other.endswith(f" {x}") for other in words)]
+
+
+def _differing_values(found: Mapping[str, Any], given: Mapping[str, Any], owner: str) -> list[str]:
+    """What differs between two profiles or plans, in words; if they are equal, nothing."""
+    names = [x for x in {**found, **given} if found.get(x, ABSENT) != given.get(x, ABSENT)]
+    if len(names) > 1:  # the values differ if anything else does
+        names = [x for x in names if x != "hash"]
+    return [owner + _words(name, found, given) for name in names]
+
+
+def _words(name: str, found: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    if name in WORDS:
+        return WORDS[name]
+    there, here = (repr(x[name]) if name in x else ABSENT for x in (found, given))
+    return f"{name.replace('_', ' ')} {there} there, {here} here"

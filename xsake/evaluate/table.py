@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, PyTree
 
+from xsake import _files
 from xsake.evaluate import settings
 from xsake.evaluate.methods import (
     Activations,
@@ -257,6 +258,8 @@ def run_table(
     a profile was calibrated on are refused, and so is a file that was measured with other settings.
     Densities below that of the forced blocks are left out, which the file records.
     """
+    if not densities:
+        raise ValueError("no density is given to measure at")
     for each in (profile, *(others or {}).values()):
         check_held_out(documents, each.facts.data_hash)
     table = _resumed(out, _facts(subject, profile, documents, others or {}))
@@ -266,8 +269,12 @@ def run_table(
     band = max(each.facts.band for each in (profile, *(others or {}).values()))
     for density in densities:
         if (why := why_not_density(density, n, band)) is not None:
-            table["infeasible"] |= {str(density): why}
+            if str(density) not in table["densities"]:
+                table["infeasible"] |= {str(density): why}
+            elif report is not None:  # measured by a run of profiles with a narrower band
+                report(f"left out now: {why}")
             continue
+        table["infeasible"].pop(str(density), None)  # of a run of profiles with a wider band
         empty = {"seconds": 0.0, "rows": [], "left_out": []}
         part = table["densities"].get(str(density), empty)
         known = {row["method"] for row in part["rows"]}
@@ -303,7 +310,8 @@ def run_table(
 
 def _write(table: dict[str, Any], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(to_json(table))
+    with _files.replaced(out) as part:
+        part.write_text(to_json(table))
     out.with_suffix(".md").write_text(to_markdown(table))
 
 
@@ -318,6 +326,17 @@ def facts_of(profile: Profile, others: dict[str, Profile]) -> dict[str, Any]:
     return {"profile": settings.of_source(profile), "others": labelled}
 
 
+def facts_of_run(subject: Subject, documents: Sequence[Int[np.ndarray, " T"]]) -> dict[str, Any]:
+    """What a table has of its model and its documents."""
+    return {
+        "model_hash": subject.hash,
+        "data_hash": hash_of(documents),
+        "length": len(documents[0]),
+        "documents": len(documents),
+        **settings.of_subject(subject),
+    }
+
+
 def _facts(
     subject: Subject,
     profile: Profile,
@@ -328,13 +347,9 @@ def _facts(
     profile.check_model(subject.hash)
     return {
         "schema": SCHEMA,
-        "model_hash": subject.hash,
+        **facts_of_run(subject, documents),
         "profile_data_hash": profile.facts.data_hash,
-        "data_hash": hash_of(documents),
-        "length": len(documents[0]),
-        "documents": len(documents),
         "block": profile.facts.block,
-        **settings.of_subject(subject),
         **facts_of(profile, others),
         "calibration": {
             "length": profile.facts.length,

@@ -1,8 +1,11 @@
 """The sensitivity of block dropping by a kernel for Hopper GPUs: `statistics.block_sensitivity`.
 
-    q, k, v · root ─ attention ─ out, logsumexp ─ hopper/sensitivity.py ─ mean over row blocks
+    v · root ─ less its mean, scaled ─┐
+    q, k ─────────────────────────────┴─ attention ─ out, logsumexp ─ hopper/sensitivity.py
+                                         ─ mean over row blocks
 
-The definition is plain JAX, which writes what every query gets from every block to memory.
+The definition is plain JAX, which writes what every query gets from every block to memory; the
+kernel writes one number for it. It has no derivative.
 """
 
 from __future__ import annotations
@@ -52,31 +55,54 @@ def block_sensitivity(
 ) -> Float[Array, "N n n"]:
     """Mean over row block i of ‖u_j - m_j out‖², as in `statistics.measure`; 0 for j > i.
 
-    `values` are those of every query head, times the root of its output projection.
+    p, the values and what attention makes of them are rounded to 16 bits. What all values of a head
+    have in common drops out of the differences, so it is subtracted before; the rest is scaled to
+    numbers of about 1, which float16 has, too.
+
+    Args:
+      q: queries.
+      k: keys.
+      values: those of every query head, times the root of its output projection.
+      block: tokens per block.
+      softmax: sinks; neither a soft cap nor a window.
     """
-    values = jnp.swapaxes(values, 0, 1).astype(jnp.bfloat16)
-    sinks = () if softmax.sinks is None else (softmax.sinks[None],)
-    return _measuring(block)(q[None], k[None], values[None], *sinks)[0]
+    values = values.astype(jnp.float32)
+    center = values.mean(1, keepdims=True)
+    values = values - center
+    _, exponent = jnp.frexp(jnp.abs(values).max((1, 2)))  # [N]; of 0 it is 0
+
+    def scaled(x: Array) -> Array:
+        return jnp.swapaxes(jnp.ldexp(x, -exponent[:, None, None]), 0, 1)[None]
+
+    sinks = () if softmax.sinks is None else (softmax.sinks[None], scaled(center))
+    found = _measuring(block)(q[None], k[None], scaled(values).astype(jnp.bfloat16), *sinks)[0]
+    return jnp.ldexp(found, 2 * exponent[:, None, None])
 
 
 @functools.lru_cache(maxsize=8)
 def _measuring(block: int, interpret: Any = False) -> Callable[..., Array]:
-    """(q, k, values [B, T, N, Hv], sinks [B, N]) -> [B, N, n, n]; vmap folds into the batch."""
+    """(q, k, values [B, T, N, Hv], sinks [B, N], center [B, 1, N, Hv]) -> [B, N, n, n].
+
+    `center` was subtracted from the values; without sinks, neither is given. vmap folds into the
+    batch.
+    """
 
     @jax.custom_batching.custom_vmap
     @_jax.without_x64
     def measured(*given: Array) -> Array:
         from xsake.backends.hopper import sensitivity
 
-        q, k, v, *sinks = given
+        q, k, v, *of_sinks = given
         T = q.shape[1]
         repeated = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
         how: Any = {"is_causal": True, "return_residual": True}
         out, logsumexp = dot_product_attention(q, repeated, v.astype(q.dtype), **how)
         out = out.astype(jnp.float32)
-        if sinks:  # one more key, whose value is 0
-            both = jnp.logaddexp(logsumexp, sinks[0].astype(jnp.float32)[:, None])
-            out, logsumexp = out * jnp.exp(logsumexp - both)[..., None], both
+        if of_sinks:  # one more key, whose value was 0 and is now -center
+            sinks, center = of_sinks
+            both = jnp.logaddexp(logsumexp, sinks.astype(jnp.float32)[:, None])
+            share = jnp.exp(logsumexp - both)[..., None]
+            out, logsumexp = share * out - (1 - share) * center, both
         q, k, v = unaliased(q, k, v)
         found = sensitivity.changes(q, k, v, out, logsumexp, block, interpret=interpret)
         return _jax.vary(_row_means(found, T, block), _jax.varying_axes(*given))

@@ -94,12 +94,38 @@ def test_the_kernel_measures_the_change_by_every_block(
     check(np.asarray(got), q, k, v, kernel, block, sinks)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "offset", "size", "has_sinks"),
+    [
+        ("bfloat16", 10, 1, False),
+        ("bfloat16", 10, 1, True),
+        ("float16", 0, 2e4, False),
+        ("float16", 3, 1e-7, True),
+    ],
+)
+@needs_interpreter
+def test_what_all_values_have_in_common_and_their_size_cost_no_digits(
+    dtype, offset, size, has_sinks, interpreted
+):
+    q, k, v, kernel = layer(140, 2, 1, 64, 64, dtype)
+    q, v, kernel = q / 5, v + jnp.asarray(offset, dtype), kernel * size
+    sinks = jnp.linspace(0.5, 2, 2) if has_sinks else None
+    got = statistics.block_sensitivity(q, k, v, kernel, 64, Softmax(sinks=sinks))
+    check(np.asarray(got), q, k, v, kernel, 64, sinks)
+
+
 @needs_interpreter
 def test_a_mapped_axis_is_folded_into_the_batch(interpreted):
     q, k, v, kernel = layer(130, 2, 1, 64, 64, batch=(2,))
-    got = jax.vmap(lambda *x: statistics.block_sensitivity(*x, 64))(q, k, v, kernel)
+    sinks = jnp.linspace(-1, 2, 4).reshape(2, 2)
+
+    def measured(q, k, v, kernel, sinks):
+        return statistics.block_sensitivity(q, k, v, kernel, 64, Softmax(sinks=sinks))
+
+    got = jax.vmap(measured)(q, k, v, kernel, sinks)
     for i in range(2):
-        check(np.asarray(got[i]), q[i], k[i], v[i], kernel[i], 64)
+        want = measured(q[i], k[i], v[i], kernel[i], sinks[i])
+        np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("x64", [False, True])

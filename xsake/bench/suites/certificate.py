@@ -87,8 +87,9 @@ def coverage(
         length = known.facts.length
         tokens = np.stack(load_documents([documents], None, length, count))
         how: Any = {"dtype": dtype, "implementation": implementation}
-        subject = Observer(huggingface.load(model, tokenizer=False, **how).model)
-        check_is_plain(subject)
+        loaded = huggingface.load(model, tokenizer=False, **how).model
+        check_is_plain(loaded.config)
+    subject = Observer(loaded)
     rows = []
     for density in densities:
         plan = make(known, density, "output", selector)
@@ -415,7 +416,9 @@ def model(
     with programs.stopping():
         known = Profile.load(profile)
         tokens = np.stack(load_documents([documents], None, known.facts.length, batch))
-        subject = Observer(huggingface.load(model, dtype=dtype, tokenizer=False).model)
+        loaded = huggingface.load(model, dtype=dtype, tokenizer=False).model
+        check_is_plain(loaded.config)
+    subject = Observer(loaded)
     given = activations(subject, tokens)[:3]
     plans = {(s, d): make(known, d, "output", s) for s in selectors for d in densities}
     calls: dict[Any, tuple[Any, tuple[Any, ...]]] = {

@@ -118,12 +118,18 @@ def table(
     """
     held_out = _tokens(documents, "held_out", length, evaluation)
     subject = _subject(model, dtype, implementation)
+    name = out / f"table-{length}-{block}.json"
+    run = tables.facts_of_run(subject, held_out)
+    with programs.stopping():
+        tables.check_resumable(name, run)
     profiled = functools.partial(_cached_profile, subject, documents, profiles, block, calibration)
     known = profiled("novels", length, curves)
     others = {
         "from wikipedia": profiled("wikipedia", length, curves),
         f"from {short:,} tokens": profiled("novels", short, ("static", "mean_query")),
     }
+    with programs.stopping():
+        tables.check_resumable(name, run | tables.facts_of(known, others))
     sources = documents / "sources.json"
     facts = provenance() | {
         "model": model.name,
@@ -139,7 +145,6 @@ def table(
     def report(what: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {what}", flush=True)
 
-    name = out / f"table-{length}-{block}.json"
     tables.run_table(
         subject, known, held_out, densities, name, others=others, provenance=facts, report=report
     )
@@ -275,7 +280,7 @@ def speed(
     with programs.stopping():
         check_name(implementation)
         loaded = Plan.load(plan)
-        huggingface.examine(model)  # it is loaded after the first timings
+        check_is_plain(huggingface.examine(model).config)  # it is loaded after the first timings
     held_out = _tokens(documents, "held_out", loaded.length, evaluation)
     records: list[Record] = []
 
@@ -373,7 +378,6 @@ def _on_activations(
     subject: Observer, plan: Plan, tokens: np.ndarray, implementation: str | None
 ) -> Record:
     """Time and quality of the plan's masks on the dense model's q, k, v, layer by layer."""
-    check_is_plain(subject)
     layers = jnp.arange(subject.layers)
     q, k, v, kernel = activations(subject, tokens)
 

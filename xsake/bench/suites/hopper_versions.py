@@ -9,6 +9,9 @@
 
 Both versions have the same inputs, machine and packages, and each checks its own results before it
 is timed. They take turns, so that the clock of a GPU, which drops as it heats, affects both alike.
+Compiling runs the forward once, for the residuals of the vjp. With `--jobs`, this may fall into
+another case's round: compiling in turn would take longer than everything else. The median over
+rounds leaves such a round out.
 """
 
 from __future__ import annotations

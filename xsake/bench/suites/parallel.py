@@ -265,7 +265,9 @@ def profile_of(text: str) -> tuple[str, Profile]:
     """The profile that `--profile NAME=FILE` names, of a model with three kv heads."""
     name, _, path = text.partition("=")
     if not (name and path):
-        raise ValueError(f"--profile is {text!r}; give NAME=FILE, such as SmolLM2=profile.npz")
+        raise ValueError(
+            f"--profile is {text!r}; give NAME=FILE, such as SmolLM2=profile.safetensors"
+        )
     return name, Profile.load(path)
 
 

@@ -83,7 +83,9 @@ def _measured(
         with beside():
             found = score(chosen, k)
             error = _error(found, wanted)
-        record = facts | {"kernel": "scores", **dataclasses.asdict(tiling), "largest_error": error}
+        # JSON has no NaN
+        known = error if np.isfinite(error) else None
+        record = facts | {"kernel": "scores", **dataclasses.asdict(tiling), "largest_error": known}
         if error < LIMIT:
             sums = found
             record |= _timed(score, chosen, k)

@@ -202,7 +202,6 @@ def write(settings: dict[str, Config], out: Path) -> dict[str, Any]:
     for record in records:
         record["validation_loss_gap_ratio"] = record["validation_loss_nats"] / first - 1
     report = {**provenance(), "results": records}
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
@@ -214,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--train", type=Path, nargs="+", required=True, help="tokenized datasets")
     add("--valid", type=Path, required=True, help="a tokenized dataset")
     add("--runs", type=Path, required=True, help="folder of the runs")
-    add("--out", type=Path, required=True, help="the JSON file to write")
+    programs.add_out(parser)
     add("--seconds", type=float, default=540.0, help="save and stop then; default: %(default)g")
     add("--seed", type=int, default=0, help="of weights and data; default: %(default)s")
     add("--steps", type=int, default=0, help="of every run; default: those of the presets")

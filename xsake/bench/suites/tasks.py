@@ -23,6 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from xsake import _files
 from xsake.backends.choice import check_name
 from xsake.bench import programs
 from xsake.bench.merged_tasks import merge
@@ -216,6 +217,12 @@ def table(
     began = time.perf_counter()
     programs.check_outputs(out)
     bench = _Bench.load(model, documents, dtype, implementation)
+    fillers = bench.tokens("fillers")
+    run = needle.facts_of_run(
+        bench.subject, fillers, Settings(families, (length,), prompts, densities, seed), block
+    )
+    with programs.stopping():
+        needle.check_resumable(out, run)
     main, others = bench.profiles(names, length, profiles, block, curves)
     build, certified = _builders(main, others, Certify(criterion=criterion), certify, end_weights)
 
@@ -228,10 +235,11 @@ def table(
         "made_from": settings.of_source(main),
         "others": {label: settings.of_source(each) for label, each in others.items()},
     }
+    with programs.stopping():
+        known = settings.resumed(out, needle.WHAT, needle.TYPES, run | facts) or {}
     origin = provenance() | {"model": model.name, "dtype": dtype}
-    fillers = bench.tokens("fillers")
     steps = _steps(names, densities, bool(certify))
-    perplexity = json.loads(out.read_text()).get("perplexity", []) if out.is_file() else []
+    perplexity = known.get("perplexity", [])
     for number, (is_certified, some_names, some) in enumerate(steps):
         for family in families if some_names and some else ():
             if time.perf_counter() - began > seconds:
@@ -254,7 +262,8 @@ def table(
             perplexity = _perplexity(bench, made, densities, length, block, perplexity, report)
         if out.is_file():  # not if the first steps are empty, as with oracles alone
             found = json.loads(out.read_text())
-            out.write_text(to_json(found | {"perplexity": perplexity}))
+            with _files.replaced(out) as part:
+                part.write_text(to_json(found | {"perplexity": perplexity}))
 
 
 def _steps(
