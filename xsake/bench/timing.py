@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,16 @@ def compile_directions(attend: Callable[..., Any], inputs: Sequence[Array], more
     with concurrent.futures.ThreadPoolExecutor() as pool:
         made = {
             name: pool.submit(make) for name, make in (("forward", forward), ("backward", backward))
+        }
+        return {name: future.result() for name, future in made.items()}
+
+
+def compiled_together(calls: Mapping[Any, tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
+    """The functions compiled for their arguments, concurrently; nothing is run."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = {
+            name: pool.submit(lambda fn, args: jax.jit(fn).lower(*args).compile(), fn, args)
+            for name, (fn, args) in calls.items()
         }
         return {name: future.result() for name, future in made.items()}
 

@@ -68,6 +68,18 @@ def interpreted(queries, k, block, *, causal, parts=1, run=None, **tiling):
         (1, 5 * 16, 300, (2, 1), 64, 64, True, 2, {"parts": 16, "overlap": True}),
         (2, 3, 301, (6, 2), 64, 128, True, 3, {"warpgroups": 2, "overlap": True}),
         (1, 5 * 16, 300, (2, 1), 64, 64, True, 2, {"parts": 16, "warpgroups": 4}),
+        (
+            1,
+            5 * 16,
+            300,
+            (4, 2),
+            64,
+            64,
+            True,
+            1,
+            {"parts": 16, "q_bytes": 32 << 10, "q_groups": 2},
+        ),
+        (1, 70, 130, (4, 2), 64, 64, False, 2, {"q_bytes": 16 << 10, "q_groups": 2}),
         (1, 70, 130, (2, 1), 128, 64, False, 2, {"q_bytes": 48 << 10, "overlap": True}),
     ],
     ids=str,
@@ -441,6 +453,7 @@ def test_on_a_card_stacked_layers_score_as_plain_jax_does(
 @needs_gpu
 @pytest.mark.parametrize("warpgroups", [2, 3, 4])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("q_groups", [1, 2])
 @pytest.mark.parametrize(
     ("R", "S", "heads", "size", "block"),
     [
@@ -451,13 +464,13 @@ def test_on_a_card_stacked_layers_score_as_plain_jax_does(
     ids=str,
 )
 def test_on_a_card_every_tiling_sums_over_the_keys_of_every_block(
-    R, S, heads, size, block, warpgroups, overlap
+    R, S, heads, size, block, warpgroups, overlap, q_groups
 ):
     from xsake.backends.hopper import scores as hopper_scores
 
     queries = random_array(2, R, heads[0], size) / 8
     k = random_array(2, S, heads[1], size, seed=1)
-    tiling = hopper_scores.ScoresTiling(warpgroups=warpgroups, overlap=overlap)
+    tiling = hopper_scores.ScoresTiling(warpgroups, overlap=overlap, q_groups=q_groups)
     run = functools.partial(hopper_scores.scores, block=block, causal=True, parts=16, tiling=tiling)
     got, want = np.asarray(jax.jit(run)(queries, k)), exact(queries, k, block)
     seen = np.repeat(np.tri(R // 16, want.shape[-1], dtype=bool), 16, 0)

@@ -50,6 +50,7 @@ class ScoresTiling:
     warpgroups: int = 3  # compute warpgroups
     q_bytes: int = 64 << 10  # of shared memory for tiles of mean queries
     k_bytes: int = 128 << 10  # of shared memory for blocks of keys
+    q_groups: int = 1  # of tiles that fit; with 2, the next one is copied ahead
     overlap: bool = False  # a warpgroup's exponentials with its own next products
 
     @property
@@ -178,6 +179,11 @@ class ScoresShape:
         """Blocks of keys."""
         return pl.cdiv(self.S, self.block)
 
+    @property
+    def shared_elements(self) -> int:
+        """Of shared memory, for queries and keys."""
+        return (self.q_stages * self.resident * ROWS + self.stages * self.block) * self.H
+
     @classmethod
     def of(cls, queries, k, block, causal, parts, tiling):
         """The sizes of a call; raises where k or the block does not fit the queries."""
@@ -193,7 +199,7 @@ class ScoresShape:
         check_sizes((block,), H)
         tile_bytes, block_bytes = (x * H * k.dtype.itemsize for x in (ROWS, block))
         tiles = pl.cdiv(R, ROWS) * (N // K)
-        groups = pl.cdiv(tiles, max(1, tiling.q_bytes // tile_bytes))
+        groups = pl.cdiv(tiles, max(1, tiling.q_bytes // tile_bytes // tiling.q_groups))
         resident = pl.cdiv(tiles, groups)
         return cls(
             B,

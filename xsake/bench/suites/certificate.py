@@ -14,7 +14,6 @@ by the profiler: the kernels' own time, as `device_seconds`.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -32,7 +31,7 @@ from xsake.backends.choice import check_name
 from xsake.bench import programs
 from xsake.bench.method_times import activations, check_is_plain
 from xsake.bench.suites import Record
-from xsake.bench.timing import provenance, time_on_device, time_queued
+from xsake.bench.timing import compiled_together, provenance, time_on_device, time_queued
 from xsake.block_mask import BlockMask
 from xsake.data.documents import load_documents
 from xsake.evaluate.table import to_json
@@ -341,7 +340,7 @@ def _timed(
         for name, form in forms.items()
     }
     calls["dense"] = (lambda counts, q, k, v: _dense(q, k, v), given)
-    ready = _compiled_together(calls)
+    ready = compiled_together(calls)
     base = _both_times(ready["dense"], *given)
     for density, selector in ((x, y) for x in densities for y in selectors):
         args = counts[density], q, k, v
@@ -431,7 +430,7 @@ def model(
     }
     dense = functools.partial(_layers, lambda plan, layer, q, k, v: _dense(q, k, v))
     calls["dense"] = (dense, (None, *given))
-    ready = _compiled_together(calls)
+    ready = compiled_together(calls)
     B, T, N, H = given[0].shape[1:]
     base = _both_times(ready["dense"], None, *given)
     rows: list[Record] = []
@@ -483,16 +482,6 @@ def _forms(threshold: float) -> dict[str, Any]:
         "certificate": certified,
         "certificate_with_threshold": thresholded,
     }
-
-
-def _compiled_together(calls: dict[Any, tuple[Any, tuple[Any, ...]]]) -> dict[Any, Any]:
-    """The functions compiled for their arguments, concurrently."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        made = {
-            name: pool.submit(lambda fn, args: jax.jit(fn).lower(*args).compile(), fn, args)
-            for name, (fn, args) in calls.items()
-        }
-        return {name: future.result() for name, future in made.items()}
 
 
 COMMANDS: dict[str, Any] = {x.__name__: x for x in (coverage, one_key, speed, model)}
