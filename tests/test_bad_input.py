@@ -88,7 +88,7 @@ ARGUMENTS = {
         ValueError,
         r"mask.*47",
     ),
-    "a string for a mask": (lambda: attend(mask="causal"), (TypeError, ValueError), r"mask.*str"),
+    "a string for a mask": (lambda: attend(mask="causal"), TypeError, r"mask is 'causal'; give a"),
     "mask of other lengths": (
         lambda: attend(mask=mask_of(T=64)),
         ValueError,
@@ -387,12 +387,34 @@ TYPES = {
         TypeError,
         r"must be a Profile, got str; hads\.Profile\.load",
     ),
+    "two keys for a key": (
+        lambda: hads.certified_attention(
+            zeros(1, 32, 2, 8),
+            *[zeros(1, 32, 2, 8)] * 2,
+            mask_of(32, 32),
+            jax.random.split(jax.random.key(0)),
+            every=16,
+            window=16,
+        ),
+        TypeError,
+        r"rng must be one key, such as jax\.random\.key\(0\), got Array",
+    ),
+    "a rule for a corrected mask": (
+        lambda: hads.corrected_attention(*[zeros(1, 32, 2, 8)] * 3, masks.causal()),
+        TypeError,
+        r"mask must be a BlockMask, got Window; .* plan\.mask\(layer, q, k\)",
+    ),
+    "a plan for a mask": (
+        lambda: attend(mask=types.SimpleNamespace(mask=lambda layer: None)),
+        TypeError,
+        r"mask is a SimpleNamespace; give .*a plan's mask is plan\.mask\(layer, q, k\)",
+    ),
     "a number for a key": (
         lambda: hads.certified_attention(
             zeros(1, 32, 2, 8), *[zeros(1, 32, 2, 8)] * 2, mask_of(32, 32), 0, every=16, window=16
         ),
         TypeError,
-        r"rng must be a key, such as jax\.random\.key\(0\), got 0",
+        r"rng must be one key, such as jax\.random\.key\(0\), got 0",
     ),
     "a function for a rule": (
         lambda: BlockMask.from_rule(lambda b, n, q, k: k <= q, (T, S)),

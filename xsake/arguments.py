@@ -219,8 +219,13 @@ def block_mask_of(sizes: Sizes, mask: Any, rule: Rule, positions: tuple[Any, Any
     elif mask is not None:
         if callable(mask):
             raise TypeError(f"mask is a function; {remedy_for(mask)}")
-        if isinstance(mask, bool):
-            raise TypeError(f"mask is {mask}; give a rule, a BlockMask, a bool array or None")
+        is_plan = callable(getattr(mask, "mask", None))
+        if isinstance(mask, bool | str) or is_plan:
+            shown = f"a {type(mask).__name__}" if is_plan else repr(mask)
+            more = "; a plan's mask is plan.mask(layer, q, k)" * is_plan
+            raise TypeError(
+                f"mask is {shown}; give a rule, a BlockMask, a bool array or None{more}"
+            )
         mask = as_array("mask", mask)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be bool (an additive mask goes to bias), got {mask.dtype}")

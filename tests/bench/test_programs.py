@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def ends(capsys, tmp_path, monkeypatch):
         return printed.err.strip()
 
     return end
+
+
+@pytest.mark.parametrize("suite", run.SUITES)
+def test_a_suite_that_is_run_as_a_program_names_its_command(suite, capsys):
+    path = SUITES / f"{suite.replace('-', '_')}.py"
+    if "def main(" in path.read_text():
+        return  # it is a program, too
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stopped.value.code == programs.BAD_INPUT
+    said = f"this module is no program but a suite: run `xsake bench --suite {suite}`\n"
+    assert capsys.readouterr().err == said
 
 
 # ---------------------------------------------------------------------------------------- machines

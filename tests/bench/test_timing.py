@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,13 @@ def test_flags_of_xla_are_recorded(monkeypatch):
     assert timing.provenance()["xla_flags"] == "--xla_gpu_autotune_level=0"
     monkeypatch.delenv("XLA_FLAGS")
     assert "xla_flags" not in timing.provenance()
+
+
+def test_a_recorded_command_can_be_pasted_into_a_shell(monkeypatch):
+    arguments = ["--only", "shared, 1·16|mask", "--out", "/a/b c.json"]
+    monkeypatch.setattr("sys.argv", ["xsake", *arguments])
+    *_, only, cases, out, file = shlex.split(timing.command_line())
+    assert (only, cases, out, file) == (*arguments[:3], "b c.json")
 
 
 def test_processes_that_share_a_lock_take_turns(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """xsake calibrate, plan, evaluate and generate, as they are typed."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -136,6 +137,41 @@ def test_an_interrupted_calibration_is_one_line(xsake, monkeypatch):
         "run the same command again to continue"
     )
     assert asked[0].settings == {"dtype": "float32", "implementation": None}
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_interrupted_table_or_file_of_tasks_is_one_line(xsake, made, monkeypatch, after):
+    """The line names the file, if there is one: of a table after its first density."""
+    profile_of_the_model(made).save(made / "random")
+    calls = []
+
+    def interrupted(*given, **how):
+        calls.append(given)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr(table, "measure_methods", interrupted)
+    monkeypatch.setattr(needle, "LEAST_ACCURACY", 0.0)
+    measured = needle._measure
+
+    def stopped(*given):
+        yield from itertools.islice(measured(*given), 2 * after)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(needle, "_measure", stopped)
+    evaluate = (
+        "evaluate model --profile random --text more.npy --length 64 --documents 2 "
+        "--densities 0.8 0.9 --methods sink_window --table"
+    )
+    for line, name, what in (
+        (f"{evaluate} stopped{after}", f"stopped{after}", "the densities"),
+        (f"{TASKS} stopped-tasks{after}", f"stopped-tasks{after}", "the cells"),
+    ):
+        said = xsake(line, code=130).splitlines()[-1]
+        assert (made / name).exists() is bool(after)
+        kept = f"; {name} has {what} that were finished; run the same command again to continue"
+        assert said == "xsake: stopped by Ctrl-C" + kept * after
 
 
 def profile_of_the_model(made):
@@ -404,7 +440,7 @@ def terms(made):
         (f"{TASKS} t --prompts 0", "--prompts must be at least 1, got 0"),
         (f"{TASKS} t --densities 2", "--densities must be above 0 and at most 1, got 2.0"),
         (f"{TASKS} t --text ids.npy", "--tasks hides words in text, and ids.npy holds token ids"),
-        (f"{TASKS} t --certify 2", "--certify is a share of the output, 0 to 1, got 2.0"),
+        (f"{TASKS} t --certify -1", "--certify is a share of the output, at least 0, got -1.0"),
         (
             "evaluate model --text ids.npy --plan q --certify 0.1",
             "--certify is not used here: leave it out, or give --tasks",

@@ -277,6 +277,25 @@ def test_a_setting_that_only_one_of_the_profiles_has_is_a_difference(written, tm
         written()
 
 
+def test_other_profiles_must_be_of_the_same_model_and_blocks_and_have_a_method(written, profile):
+    """Their numbers would be those of another model's heads; or they would be left out silently."""
+    none = profile.statistics._replace(cost={"output": {}})
+    bare = dataclasses.replace(profile, statistics=none)
+    for other, said in (
+        (
+            changed(profile, model_hash="b"),
+            "label 'x' is of another model \\(b, the first profile's",
+        ),
+        (
+            changed(profile, block=32),
+            "label 'x' is in blocks of \\(32, the first profile's is 16\\)",
+        ),
+        (bare, "label 'x' has no method .* lacks the cost curves of static, mean_query, outlier_"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            written(others={"x": other})
+
+
 def test_other_profiles_may_be_added_to_a_table_but_not_exchanged(written, profile):
     one, two = changed(profile, seed=1), changed(profile, seed=2)
     written()

@@ -222,6 +222,13 @@ def test_a_part_that_reaches_past_the_text_or_splits_a_block():
         ValueError, match="the chunk length 40 is not a multiple of the plan's block size 16"
     ):
         plan.mask(0, q[:, :40], k, first=0)
+    for first in (-BLOCK, 1, S):
+        with pytest.raises(ValueError, match=f"first must be a multiple of .*, got {first}"):
+            plan.mask(0, padded, k, first=first)
+    with pytest.raises(ValueError, match="q has heads of 8, k of 4"):
+        plan.mask(0, q, k[..., :4])
+    with pytest.raises(ValueError, match=r"q must be \[B, length, heads, H\], got"):
+        plan.mask(0, q[0], k)
 
 
 def test_a_prompt_read_in_chunks_under_a_plan_is_the_prompt_read_at_once():

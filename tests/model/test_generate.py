@@ -6,6 +6,7 @@ import functools
 import importlib
 import io
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -440,8 +441,13 @@ def test_the_command_prints_the_text_and_the_speed(checkpoint, capsys):
 
 
 def test_inspect_prints_the_configuration_and_the_sizes(checkpoint, capsys):
+    """A profile beside the weights is no part of them."""
+    size = sum(file.stat().st_size for file in checkpoint.glob("model*.safetensors"))
+    (checkpoint / "profile.safetensors").write_bytes(b"")
     checkpoints.inspect(checkpoint)
+    (checkpoint / "profile.safetensors").unlink()
     said = capsys.readouterr().out
+    assert re.search(rf"bytes on disk\W+{size:,}\W", said)
     count = sum(x.size for x in model().parameters().values())
     for line in ("kv_heads", f"{count:,}", "layers.query.kernel", "2 × 32 × 4 × 8", "chosen"):
         assert line in said

@@ -52,6 +52,11 @@ def stop(message: str) -> NoReturn:
     raise SystemExit(BAD_INPUT)
 
 
+def stop_for_suite(name: str) -> NoReturn:
+    """Ends a module that is run as a program and is none, but a suite."""
+    stop(f"this module is no program but a suite: run `xsake bench --suite {name}`")
+
+
 def stop_without(need: Need, program: str, *, apart: bool = False) -> None:
     """Ends the program, which is called `program`, if it cannot measure on this machine."""
     reason = why_not_apart(need) if apart else why_not(need)

@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -264,10 +265,11 @@ def _cores() -> int:
 
 
 def command_line() -> str:
-    """The command line, with absolute paths shortened to file names."""
+    """The command line as a shell reads it, with absolute paths shortened to file names."""
     module = sys.modules["__main__"].__spec__  # None for a script
     run = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
-    return " ".join([run, *(Path(x).name if Path(x).is_absolute() else x for x in sys.argv[1:])])
+    arguments = (Path(x).name if Path(x).is_absolute() else x for x in sys.argv[1:])
+    return f"{run} {shlex.join(arguments)}".rstrip()
 
 
 def _processor() -> str:

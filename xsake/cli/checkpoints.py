@@ -52,7 +52,7 @@ def inspect(path: tyro.conf.Positional[Path], *, mesh: str | None = None) -> Non
 
     shapes = parameter_shapes(config)
     count = sum(math.prod(shape) for shape in shapes.values())
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = {Path(opened.source.location(name)) for name in opened.source.shapes}
     stored = collections.Counter(opened.source.types.values())
     cached = 2 * config.layers * config.kv_heads * config.head_size
     if config.is_sparse:

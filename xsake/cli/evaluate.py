@@ -17,7 +17,7 @@ from xsake.bench import timing
 from xsake.cli.model_and_text import Dtype, ModelAndText, size_of
 from xsake.cli.progress import progress
 from xsake.cli.tasks import LENGTHS, METHODS, PROMPTS, Chosen, check_tasks, measure_tasks
-from xsake.cli.terminal import at_least, check_implementation, console, writable_file
+from xsake.cli.terminal import at_least, check_implementation, console, kept_in, writable_file
 from xsake.data.tasks import FAMILIES
 from xsake.parallel.mesh import ONE_DEVICE, MeshSizes
 
@@ -63,7 +63,8 @@ def evaluate(
       table: the JSON file of that comparison; a .md file is written next to it.
       densities: densities to compare at, default 0.10 0.20 0.30 0.43 0.60; methods that the file
         has at one are skipped there.
-      others: more profiles for the comparison, as LABEL=FILE.
+      others: with --profile and --table: more profiles of the same model and blocks, as LABEL=FILE;
+        their selectors static, mean_query and outlier_queries are compared.
       tasks: instead of perplexity: answers to long-context tasks hidden in the text, as this JSON
         file; rerun the same command to resume. With --plan or --profile.
       families: of tasks, default all: passkey needles lookup variables common_words copy. One is
@@ -202,6 +203,7 @@ def _measure_methods(
     writable_file(out)
     labelled = _labelled(others, only)
     profile = hads.Profile.load(path)
+    methods.check_others(profile, labelled)
     methods.check_names(only, {"": profile, **labelled})
     facts = settings.of_run(how["dtype"], how["implementation"])
     tables.check_resumable(out, facts | tables.facts_of(profile, labelled))
@@ -309,7 +311,7 @@ def _compare_methods(
     from xsake.evaluate import table as tables
 
     facts = timing.provenance()
-    with progress(f"measuring on {size_of(tokens)}") as report:
+    with progress(f"measuring on {size_of(tokens)}") as report, kept_in(out, "the densities"):
         found = tables.run_table(
             subject,
             profile,
@@ -323,8 +325,9 @@ def _compare_methods(
         )
     for density, part in found["densities"].items():
         console.print(_quality_table(density, part["rows"]))
-    for why in found["infeasible"].values():
-        console.print(f"left out: {why}", soft_wrap=True)
+    for density in map(str, densities):
+        if density in found["infeasible"]:
+            console.print(f"left out: {found['infeasible'][density]}", soft_wrap=True)
 
 
 def _quality_table(density: str, found: list[dict[str, Any]]) -> Table:

@@ -36,7 +36,8 @@ def calibrate(
 ) -> None:
     """Profiles a model's attention over text: statistics of every head over blocks of keys.
 
-    An interrupted calibration keeps its finished documents in OUT.partial; rerun the same command
+    An interrupted calibration keeps its finished documents in OUT.partial, where a write takes more
+    than a second not always the last of them; rerun the same command
     to continue from them.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 
 from xsake.bench import timing
 from xsake.cli.progress import progress
-from xsake.cli.terminal import console
+from xsake.cli.terminal import console, kept_in
 from xsake.data.tasks import FAMILIES
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class Chosen(NamedTuple):
         for length in self.lengths:
             if length < 2:
                 raise ValueError(f"--lengths must be at least 2, got {length}")
-        if self.certify is not None and not 0 <= self.certify <= 1:
-            raise ValueError(f"--certify is a share of the output, 0 to 1, got {self.certify}")
+        if self.certify is not None and not 0 <= self.certify < math.inf:
+            raise ValueError(f"--certify is a share of the output, at least 0, got {self.certify}")
         if text[0].suffix == ".npy":
             raise ValueError(
                 f"--tasks hides words in text, and {text[0]} holds token ids; give --text a text "
@@ -122,7 +123,8 @@ def measure_tasks(
     facts = _facts(made)
     check_held_out(fillers, facts["calibration_data_hash"])
     settings, block = _settings(made, chosen)
-    with progress(f"{chosen.prompts} prompts for each family and length") as report:
+    what = f"{chosen.prompts} prompts for each family and length"
+    with progress(what) as report, kept_in(out, "the cells"):
         found = needle.run_tasks(
             subject,
             _methods_at(made, chosen.methods, chosen.certify),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -59,6 +61,20 @@ def writable_file(path: Path) -> Path:
     except OSError as error:
         raise type(error)(f"{path} cannot be written ({error.strerror}); name another") from error
     return path
+
+
+@contextlib.contextmanager
+def kept_in(out: Path, what: str) -> Iterator[None]:
+    """Around work that the same command continues: after Ctrl-C it says what the file has."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not out.is_file():
+            raise
+        raise KeyboardInterrupt(
+            f"stopped by Ctrl-C; {out} has {what} that were finished; run the same command again "
+            "to continue"
+        ) from None
 
 
 def check_implementation(name: str | None) -> None:

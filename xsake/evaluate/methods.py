@@ -280,6 +280,24 @@ def names_of(profile: Profile, others: dict[str, Profile] | None = None) -> list
     return found
 
 
+def check_others(profile: Profile, others: dict[str, Profile]) -> None:
+    """Raises if one of the others cannot be compared with the profile, or has no method."""
+    for label, other in others.items():
+        where = f"the profile of the label {label!r}"
+        for name, words in (("model_hash", "of another model"), ("block", "in blocks of")):
+            found, wanted = getattr(other.facts, name), getattr(profile.facts, name)
+            if found != wanted:
+                raise ValueError(
+                    f"{where} is {words} ({found}, the first profile's is {wanted}); "
+                    "calibrate the same model with blocks of the same size"
+                )
+        if not any(_has(other, *form) for form in TRANSFERRED):
+            raise ValueError(
+                f"{where} has no method that is compared: it lacks the cost curves of "
+                f"{', '.join(dict.fromkeys(selector for selector, _ in TRANSFERRED))}"
+            )
+
+
 def check_names(names: Sequence[str], labelled: dict[str, Profile]) -> None:
     """Raises for a method that `at_density` cannot build; the label of the main profile is ""."""
     others = {label: each for label, each in labelled.items() if label}
@@ -322,7 +340,9 @@ OTHER_SELECTORS = (
     "past_query", "pooled", "antidiagonal", "gaussian", "part_queries", "outlier_queries",
     "every_query",
 )  # fmt: skip
-TRANSFERRED = tuple((s, p) for s in ("static", "mean_query") for p in POLICIES_WITH_COST)
+TRANSFERRED = tuple(
+    (s, p) for s in ("static", "mean_query", "outlier_queries") for p in POLICIES_WITH_COST
+)
 FORMS = (
     *((s, p) for s in ("static", "mean_query") for p in budget.POLICIES),
     *((s, p) for s in (*OTHER_SELECTORS, "oracle") for p in POLICIES_WITH_COST),

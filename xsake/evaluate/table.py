@@ -31,6 +31,7 @@ from xsake.evaluate.methods import (
     at_density,
     best_blocks,
     check_names,
+    check_others,
     gradients_of,
     indices_in,
     left_out,
@@ -260,6 +261,7 @@ def run_table(
     """
     if not densities:
         raise ValueError("no density is given to measure at")
+    check_others(profile, others or {})
     for each in (profile, *(others or {}).values()):
         check_held_out(documents, each.facts.data_hash)
     table = _resumed(out, _facts(subject, profile, documents, others or {}))

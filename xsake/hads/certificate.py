@@ -28,7 +28,7 @@ from xsake.backends import merged
 from xsake.block_mask import BlockMask
 from xsake.hads import estimates, sampled_by_kernel
 from xsake.hads.chunks import Softmax
-from xsake.hads.correction import attend
+from xsake.hads.correction import attend, check_mask
 from xsake.hads.estimates import WINDOW, Estimate
 from xsake.hads.mass_bounds import bounds
 from xsake.hads.row_blocks import check_sizes, is_number, plain
@@ -204,11 +204,7 @@ def _check(
 ) -> None:
     if query.ndim != 4:
         raise ValueError(f"query must be [B, T, N, H], got shape {list(query.shape)}; add a batch")
-    if not isinstance(mask, BlockMask):
-        raise TypeError(
-            f"mask must be a BlockMask, got {type(mask).__name__}; only blocks that a BlockMask "
-            "leaves out are dropped"
-        )
+    check_mask(mask)
     check_sizes(every=every, window=window)
     if every % mask.block[0] and mask.block[0] % every:
         raise ValueError(
@@ -241,8 +237,9 @@ def _check_share(name: str, share: Any, of: str, most: float) -> None:
 
 def _check_key(rng: Any) -> None:
     is_new = hasattr(rng, "dtype") and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    if not is_new and (getattr(rng, "dtype", None), jnp.shape(rng)) != (jnp.uint32, (2,)):
-        raise TypeError(f"rng must be a key, such as jax.random.key(0), got {rng!r}")
+    is_old = (getattr(rng, "dtype", None), jnp.shape(rng)) == (jnp.uint32, (2,))
+    if not is_old and not (is_new and rng.shape == ()):
+        raise TypeError(f"rng must be one key, such as jax.random.key(0), got {rng!r}")
 
 
 def _passes_on(rule: Rule | None) -> bool:

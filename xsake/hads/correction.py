@@ -73,6 +73,7 @@ def corrected_attention(
       sinks: [N], as for `dot_product_attention`.
       implementation: of `dot_product_attention`.
     """
+    check_mask(mask)
     block = mask.block[1]
     if mask.block[0] != block or mask.shape[0] != mask.shape[1]:
         raise ValueError(
@@ -84,6 +85,15 @@ def corrected_attention(
     softmax = Softmax(logits_soft_cap)
     more = attend_centroids(query, key, value, dropped, block, softmax)
     return merged((out, logsumexp), more)[0].astype(out.dtype)
+
+
+def check_mask(mask: Any) -> None:
+    """Raises unless the mask is a BlockMask."""
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"mask must be a BlockMask, got {type(mask).__name__}; only blocks that a BlockMask "
+            "leaves out are dropped; that of a plan is plan.mask(layer, q, k)"
+        )
 
 
 def dropped_blocks(mask: BlockMask) -> Bool[Array, "#B heads n n"]:

@@ -24,6 +24,10 @@ def save(
     """Writes a file that `read` reads; an interrupted call leaves the old one."""
     from safetensors.numpy import save_file
 
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; name a file to write the {kind} to")
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"there is no folder {Path(path).parent} to write the {kind} to")
     kept, metadata = _prepared(kind, schema, header, arrays)
     with _files.replaced(path) as part:
         save_file(kept, part, metadata)
@@ -56,6 +60,8 @@ def read(path: str | Path, kind: str, schema: int) -> tuple[dict[str, Any], dict
     """
     from safetensors import SafetensorError, safe_open
 
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; name the file of a {kind}")
     try:
         with safe_open(path, framework="numpy") as file:
             text = (file.metadata() or {}).get("xsake", "{}")

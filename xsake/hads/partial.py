@@ -64,12 +64,11 @@ class Partial:
 
     def save(self, state: Any) -> None:
         """Replaces the file, unless the last write took more than a second and is recent."""
-        began = time.monotonic()
-        if self._seconds > 1 and began - self._written < self._seconds / LARGEST_SHARE:
+        if self._seconds > 1 and time.monotonic() - self._written < self._seconds / LARGEST_SHARE:
             return
-        arrays = {
-            _name(path): x for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(state))
-        }
+        state = jax.device_get(state)  # waits for the document, which is no part of the write
+        began = time.monotonic()
+        arrays = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
         files.save(self.path, KIND, SCHEMA, self.settings, arrays)
         self.documents, self._written = int(state.documents), time.monotonic()
         self._seconds = self._written - began

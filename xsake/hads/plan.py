@@ -95,7 +95,7 @@ class Plan(InputMask):
         if is_whole and terms.selector != "static" and terms.top_p is None:
             assert q is not None
             assert k is not None
-            self._check(layer, q, first)
+            self._check(layer, q, k, first)
             counts = jnp.asarray(self.at(length).counts)[layer]
             return block_scores.select(terms.selector, q, k, counts, terms.block, terms.band)
         blocks = self.blocks(layer, q, k, length=length, segment_ids=segment_ids, first=first)
@@ -131,7 +131,7 @@ class Plan(InputMask):
         if n != self.counts.shape[-1]:
             found = self.at(length)
             return found.blocks(layer, q, k, length=length, segment_ids=segment_ids, first=first)
-        self._check(layer, q, first)
+        self._check(layer, q, k, first)
         R = n if q is None or first is None else q.shape[1] // terms.block
         row = 0 if first is None else first // terms.block
         counts = jnp.asarray(self.counts)[layer]
@@ -150,13 +150,25 @@ class Plan(InputMask):
         kept = selection.keep_top(scores, counts, terms.band, row)
         return kept if shared is None else kept & shared
 
-    def _check(self, layer: Any, q: Array | None, first: Any) -> None:
+    def _check(self, layer: Any, q: Array | None, k: Array | None, first: Any) -> None:
         block, layers = self.terms.block, len(self.counts)
+        for name, x in (("q", q), ("k", k)):
+            if x is not None and x.ndim != 4:
+                raise ValueError(f"{name} must be [B, length, heads, H], got {list(x.shape)}")
+        if q is not None and k is not None and q.shape[3] != k.shape[3]:
+            raise ValueError(f"q has heads of {q.shape[3]}, k of {k.shape[3]}")
         if q is not None and first is not None and q.shape[1] % block:
             raise ValueError(
                 f"the chunk length {q.shape[1]} is not a multiple of the plan's block size "
                 f"{block}; choose one that is"
             )
+        if q is not None and first is not None and not isinstance(first, jax.core.Tracer):
+            keys = (q if k is None else k).shape[1]  # a padded chunk may reach past them
+            if first % block or not 0 <= first < keys:
+                raise ValueError(
+                    f"first must be a multiple of the plan's block size {block}, from 0 to below "
+                    f"the {keys} keys, got {first}"
+                )
         if not isinstance(layer, jax.core.Tracer):
             if np.ndim(layer) or not np.issubdtype(np.asarray(layer).dtype, np.integer):
                 raise TypeError(f"layer must be the number of a layer, got {layer!r}")

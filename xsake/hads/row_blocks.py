@@ -123,9 +123,13 @@ def blocks_of_density(density: float, n: int, heads: int, band: int = 0) -> int:
     requested = round(density * most)
     if requested < least:
         smallest = np.ceil(1000 * least / most) / 1000
+        forced, remedy = "first and diagonal", "or smaller blocks"
+        if band:
+            forced += f", and {band} before the diagonal"
+            remedy = "a narrower band, or smaller blocks"
         raise ValueError(
             f"density {density} is below {smallest:.3f}, the share of the blocks that are always "
-            f"kept (first and diagonal) of {n} row blocks; use at least that, or smaller blocks "
+            f"kept ({forced}) of {n} row blocks; use at least that, {remedy} "
             "(`xsake calibrate --block`, `xsake train --hads.block`)"
         )
     return requested

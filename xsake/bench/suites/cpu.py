@@ -13,6 +13,7 @@ from jax import Array
 
 from xsake import masks
 from xsake.attention import dot_product_attention
+from xsake.bench import programs
 from xsake.bench.cases import cpu_case
 from xsake.bench.checks import error_of
 from xsake.bench.suites import Part, Record
@@ -132,3 +133,7 @@ def _records(quick: bool) -> Iterator[Record]:
         yield from densities(T, (0.43, 0.25) if quick else (0.43, 0.25, 0.10), repeats)
     yield from memory(16384)
     yield from mask_construction(3 if quick else 15)
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("cpu")

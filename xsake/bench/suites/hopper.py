@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from xsake import masks
+from xsake.bench import programs
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.measure import (
     CAUSAL,
@@ -112,3 +113,7 @@ def transposed_lists(B: int, T: int, H: int) -> Part:
         }
 
     return Part(name, records, f"{B}·16·{T}·{H}")
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("hopper")

@@ -27,6 +27,7 @@ from jax import Array, lax
 
 from xsake.attention import dot_product_attention
 from xsake.backends import reference
+from xsake.bench import programs
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.suites import Part, Record
 from xsake.bench.timing import alone, beside, time_queued
@@ -284,3 +285,7 @@ def largest_error(results: Any, want: dict[str, Array]) -> Array:
     ]
     finite = jnp.stack([jnp.isfinite(x).all() for x in found.values()]).all()
     return jnp.where(finite, jnp.stack(errors).max(), jnp.nan)
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("hopper-bias")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from xsake import masks
+from xsake.bench import programs
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.measure import CAUSAL, attend_hopper, attend_hopper_and_gradients, measure
 from xsake.bench.peers import Peer, jax_seconds
@@ -120,3 +121,7 @@ def _memory_records(name: str, length: int, done: list[Record]) -> Iterator[Reco
             "temporary_bytes_per_token": size / length,
             "list_bytes": 4 * mask.kv_index.size,
         }
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("hopper-features")

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake import nsa
+from xsake.bench import programs
 from xsake.bench.suites import Part, Record
 from xsake.bench.timing import Calls, compile_directions, time_queued
 from xsake.nsa.compress import attend_compressed, compress
@@ -308,3 +309,7 @@ PEERS: dict[str, Callable[..., Iterator[Any]]] = {
     "flash_nsa": flash_nsa,
     "native_sparse_attention": native_sparse_attention,
 }
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("hopper-nsa")

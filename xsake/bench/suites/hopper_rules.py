@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xsake.attention import dot_product_attention
-from xsake.bench import rule_peers
+from xsake.bench import programs, rule_peers
 from xsake.bench.cases import RunCase
 from xsake.bench.checks import checked
 from xsake.bench.peers import wait_for_torch
@@ -153,3 +153,7 @@ def times_of(calls: dict[str, Timed]) -> dict[str, float]:
                 call, wait = calls[name]
                 found[name] += time_queued(call, seconds=0.04, rounds=2, wait=wait).seconds[1:]
     return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("hopper-rules")

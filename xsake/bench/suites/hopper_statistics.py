@@ -24,6 +24,7 @@ from xsake.attention import dot_product_attention, observed_attention
 from xsake.backends import Call
 from xsake.backends.options import Options
 from xsake.backends.statistics import Statistics, measured
+from xsake.bench import programs
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import ERROR_LIMIT, WrongResultError
 from xsake.bench.measure import CAUSAL
@@ -120,3 +121,7 @@ def _largest(got: Array, exact: Array) -> float:
 def _expected(q: Array, k: Array, v: Array, mask: BlockMask) -> Statistics:
     call = Call(q, k, v, None, mask, q.shape[-1] ** -0.5, None, Options())
     return measured(call, None, "tokens")
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("hopper-statistics")

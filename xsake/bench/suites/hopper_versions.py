@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from xsake import masks
+from xsake.bench import programs
 from xsake.bench.cases import Case, hopper_case
 from xsake.bench.checks import checked_calls
 from xsake.bench.measure import CAUSAL, compiled
@@ -254,3 +255,7 @@ class Other:
         printed = "".join([*self._printed, *self._process.stdout, self._errors.read()]).strip()
         said = printed[-WORDS:] or "it printed nothing"
         return RuntimeError(f"the other version ended with status {status}: {said}")
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("hopper-versions")

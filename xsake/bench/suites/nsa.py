@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from xsake import nsa
+from xsake.bench import programs
 from xsake.bench.suites import Part, Record
 from xsake.bench.timing import temporary_bytes, time_calls
 
@@ -133,3 +134,7 @@ def parts(quick: bool, model: Path | None = None) -> Iterator[Part]:
 
 def _measured(name: str, T: int, repeats: int) -> Callable[[list[Record]], Iterator[Record]]:
     return lambda done: measure(name, T, repeats)
+
+
+if __name__ == "__main__":
+    programs.stop_for_suite("nsa")

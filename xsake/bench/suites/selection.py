@@ -148,4 +148,4 @@ def _error(found: Array, wanted: Array) -> float:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m xsake.bench.suites.selection")
