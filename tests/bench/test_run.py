@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from pathlib import Path
 
@@ -75,6 +76,20 @@ def test_several_texts_name_cases(parts, tmp_path):
     """A case is measured if it has one of them."""
     run.run_suite("hopper", tmp_path / "r.json", only="b|c")
     assert parts == ["ab", "c"]
+
+
+def test_suites_and_cases_are_printed(parts, capsys):
+    machine.bench(cases=True)
+    said = capsys.readouterr().out
+    assert all(re.search(rf"\b{name}\b", said) for name in run.SUITES)
+    assert "window" in said
+    machine.bench(suite="hopper", cases=True)
+    assert capsys.readouterr().out.split() == ["a", "ab", "c"]
+    for suite in set(run.SUITES) - {"hopper"}:
+        machine.bench(suite=suite, cases=True)
+        assert capsys.readouterr().out.strip()
+    with pytest.raises(ValueError, match="--cases measures nothing and takes no option but --su"):
+        machine.bench(cases=True, only="a")
 
 
 def test_an_unknown_case_raises(parts, tmp_path):

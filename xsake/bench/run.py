@@ -121,6 +121,11 @@ def _asked(name: str, cases: Iterable[str], only: str) -> list[str]:
     return asked
 
 
+def cases(name: str) -> list[str]:
+    """The names of a suite's cases, among which `only` chooses."""
+    return [name] if name in WHOLE else [part.case for part in _parts(name, False, None)]
+
+
 def earlier(name: str, out: Path, quick: bool) -> dict[str, Any]:
     """What `run_suite` would resume from: the contents of `out`, or an empty result."""
     return _earlier(out, _facts(name, quick))

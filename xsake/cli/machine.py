@@ -63,6 +63,7 @@ def bench(
     jobs: int = 1,
     seconds: float | None = None,
     against: Path | None = None,
+    cases: bool = False,
 ) -> None:
     """Measures a suite and writes JSON with machine, versions, commit and command.
 
@@ -83,8 +84,15 @@ def bench(
       jobs: processes of a Hopper suite that compile side by side and take turns to time.
       seconds: with --jobs, stop and write what was measured then; the same command resumes.
       against: a checkout of another version, which the suite "hopper-versions" is measured beside.
+      cases: print the suites, or with --suite the names of its cases; nothing is measured.
     """
     several = jobs != 1 or seconds is not None
+    if cases:
+        files = out, model, join, against
+        if any(x is not None for x in files) or quick or autotune or only or check or several:
+            raise ValueError("--cases measures nothing and takes no option but --suite")
+        _print_cases(suite)
+        return
     if check:
         others = suite, out, model, join, against
         if any(x is not None for x in others) or quick or autotune or only or several:
@@ -122,6 +130,19 @@ def bench(
         with hopper_versions.comparing(against):
             _measure(suite, out, jobs, seconds, model, quick=quick, only=only)
     console.print(f"written: {out}", soft_wrap=True)
+
+
+def _print_cases(suite: str | None) -> None:
+    """The suites with what they measure, or the names of a suite's cases."""
+    if suite is not None:
+        for case in run.cases(suite):
+            console.print(case, markup=False, soft_wrap=True)
+        return
+    table = Table("suite", "measures")
+    for name, module in run.SUITES.items():
+        first, _, _ = (module.__doc__ or "").partition("\n")
+        table.add_row(name, first.partition(": ")[2])
+    console.print(table)
 
 
 def _autotune(out: Path | None, only: str, join: tuple[Path, ...] | None) -> None:
