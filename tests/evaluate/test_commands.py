@@ -438,6 +438,10 @@ def terms(made):
         (f"{TASKS} t --families nope", "--families 'nope' is not one of passkey, needles"),
         (f"{TASKS} t --lengths 1", "--lengths must be at least 2, got 1"),
         (f"{TASKS} t --prompts 0", "--prompts must be at least 1, got 0"),
+        (
+            f"{CALIBRATE} -o p --band 4",
+            "64 tokens are 4 row blocks of 16, and with a band of 4 all",
+        ),
         (f"{TASKS} t --densities 2", "--densities must be above 0 and at most 1, got 2.0"),
         (f"{TASKS} t --text ids.npy", "--tasks hides words in text, and ids.npy holds token ids"),
         (f"{TASKS} t --certify -1", "--certify is a share of the output, at least 0, got -1.0"),

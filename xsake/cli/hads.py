@@ -74,6 +74,7 @@ def calibrate(
     )
     subject = ModelAndText.load(model, dtype, implementation, text, mesh, length)
     length = length or min(LENGTH, subject.config.context)
+    _check_choice(length, block, band)
     tokens, kinds = _documents(subject, text, length, documents, asking, seed)
     size = size_of(tokens)
     try:
@@ -100,6 +101,18 @@ def calibrate(
     partial.path.unlink()
     _print_profile(profile)
     console.print(f"written: {out}", soft_wrap=True)
+
+
+def _check_choice(length: int, block: int, band: int) -> None:
+    """Raises if all blocks are kept whatever the plan is."""
+    from xsake.hads.row_blocks import count_blocks, least_density
+
+    n = count_blocks(length, block)
+    if least_density(n, band) >= 1:
+        raise ValueError(
+            f"{length} tokens are {n} row blocks of {block}, and with a band of {band} all blocks "
+            "are always kept; give smaller blocks, a narrower band or longer documents"
+        )
 
 
 def _asking(retrieval: float, documents: int) -> int:

@@ -193,11 +193,11 @@ class _Kernel:
                 s = jnp.where(self.sees(s, rows.start, j), s, -jnp.inf)
             p = jnp.exp2(s * (LOG2E / math.sqrt(self.H)) - over_columns(end, self.block))
             p = p.astype(jnp.bfloat16)
+            # of p as rounded: then an error of p is one of p (v - out), not of p v and p out apart
+            mass = p.astype(jnp.float32).sum(axis=1)
 
             u = self.products(p, v_smem.at[slot])
             plgpu.barrier_arrive(free.at[slot])
-            # of p as rounded: then an error of p is one of p (v - out), not of p v and p out apart
-            mass = p.astype(jnp.float32).sum(axis=1)
             change = u - over_columns(mass, self.Hv) * mean
             store_rows((change * change).sum(axis=1), changes_gmem.at[j, rows], self.interpret)
 
