@@ -91,7 +91,8 @@ def groups() -> Iterator[dict[str, list[Case]]]:
             biased = Case(
                 f"1·16·{T}·{H} bias", 1, T, N=16, H=H, dtype="bfloat16", bias=(1, 0, 0, 0)
             )
-            for classes in (random, [[causal]], [[documents]], windows, [[biased]]):
+            full = dataclasses.replace(causal, name=f"{B}·16·{T}·{H} full", rule=None)
+            for classes in (random, [[causal]], [[full]], [[documents]], windows, [[biased]]):
                 yield {_class_of(cases[0]): cases for cases in classes}
 
 

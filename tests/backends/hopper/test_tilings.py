@@ -25,10 +25,30 @@ def test_classes_of_calls_know_causal_masks_and_lists_that_heads_share():
     for name, mask in names.items():
         assert tilings.call_class(sizes, mask) == name
     full = BlockMask.from_rule(masks.everything(), shape)
-    assert tilings.call_class(sizes, full) == "64 short one"
+    assert tilings.call_class(sizes, full) == "64 short full"
+    assert tilings.call_class(sizes, full, "keys") == "64 short one"
     assert tilings.call_class(sizes, full, "pairs") == "64 short bias"
     assert tilings.measured_forward(sizes, names["64 short causal"]).rows == 192
     assert tilings.measured_forward(sizes, names["64 short one"]).rows is None
+
+
+def test_a_class_that_was_not_measured_takes_the_tiling_of_one_like_it(monkeypatch):
+    """Without a mask all lists are long, as under a causal one, and unlike those of documents."""
+    sizes, full = Sizes(2, 64, 64, 4, 4, 64, 64), BlockMask.from_rule(masks.everything(), (64, 64))
+    measured = {
+        "64 short causal": {"tiling": {"order": "heads"}},
+        "64 short one": {"tiling": {"order": "natural"}},
+    }
+    table = {"forward": measured, "backward": measured}
+    monkeypatch.setattr(tilings, "_table", lambda: table)
+    assert tilings.measured_backward(sizes, full).order == "heads"
+    assert tilings.measured_backward(sizes, full, has_bias=True).order == "natural"
+    assert tilings.measured_forward(sizes, full).order == "natural"
+    assert tilings._fields("forward", "64 short one sparse") == {"order": "natural"}
+    assert tilings._fields("forward", "64 long one") == {}
+    measured["64 short full"] = {"tiling": {"order": "sections"}}
+    assert tilings.measured_backward(sizes, full).order == "sections"
+    assert tilings.measured_forward(sizes, full).order == "sections"
 
 
 @pytest.mark.parametrize("T", [4096, 16384])

@@ -341,7 +341,9 @@ def run_backward(
     q, k, v, mask, out, logsumexp, bias = saved
     d_out, d_logsumexp = cotangents
     options = settings.options
-    tiling = options.hopper_backward or tilings.measured_backward(Sizes.of(q, k, v), mask)
+    tiling = options.hopper_backward or tilings.measured_backward(
+        Sizes.of(q, k, v), mask, has_bias=bias is not None
+    )
     if options.deterministic:  # the fused form adds to dq in any order
         tiling = dataclasses.replace(tiling, fused=False)
     gradients = backward_kernel.backward(

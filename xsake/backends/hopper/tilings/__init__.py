@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,12 @@ LONG = 8192  # a call with at least this many queries is in class "long"
 SPARSE = 0.15  # lists whose capacity is below this fraction of all blocks are "sparse"
 
 
+# Which class's tiling one takes that was not measured. Without a mask all lists are long, as under
+# a causal one; but in the forward that may have work tiles of 192 queries, which only it can have.
+ALIKE: dict[str, dict[str, tuple[str, ...]]] = {
+    direction: {"one sparse": ("one",), "causal": ("one",), "bias": ("one",), "full": full}
+    for direction, full in (("forward", ("one",)), ("backward", ("causal", "one")))
+}
 Bias = Literal["pairs", "keys"] | None  # of every pair, of every key, none
 
 
@@ -39,10 +44,11 @@ def call_class(sizes: Sizes, mask: BlockMask, bias: Bias = None) -> str:
 
     The kernel's head size; the length; and the lists. "one": all heads share a list, e.g. of
     documents, "one sparse" if its capacity is below 15% of all blocks, e.g. a window, "causal" if
-    the mask is causal and nothing else, "bias" if there is no mask but a bias of every pair, in any
-    dtype; it is measured with bfloat16. Otherwise "sparse" or "mixed". Of heads of up to 64,
-    "causal" is measured with work tiles of 192 queries, which no call with a bias has: a causal
-    mask with a bias of pairs is "bias" there, with one of keys "one".
+    the mask is causal and nothing else, "full" if there is neither mask nor bias, "bias" if there
+    is no mask but a bias of every pair, in any dtype; it is measured with bfloat16. Otherwise
+    "sparse" or "mixed". Of heads of up to 64, "causal" is measured with work tiles of 192 queries,
+    which no call with a bias has: a causal mask with a bias of pairs is "bias" there, with one of
+    keys "one".
     """
     size = limits.padded_head_size(max(sizes.H, sizes.Hv))
     length = "short" if sizes.T < LONG else "long"
@@ -54,6 +60,8 @@ def call_class(sizes: Sizes, mask: BlockMask, bias: Bias = None) -> str:
     no_tall_tiles = is_causal and bias is not None and size <= limits.TALL_HEAD_SIZE
     if bias == "pairs" and (is_everything or no_tall_tiles):
         lists = "bias"
+    elif is_everything and bias is None:
+        lists = "full"
     elif mask.kv_count.shape[1] == 1:
         lists = (
             "one sparse" if is_sparse else "causal" if is_causal and not no_tall_tiles else "one"
@@ -68,16 +76,19 @@ def measured_forward(sizes: Sizes, mask: BlockMask, bias: Bias = None) -> Forwar
     return ForwardTiling(**_fields("forward", call_class(sizes, mask, bias)))
 
 
-def measured_backward(sizes: Sizes, mask: BlockMask) -> BackwardTiling:
-    """Likewise for the backward."""
-    return BackwardTiling(**_fields("backward", call_class(sizes, mask)))
+def measured_backward(sizes: Sizes, mask: BlockMask, has_bias: bool = False) -> BackwardTiling:
+    """Likewise for the backward, whose classes know of a bias only that it is not "full"."""
+    name = call_class(sizes, mask)
+    return BackwardTiling(**_fields("backward", name.replace("full", "one") if has_bias else name))
 
 
 def _fields(direction: str, name: str) -> dict[str, Any]:
-    records = _table()[direction]
-    like = re.sub("one sparse|causal|bias", "one", name)
-    record = records.get(name) or records.get(like)
-    return {} if record is None else dict(record["tiling"])
+    """Of the class, or of the first one like it that was measured."""
+    records, (size, length, lists) = _table()[direction], name.split(" ", 2)
+    for each in (lists, *ALIKE[direction].get(lists, ())):
+        if (record := records.get(f"{size} {length} {each}")) is not None:
+            return dict(record["tiling"])
+    return {}
 
 
 def path_of(card: str) -> Path:
