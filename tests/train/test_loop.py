@@ -45,10 +45,14 @@ TIMES = ("time_unix_seconds", "step_seconds", "tokens_per_second", "calibration_
 
 
 def logged(folder):
-    """All events without times, resumptions, stops, checkpoints, samples and observed heads."""
+    """All events without times, resumptions, stops, checkpoints, samples and observed heads.
+
+    And without slow steps, which other work on the machine causes.
+    """
+    left_out = Resumed | Stopped | CheckpointSaved | Sampled | HeadsObserved | Straggler
     found = []
     for event in sinks.read(folder / "events.jsonl"):
-        if not isinstance(event, Resumed | Stopped | CheckpointSaved | Sampled | HeadsObserved):
+        if not isinstance(event, left_out):
             values = {k: v for k, v in dataclasses.asdict(event).items() if k not in TIMES}
             found.append((type(event).__name__, values))
     return found
