@@ -39,6 +39,7 @@ from xsake.backends.hopper.layouts import (
 from xsake.backends.hopper.row_store import store_rows
 from xsake.backends.hopper.shape import check_sizes
 
+SHARED_BYTES = 224 << 10  # of a CTA, for queries and keys; barriers have the rest
 MEMORY_REGISTERS = 24  # of a thread of the memory warpgroup
 MOST_REGISTERS = 240  # of a thread of a compute warpgroup
 
@@ -47,10 +48,10 @@ MOST_REGISTERS = 240  # of a thread of a compute warpgroup
 class ScoresTiling:
     """Tuning parameters; they do not change the results."""
 
-    warpgroups: int = 3  # compute warpgroups
-    q_bytes: int = 64 << 10  # of shared memory for tiles of mean queries
-    k_bytes: int = 128 << 10  # of shared memory for blocks of keys
-    q_groups: int = 1  # of tiles that fit; with 2, the next one is copied ahead
+    warpgroups: int = 4  # compute warpgroups
+    q_bytes: int = 128 << 10  # of shared memory for tiles of mean queries, at most
+    k_bytes: int = 96 << 10  # of shared memory for blocks of keys; two of them fit in any case
+    q_groups: int = 2  # of tiles that fit; with 2, the next one is copied ahead
     overlap: bool = False  # a warpgroup's exponentials with its own next products
 
     @property
@@ -198,8 +199,10 @@ class ScoresShape:
             raise ValueError(f"key is {k.dtype} and the queries are {queries.dtype}; cast them")
         check_sizes((block,), H)
         tile_bytes, block_bytes = (x * H * k.dtype.itemsize for x in (ROWS, block))
+        stages = max(2, tiling.k_bytes // block_bytes)
+        q_bytes = min(tiling.q_bytes, SHARED_BYTES - stages * block_bytes)
         tiles = pl.cdiv(R, ROWS) * (N // K)
-        groups = pl.cdiv(tiles, max(1, tiling.q_bytes // tile_bytes // tiling.q_groups))
+        groups = pl.cdiv(tiles, max(1, q_bytes // tile_bytes // tiling.q_groups))
         resident = pl.cdiv(tiles, groups)
         return cls(
             B,
@@ -212,8 +215,8 @@ class ScoresShape:
             causal,
             parts,
             resident,
-            q_stages=min(2, max(1, tiling.q_bytes // (resident * tile_bytes))),
-            stages=max(2, tiling.k_bytes // block_bytes),
+            q_stages=min(2, max(1, q_bytes // (resident * tile_bytes))),
+            stages=stages,
         )
 
 

@@ -29,7 +29,6 @@ from xsake.evaluate.table import to_json
 from xsake.hads import budget
 
 LIMIT = 1e-3  # largest error of a score, in nats
-SHARED_BYTES = 224 << 10  # of a CTA, for queries and keys; barriers have the rest
 
 
 def main(
@@ -107,7 +106,7 @@ def _measured(
 
 def candidates(chosen: Array, k: Array, block: int) -> list[Any]:
     """Tilings of the scores kernel for these queries and keys, each with its own sizes."""
-    from xsake.backends.hopper.scores import ScoresShape, ScoresTiling
+    from xsake.backends.hopper.scores import SHARED_BYTES, ScoresShape, ScoresTiling
 
     found: dict[Any, ScoresTiling] = {}
     for (warpgroups, overlap), (q_kib, k_kib, groups) in itertools.product(
