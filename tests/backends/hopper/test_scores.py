@@ -101,6 +101,26 @@ def test_the_kernel_sums_over_the_keys_of_every_block(
     assert np.isneginf(got[..., ~seen]).all()
 
 
+def shifted(queries, k):
+    """Some rows' logits moved by so much that a sum of their powers of 2 overflows or is 0."""
+    by_row = np.array([0, 20, -20, 3, 60, 0, 0, 0])[np.arange(queries.shape[1]) % 160 // 20]
+    queries = queries.at[..., 0].set(jnp.asarray(by_row, queries.dtype)[None, :, None])
+    return queries, k.at[..., 0].set(8)
+
+
+@needs_interpreter
+def test_sums_that_a_float32_cannot_hold_are_right_too(monkeypatch):
+    """Beside them, one key that is no number: the scores of its block alone are none."""
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
+    queries, k = shifted(random_array(1, 128, 1, 64) / 8, random_array(1, 192, 1, 64, seed=1))
+    want = exact(queries, k, 64)
+    assert (np.abs(want) > 130 * np.log(2)).any()
+    k = k.at[0, 70, 0, 5].set(jnp.nan)
+    got = np.asarray(interpreted(queries, k, 64, causal=False))
+    np.testing.assert_allclose(got[..., ::2], want[..., ::2], rtol=1e-5, atol=1e-5)
+    assert np.isnan(got[..., 1]).all()
+
+
 @pytest.mark.parametrize("warpgroups", [2, 3, 4])
 @needs_newer_jax
 def test_warpgroups_ask_for_no_more_registers_than_a_cta_begins_with(warpgroups):
@@ -476,6 +496,18 @@ def test_on_a_card_every_tiling_sums_over_the_keys_of_every_block(
     seen = np.repeat(np.tri(R // 16, want.shape[-1], dtype=bool), 16, 0)
     np.testing.assert_allclose(got[..., seen], want[..., seen], rtol=1e-5, atol=1e-4)
     assert np.isneginf(got[..., ~seen]).all()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("block", [64, 128])
+def test_on_a_card_sums_that_a_float32_cannot_hold_are_right_too(block):
+    """Warps with such rows beside warps without."""
+    from xsake.backends.hopper import scores as hopper_scores
+
+    queries, k = shifted(random_array(1, 256, 2, 128) / 8, random_array(1, 1024, 2, 128, seed=1))
+    run = jax.jit(functools.partial(hopper_scores.scores, block=block, causal=False))
+    np.testing.assert_allclose(run(queries, k), exact(queries, k, block), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from xsake.backends.hopper.layouts import LOG2E, ROW, ROWS, TILE, slot_of
+from xsake.backends.hopper.votes import any_in_warp
 
 
 def over_columns(x, tile):
@@ -273,7 +271,7 @@ class TileSteps:
         """acc * shrink; lazily, a warp skips it when none of its rows has a new maximum."""
         if not self.kernel.tiling.lazy_rescale or self.kernel.interpret:
             return acc * over_columns(shrink, acc)
-        return lax.cond(_any_in_warp(shrink), lambda: acc * over_columns(shrink, acc), lambda: acc)
+        return lax.cond(any_in_warp(shrink), lambda: acc * over_columns(shrink, acc), lambda: acc)
 
     # Products
 
@@ -353,30 +351,3 @@ def _write(ref, value):
 
 def _splat(value, shape, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _any_in_warp(shrink):
-    """Whether any row of this warp has shrink != 1.
-
-    The value may differ between the warps of a warpgroup: no product may depend on it.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(ROW,),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT),
-    )
-    def emit(_, shrink):
-        one = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 1.0))
-        changed = None
-        for register in shrink.registers.flat:
-            for lane in range(ir.VectorType(register.type).shape[0]):
-                value = vector.extract(register, [], [lane])
-                differs = arith.cmpf(arith.CmpFPredicate.UNE, value, one)
-                changed = differs if changed is None else arith.ori(changed, differs)
-        i32 = ir.IntegerType.get_signless(32)
-        lanes = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
-        return mgpu.FragmentedArray.splat(
-            nvvm.vote_sync(lanes, changed, "any"), shape=(), is_signed=False
-        )
-
-    return emit(shrink)

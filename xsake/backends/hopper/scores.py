@@ -6,7 +6,7 @@ The mean queries of all query heads of a kv head lie one after another in tiles 
 keeps some of these tiles in shared memory and streams blocks of keys, so that K is read about once:
 
     memory warpgroup     Q̄ tiles of a segment; K blocks through a ring           (runs ahead)
-    compute warpgroups   for each block and each tile: S = Q̄ Kᵀ ─ max, exp2, sum, log2 ─▶ 64 scores
+    compute warpgroups   for each block and each tile: S = Q̄ Kᵀ ─ exp2, sum, log2 ─▶ 64 scores
 
 A score depends on one block alone: no state is carried from block to block, and the warpgroups
 alternate over pairs of (tile, block). The schedule is static: `segments` splits the work into runs
@@ -38,8 +38,12 @@ from xsake.backends.hopper.layouts import (
 )
 from xsake.backends.hopper.row_store import store_rows
 from xsake.backends.hopper.shape import check_sizes
+from xsake.backends.hopper.votes import any_in_warp
 
 SHARED_BYTES = 224 << 10  # of a CTA, for queries and keys; barriers have the rest
+# Sums of powers of 2 between these are exact: with 128 keys, terms that a float32 does not hold are
+# less than 2⁻²³ of the sum.
+LEAST, MOST = 2.0**-96, 2.0**120
 MEMORY_REGISTERS = 24  # of a thread of the memory warpgroup
 MOST_REGISTERS = 240  # of a thread of a compute warpgroup
 
@@ -457,15 +461,33 @@ class _Kernel:
         shape, (s, b, n, j, first_row) = self.shape, products
         if rest := shape.S % shape.block:
             s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
-        m = s.max(axis=1)
-        l = jnp.exp2(s - lax.broadcast_in_dim(m, s.shape, [0])).sum(axis=1)
-        found = (m + jnp.log2(l)) * (1 / LOG2E)
+        found = self.log_sum(s)
 
         def write():
             rows = scores_gmem.at[b, n, j, pl.ds(first_row, ROWS)]
             store_rows(found, rows, self.interpret)
 
         pl.when(first_row >= 0)(write) if self.overlap else write()
+
+    def log_sum(self, s):
+        """log Σ 2^s of every row.
+
+        The maximum is subtracted where the plain sum may have overflowed or lost small terms only:
+        it is a chain of dependent operations that the exponentials would have to wait for.
+        """
+        l = jnp.exp2(s).sum(axis=1)
+        is_safe = (l > LEAST) & (l < MOST)  # not if it is NaN
+
+        def shifted():
+            m = s.max(axis=1)
+            return m + jnp.log2(jnp.exp2(s - lax.broadcast_in_dim(m, s.shape, [0])).sum(axis=1))
+
+        if self.interpret:
+            found = lax.cond(is_safe.all(), lambda: jnp.log2(l), shifted)
+        else:
+            unsafe = any_in_warp(jnp.where(is_safe, 1.0, 0.0))
+            found = lax.cond(unsafe, shifted, lambda: jnp.log2(l))
+        return found * (1 / LOG2E)
 
 
 class _Products(NamedTuple):
