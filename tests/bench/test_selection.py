@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.conditions import needs_newer_jax
+from tools.selection_tables import selection as table
 from xsake.bench import programs
 from xsake.bench.suites import selection
 from xsake.block_scores import queries
@@ -52,6 +53,24 @@ def test_every_kernel_is_timed_and_a_tiling_with_wrong_scores_is_not(tmp_path, k
         assert row["largest_error"] == pytest.approx(float(row["overlap"]), abs=1e-3)
     assert first["device_seconds"] > 0
     assert last["device_seconds"] > 0
+
+
+def test_the_table_has_a_line_for_each_kernel_and_tiling():
+    shape = {"shape": "1·8192·16·128", "block": 128}
+    tiling = {"warpgroups": 4, "q_bytes": 128 << 10, "k_bytes": 96 << 10, "q_groups": 2}
+    scores = shape | {"kernel": "scores"} | tiling
+    rows = [
+        shape | {"kernel": "outliers", "device_seconds": 2e-6},
+        scores | {"overlap": False, "device_seconds": 3.25e-5},
+        scores | {"overlap": True},
+    ]
+    head, lines = table({"rows": rows})
+    assert head[0] == "B·N·T·H"
+    assert list(lines) == [
+        ["1·16·8192·128", "128", "queries", "", "", "", "", "", "2.0"],
+        ["1·16·8192·128", "128", "scores", "4", "128", "96", "2", "no", "32.5"],
+        ["1·16·8192·128", "128", "scores", "4", "128", "96", "2", "yes", "wrong"],
+    ]
 
 
 def test_a_tiling_whose_scores_are_no_numbers_is_recorded_as_wrong(tmp_path, kernels, monkeypatch):

@@ -39,13 +39,13 @@ DESCRIPTIONS: dict[str, Description] = {
     "certificate-speed-128": Description(
         "Time of selection, sparse attention and certificate with blocks of 64 and of 128.", _HEADS
     ),
-    "certificate-speed-device": Description(
-        "Time of selection, sparse attention and certificate with blocks of 128, also the kernels' "
-        "own.",
-        _HEADS,
-    ),
     "certificate-speed-model": Description(
         "Time of selection, sparse attention and certificate on activations of SmolLM2-135M.",
+        _HEADS,
+    ),
+    "certificate-speed-model-batch": Description(
+        "Time of selection, sparse attention and certificate on activations of SmolLM2-135M, four "
+        "documents together.",
         _HEADS,
     ),
     "cost": Description(
@@ -117,6 +117,9 @@ DESCRIPTIONS: dict[str, Description] = {
     "hopper-statistics": Description(
         "What it costs to measure entropy and block mass during the forward pass.", _CAUSAL
     ),
+    "hopper-versions": Description(
+        "Dense, causal and block-sparse attention on an H200 at two commits, in turns."
+    ),
     "model-h200": Description("Loading, prefill and decoding of SmolLM2-135M in bfloat16."),
     "nsa": Description("Native Sparse Attention on a CPU: time, memory and error."),
     "parallel": Description(
@@ -124,6 +127,9 @@ DESCRIPTIONS: dict[str, Description] = {
     ),
     "parallel-h200": Description(
         "The largest device's share of the work on an H200, before and after balancing.", _CAUSAL
+    ),
+    "selection": Description(
+        "The kernels that select blocks on an H200, and every tiling of the one that scores them."
     ),
     "shipped-hads-16": Description(
         "The shipped model, blocks of 16: HADS, fixed patterns and the oracle at equal density.",
