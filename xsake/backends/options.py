@@ -66,6 +66,9 @@ class ForwardTiling:
     alternate_products: bool = True
     # Rescale acc only when the maximum grew by more than this power of two; 0: always.
     lazy_rescale: float = 0.0
+    # Look for a row's maximum only in steps where the sum of its powers of two grew large, or while
+    # nothing was allowed. Without effect where statistics are wanted.
+    lazy_maximum: bool = False
     compute_registers: int = 232
     memory_registers: int = 40
     l2_bytes: int = 24 << 20  # K and V of the heads that run together should fit here

@@ -40,16 +40,19 @@ SECTIONS: Fields = {"order": "sections"}
 FEWER_HEADS: Fields = {"l2_bytes": 8 << 20}  # smaller L2 groups: fewer heads run together
 HEADS: Fields = {"order": "heads"}
 NATURAL: Fields = {"order": "natural"}
+LAZY_MAXIMUM: Fields = {"lazy_maximum": True}
 FORWARD: tuple[Fields, ...] = (
     *(
-        {**order, "alternate_products": alternate, "lazy_rescale": 8.0}
+        {**order, "alternate_products": alternate, "lazy_rescale": 8.0, **maximum}
         for order in (SECTIONS, FEWER_HEADS, NATURAL)
         for alternate in (True, False)
+        for maximum in ({}, LAZY_MAXIMUM)
     ),
     {"persistent": False, "lazy_rescale": 8.0, "alternate_products": False},
     {**NATURAL, "schedule": "fixed", "lazy_rescale": 8.0},
     {"overlap": False, **NATURAL, "schedule": "fixed"},
     *({"overlap": False, **order} for order in (SECTIONS, FEWER_HEADS, NATURAL)),
+    {"overlap": False, **FEWER_HEADS, "lazy_rescale": 8.0, **LAZY_MAXIMUM},
     *(
         {"rows": TALL, **order, "alternate_products": alternate, "lazy_rescale": 8.0}
         for order in (SECTIONS, FEWER_HEADS)

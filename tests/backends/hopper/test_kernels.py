@@ -64,6 +64,83 @@ def test_a_small_forward_agrees_when_interpreted(block, ctas, tiling, capsys, mo
     assert "RACE" not in capsys.readouterr().out  # the interpreter prints them
 
 
+LAZY = {"lazy_maximum": True, "lazy_rescale": 8.0}
+
+
+def growing(rng, length, heads, size, dtype=jnp.bfloat16):
+    """q, k and v, whose logits grow by so much along the keys that float16 would overflow."""
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, heads, size)), dtype) for _ in range(3))
+    k = k.at[..., 0].set(jnp.arange(length)[:, None] // 40 * 8)
+    return q.at[..., 0].set(jnp.asarray(rng.choice([-4, 0, 2, 8], q.shape[:3]), dtype)), k, v
+
+
+@pytest.mark.parametrize("tiling", [LAZY, LAZY | {"overlap": False}], ids=str)
+@pytest.mark.parametrize("block", [64, 128])
+@needs_interpreter
+def test_rows_that_outgrow_their_maximum_or_have_none_yet_agree(tiling, block, monkeypatch):
+    """A row's first visited block is empty for the last rows of a row block."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from xsake.backends.hopper import forward_kernel as hopper_forward
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    q, k, v = (x[:1] for x in growing(np.random.default_rng(0), 256, 1, 64))
+    mask = mask_of(masks.sliding_window(90, 0), 256, (block, block))
+    out, lse = hopper_forward.forward(
+        q,
+        k,
+        v,
+        mask.lists,
+        block=mask.block,
+        rule=kernel_rule.by_query(mask),
+        scale=0.125,
+        tiling=ForwardTiling(**tiling),
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    want, want_lse = oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(("sliding_window", 90, 0), 1, 1, 256, 256),
+        scale=0.125,
+    )
+    assert oracle.relative_error(out, want) <= 1e-2
+    assert oracle.relative_error(jnp.moveaxis(lse, 1, 2), want_lse) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"overlap": False}, {"alternate_products": False}, {"step": 64}, {"rows": 192}],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_card_rows_that_outgrow_their_maximum_agree(size, more, dtype):
+    """Causal, windows, documents and a bias that forbids; NaN in blocks that no row visits."""
+    rng = np.random.default_rng(size)
+    q, k, v = growing(rng, 700, 2, size, dtype)
+    ids = jnp.asarray(np.sort(rng.integers(0, 4, (2, 700))))
+    forbids = jnp.where(jnp.asarray(rng.random((2, 1, 700, 700))) < 0.5, 0, -jnp.inf)
+    causal = masks.causal()
+    options = Options(hopper_forward=ForwardTiling(**LAZY, **more))
+    for rule, bias in (
+        (causal, None),
+        (causal & masks.sliding_window(90, 0), None),
+        (causal & masks.documents(ids), None),
+        (masks.everything(), forbids.astype(dtype)),
+        (causal, forbids[:1, :, :, :].astype(jnp.float32)),
+    ):
+        run = functools.partial(
+            xsake.dot_product_attention, mask=rule, return_residual=True, bias=bias
+        )
+        want = [np.asarray(x) for x in run(q, k, v, implementation="reference")]
+        seen = slice(640) if rule is causal and bias is None else slice(None)
+        poisoned = [x.at[:, seen.stop :].set(jnp.nan) if seen.stop else x for x in (k, v)]
+        got = run(q, *poisoned, implementation="hopper", options=options)
+        for x, y, limit in zip(got, want, (1e-2, 1e-4), strict=True):
+            assert oracle.relative_error(np.asarray(x)[:, seen], y[:, seen]) <= limit
+
+
 @needs_interpreter
 def test_a_small_backward_agrees_when_interpreted(monkeypatch):
     """Seven products over blocks of 64, where one warpgroup hands its sums to the other.

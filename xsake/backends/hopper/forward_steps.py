@@ -18,6 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xsake.backends.hopper.layouts import LOG2E, ROW, ROWS, TILE, slot_of
 from xsake.backends.hopper.votes import any_in_warp
 
+# Of a row's sum of powers of two in one step, with `lazy_maximum`; the largest float16 is above it.
+MOST_GROWTH = 2.0**15
+
 
 def over_columns(x, tile):
     """One value per row, repeated over the columns of `tile`."""
@@ -195,8 +198,40 @@ class TileSteps:
 
     def softmax(self, s, t, m, l, masked):
         """p = 2^(s - m_new), the new m and l, and the factor that rescales acc."""
-        kernel = self.kernel
-        scale = LOG2E * (1.0 if kernel.bias.exists else self.scale)
+        if self.is_lazy:
+            return self.lazy_softmax(s, m, l)
+        return self.full_softmax(s, t, m, l, masked)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether most steps look for no maximum."""
+        return self.kernel.tiling.lazy_maximum and self.kernel.statistics is None
+
+    @property
+    def log2_scale(self) -> float:
+        """The factor of the logits as `logits` returns them, in powers of two."""
+        return LOG2E * (1.0 if self.kernel.bias.exists else self.scale)
+
+    def lazy_softmax(self, s, m, l):
+        """As `full_softmax`, which it calls if a row has outgrown its m or has none yet.
+
+        A maximum is a chain of dependent operations that the exponentials would have to wait for.
+        """
+        p = jnp.exp2(s * self.log2_scale - over_columns(m, s))
+        total = p.sum(axis=1)
+        is_safe = (total < MOST_GROWTH) & (m > -jnp.inf)  # not if it is NaN
+        as_before = p, m, l + total, jnp.ones_like(m)
+
+        def anew():
+            return self.full_softmax(s, None, m, l, True)
+
+        if self.kernel.interpret:
+            return lax.cond(is_safe.all(), lambda: as_before, anew)
+        return lax.cond(any_in_warp(jnp.where(is_safe, 1.0, 0.0)), anew, lambda: as_before)
+
+    def full_softmax(self, s, t, m, l, masked):
+        """`softmax` with the maximum of every row."""
+        kernel, scale = self.kernel, self.log2_scale
         m_new = jnp.maximum(m, s.max(axis=1) * scale)
         if kernel.tiling.lazy_rescale:
             # m only has to be near the maximum: p stays below 2^lazy_rescale, far from overflow in
