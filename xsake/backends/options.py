@@ -69,6 +69,8 @@ class ForwardTiling:
     # Look for a row's maximum only in steps where the sum of its powers of two grew large, or while
     # nothing was allowed. Without effect where statistics are wanted.
     lazy_maximum: bool = False
+    # Tiles of a 16-bit bias of every pair pass through shared memory, with heads of up to 128.
+    bias_in_shared: bool = False
     compute_registers: int = 232
     memory_registers: int = 40
     l2_bytes: int = 24 << 20  # K and V of the heads that run together should fit here

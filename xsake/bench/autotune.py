@@ -54,6 +54,11 @@ FORWARD: tuple[Fields, ...] = (
     *({"overlap": False, **order} for order in (SECTIONS, FEWER_HEADS, NATURAL)),
     {"overlap": False, **FEWER_HEADS, "lazy_rescale": 8.0, **LAZY_MAXIMUM},
     *(
+        {**order, "lazy_rescale": 8.0, "bias_in_shared": True, **maximum}
+        for order in (FEWER_HEADS, NATURAL)
+        for maximum in ({}, LAZY_MAXIMUM)
+    ),
+    *(
         {"rows": TALL, **order, "alternate_products": alternate, "lazy_rescale": 8.0}
         for order in (SECTIONS, FEWER_HEADS)
         for alternate in (True, False)
@@ -131,6 +136,8 @@ def autotune(out: Path, only: str = "", report: Callable[[str], None] = print) -
                 continue  # classes with a bias are of the forward alone
             if not all(name.startswith("64 ") and name.endswith(" causal") for name in asked):
                 candidates = tuple(fields for fields in candidates if "rows" not in fields)
+            if not any(name.endswith(" bias") for name in asked):
+                candidates = tuple(x for x in candidates if "bias_in_shared" not in x)
             tilings = [kind(**fields) for fields in candidates]
             speeds = _speeds(
                 direction, tilings, [case for cases in asked.values() for case in cases]

@@ -109,7 +109,16 @@ def test_rows_that_outgrow_their_maximum_or_have_none_yet_agree(tiling, block, m
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"overlap": False}, {"alternate_products": False}, {"step": 64}, {"rows": 192}],
+    [
+        {},
+        {"overlap": False},
+        {"alternate_products": False},
+        {"step": 64},
+        {"rows": 192},
+        {"bias_in_shared": True},
+        {"bias_in_shared": True, "overlap": False, "lazy_maximum": False},
+        {"bias_in_shared": True, "step": 64, "persistent": False},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("size", [64, 128])
@@ -122,7 +131,7 @@ def test_on_a_card_rows_that_outgrow_their_maximum_agree(size, more, dtype):
     ids = jnp.asarray(np.sort(rng.integers(0, 4, (2, 700))))
     forbids = jnp.where(jnp.asarray(rng.random((2, 1, 700, 700))) < 0.5, 0, -jnp.inf)
     causal = masks.causal()
-    options = Options(hopper_forward=ForwardTiling(**LAZY, **more))
+    options = Options(hopper_forward=ForwardTiling(**LAZY | more))
     for rule, bias in (
         (causal, None),
         (causal & masks.sliding_window(90, 0), None),

@@ -1,14 +1,15 @@
 """A bias inside one tile of a kernel, and stores of its gradient (Hopper, sm90).
 
     bias [B|1, N|1, T, S]   every thread loads elements of a tile from global memory; shared memory
-                            has no space for them
+                            has no space for them in the backward
     bias [B|1, N|1, 1, S]   one value per key
 
 Elements of 16 bits are loaded in an arrangement that needs few loads, and exchanged when they are
 added. In kernels over row blocks a thread needs pairs of keys in every group of 8, and loads 8 keys
-in a row; four threads exchange pairs. In kernels over kv blocks a tile is transposed: its rows are
-keys. A thread then loads pairs of keys where it needs pairs of queries, and `movmatrix` transposes
-8 × 8 elements at a time.
+in a row; four threads exchange pairs. Or, if the forward's tiling says so, threads copy 8 keys in a
+row to shared memory, and `ldmatrix` reads pairs. In kernels over kv blocks a tile is transposed:
+its rows are keys. A thread then loads pairs of keys where it needs pairs of queries, and
+`movmatrix` transposes 8 × 8 elements at a time.
 A bias [B|1, N|1, T, 1] moves the logsumexp of a row and nothing else: no kernel reads it.
 """
 
@@ -23,20 +24,24 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from xsake.backends.hopper.interval_tile import GROUP, OWN, scalar
 from xsake.backends.hopper.layouts import COLUMN, ROW, ROWS, TILE, WARP
-from xsake.backends.hopper.ptx import SCALAR, address, asm, i32
+from xsake.backends.hopper.ptx import SCALAR, address, asm, i32, shared_address
 
 WARP_ROWS = 16  # rows of a tile that a warp holds, as two halves of 8
 QUAD = GROUP // OWN  # threads that hold 8 keys of a row
+CHUNK = 16  # bytes that a thread copies to shared memory at a time
 
 
 class BiasTile:
     """A bias as a kernel reads it; `axis` is that of its work tiles."""
 
-    def __init__(self, bias, axis, interpret):
+    def __init__(self, bias, axis, interpret, *, in_shared=False):
         self.exists = bias is not None
         self.axis, self.interpret = axis, interpret
         self.per_key = self.exists and bias.shape[2] == 1
         self.itemsize = bias.dtype.itemsize if self.exists else 0
+        self.dtype = bias.dtype if self.exists else None
+        of_pairs = self.exists and not self.per_key and self.itemsize == 2 and axis == 0
+        self.in_shared = in_shared and of_pairs and not interpret
 
     @property
     def loads_early(self) -> bool:
@@ -47,11 +52,24 @@ class BiasTile:
         """(the bias in global memory or None, the refs that follow)."""
         return (refs[0], refs[1:]) if self.exists else (None, refs)
 
-    def load(self, ref, work_tile, first_row, first_column, columns):
-        """What `add` needs of the tile [64, columns] that begins there; None without a bias."""
+    def scratch(self, warpgroups, columns):
+        """Shared memory for a tile [64, columns] of each compute warpgroup, if tiles pass there."""
+        if not self.in_shared:
+            return {}
+        return {"bias_smem": plgpu.SMEM((warpgroups, ROWS * columns), self.dtype)}
+
+    def load(self, ref, work_tile, first_row, first_column, columns, shared=None):
+        """What `add` needs of the tile [64, columns] that begins there; None without a bias.
+
+        shared: the warpgroup's own part of what `scratch` names. It has one tile: `add` reads it
+        before the next `load`.
+        """
         if not self.exists:
             return None
         gmem = _of_head(ref, work_tile)
+        if self.in_shared:
+            _copy_to_shared(gmem, shared, first_row, first_column, columns)
+            return shared
         if self.per_key:
             if self.axis == 0:
                 keys, layout = pl.ds(first_column, columns), COLUMN
@@ -69,6 +87,8 @@ class BiasTile:
         """x + the bias, in float32."""
         if self.per_key:
             loaded = lax.broadcast_in_dim(loaded, x.shape, [1 - self.axis])
+        elif self.in_shared:
+            loaded = _from_shared(loaded, x.shape[1])
         elif self.itemsize == 2 and not self.interpret:
             loaded = _exchange(loaded) if self.axis == 0 else _transpose_each(loaded)
         return x + loaded.astype(jnp.float32)
@@ -137,6 +157,71 @@ def _of_head(ref, work_tile):
     b = work_tile.b if ref.shape[0] > 1 else 0
     n = work_tile.n if ref.shape[1] > 1 else 0
     return ref.at[b, n]
+
+
+def _copy_to_shared(gmem, shared, first_row, first_column, columns):
+    """Begins to copy a tile [64, columns] of 16-bit elements; every warp copies its own rows.
+
+    Chunk c of row r, of 16 bytes, is in place c ^ (r % 8) of the row, so that 8 rows of a column
+    of chunks are in different banks.
+    """
+    stride, chunks = gmem.shape[-1], columns * 2 // CHUNK
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
+    def emit(_, gmem, shared, first_row, first_column):
+        first_row, first_column = (x.registers[()] for x in (first_row, first_column))
+        warp, lane = warp_and_lane()
+        above, chunk = arith.divui(lane, i32(chunks)), arith.remui(lane, i32(chunks))
+        row = arith.addi(arith.muli(warp, i32(WARP_ROWS)), above)
+        i64 = ir.IntegerType.get_signless(64)
+        token = arith.extsi(i64, arith.addi(first_row, row))
+        column = arith.addi(first_column, arith.muli(chunk, i32(CHUNK // 2)))
+        at = arith.addi(arith.muli(token, _i64(stride)), arith.extsi(i64, column))
+        source = moved(gmem, at, 2)
+        begin = arith.addi(shared_address(shared), arith.muli(row, i32(chunks * CHUNK)))
+        place = arith.muli(arith.xori(chunk, above), i32(CHUNK))
+        rows = WARP // chunks  # of one copy
+        for i in range(0, WARP_ROWS, rows):
+            to = arith.addi(begin, arith.xori(place, i32(i % GROUP * CHUNK)))
+            copy = (
+                f"cp.async.cg.shared.global [$0+{i * chunks * CHUNK}], [$1+{i * stride * 2}], 16;"
+            )
+            asm([copy], "r,l", [to, source])
+
+    emit(gmem, shared, first_row, first_column)
+
+
+def _from_shared(shared, columns):
+    """The tile [64, columns] that `_copy_to_shared` has copied."""
+    chunks = columns * 2 // CHUNK
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, columns), shared.dtype, layout=TILE),
+    )
+    def emit(_, ref):
+        layout = mgpu.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((ROWS, columns)), object)
+        pair = ir.VectorType.get((OWN,), ir.MemRefType(ref.type).element_type)
+        asm(["cp.async.wait_all;", "bar.warp.sync 0xffffffff;"])
+        # Every lane has the address of a row of 8 elements: of rows 0-7, of rows 8-15, and of both
+        # again in the next 8 columns.
+        warp, lane = warp_and_lane()
+        matrix, row = arith.divui(lane, i32(GROUP)), arith.remui(lane, i32(GROUP))
+        below = arith.muli(arith.remui(matrix, i32(2)), i32(GROUP))
+        first = arith.addi(arith.muli(warp, i32(WARP_ROWS)), arith.addi(below, row))
+        begin = arith.addi(shared_address(ref), arith.muli(first, i32(chunks * CHUNK)))
+        place = arith.muli(arith.xori(arith.divui(matrix, i32(2)), row), i32(CHUNK))
+        for at in np.ndindex(registers.shape):
+            if at[1] % 2 or at[4]:
+                continue
+            words = _read_matrices(arith.addi(begin, arith.xori(place, i32(at[1] * CHUNK))))
+            for (groups, half), word in zip(np.ndindex(2, 2), words, strict=True):
+                to = (*_moved(at, groups)[:4], half, *at[5:])
+                registers[to] = mgpu.utils.bitcast(word, pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return emit(shared)
 
 
 def _load_wide(gmem, first_row, first_column, columns):
@@ -321,6 +406,19 @@ def _read_words(base, offset):
         [base],
         f"ld.global.nc.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];",
         "=r,=r,=r,=r,l",
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(int32, words, [i]) for i in range(QUAD)]
+
+
+def _read_matrices(address):
+    """Loads four int32, of four 8 × 8 matrices of 16-bit elements in shared memory."""
+    int32 = ir.IntegerType.get_signless(32)
+    words = llvm.inline_asm(
+        ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
+        [address],
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r",
         has_side_effects=True,
     )
     return [llvm.extractvalue(int32, words, [i]) for i in range(QUAD)]

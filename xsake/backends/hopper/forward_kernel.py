@@ -158,6 +158,7 @@ class _Scratch(NamedTuple):
     m_l_smem: Any = None
     piece_ready: Any = None
     piece_taken: Any = None
+    bias_smem: Any = None  # [compute warpgroups, 64 · step], with `bias_in_shared`
     # With statistics: [consumers, 64] each.
     block_entropy_smem: Any = None
     entropy_smem: Any = None
@@ -176,7 +177,8 @@ class _Kernel(BlockKernel):
         large = shape.largest_head > 128
         step = tiling.step or min(shape.block[1], 64 if large else 128)
         self.stages = tiling.stages or (4 if step == 64 and not large else 2)
-        super().__init__(shape, rule, tiling, axis=0, step=step, **static)
+        in_shared = tiling.bias_in_shared and not large  # else there is no space
+        super().__init__(shape, rule, tiling, axis=0, step=step, bias_in_shared=in_shared, **static)
         self.check_stages(self.stages)
         if self.first_free + 2 * self.stages > barriers.COUNT:
             most = (barriers.COUNT - self.first_free) // 2
@@ -214,7 +216,7 @@ class _Kernel(BlockKernel):
             scratch |= Handover.barriers()
         if self.statistics is not None:
             scratch |= self.statistics.scratch()
-        return scratch
+        return scratch | self.bias.scratch(self.compute_wgs, self.step)
 
     def body(self, q_gmem, k_gmem, v_gmem, table, index, *refs, **buffers):
         """One CTA: what its warpgroups do."""
@@ -323,7 +325,8 @@ class _Kernel(BlockKernel):
 
         def load_bias(t):
             at = tile, first_row, self.first_token(index, tile, t)
-            return self.bias.load(bias_ref, *at, self.step)
+            shared = scratch.bias_smem.at[wg] if self.bias.in_shared else None
+            return self.bias.load(bias_ref, *at, self.step, shared)
 
         def load_words(t):
             at = tile, first_row, self.first_token(index, tile, t)

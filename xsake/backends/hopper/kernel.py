@@ -37,13 +37,26 @@ class BlockKernel:
     descending = False  # whether full blocks are visited from the last to the first
     record_slots = 2  # for the records of the current and of the next work tile
 
-    def __init__(self, shape, rule, tiling, *, axis, step, scale, soft_cap, bias, interpret):
+    def __init__(
+        self,
+        shape,
+        rule,
+        tiling,
+        *,
+        axis,
+        step,
+        scale,
+        soft_cap,
+        bias,
+        interpret,
+        bias_in_shared=False,
+    ):
         self.shape = shape
         self.tiling = tiling
         self.scale, self.soft_cap = scale, soft_cap
         self.interpret = bool(interpret)
         self.rule = RuleTile(rule, shape, axis, self.interpret)
-        self.bias = BiasTile(bias, axis, self.interpret)
+        self.bias = BiasTile(bias, axis, self.interpret, in_shared=bias_in_shared)
         self.tile_block, self.visit_block = shape.block[axis], shape.block[1 - axis]
         if self.visit_block % step:
             raise ValueError(
