@@ -58,18 +58,19 @@ class BiasTile:
             return {}
         return {"bias_smem": plgpu.SMEM((warpgroups, ROWS * columns), self.dtype)}
 
-    def load(self, ref, work_tile, first_row, first_column, columns, shared=None):
-        """What `add` needs of the tile [64, columns] that begins there; None without a bias.
+    def copy(self, ref, shared, work_tile, first_row, first_column, columns):
+        """Begins to copy the tile [64, columns] that begins there, for `add`.
 
-        shared: the warpgroup's own part of what `scratch` names. It has one tile: `add` reads it
-        before the next `load`.
+        shared: the warpgroup's own part of what `scratch` names. It has one tile: what was copied
+        before has been added.
         """
+        _copy_to_shared(_of_head(ref, work_tile), shared, first_row, first_column, columns)
+
+    def load(self, ref, work_tile, first_row, first_column, columns):
+        """What `add` needs of the tile [64, columns] that begins there; None without a bias."""
         if not self.exists:
             return None
         gmem = _of_head(ref, work_tile)
-        if self.in_shared:
-            _copy_to_shared(gmem, shared, first_row, first_column, columns)
-            return shared
         if self.per_key:
             if self.axis == 0:
                 keys, layout = pl.ds(first_column, columns), COLUMN
@@ -84,7 +85,7 @@ class BiasTile:
         return _load_pairs(gmem, first_row, first_column, columns, self.axis)
 
     def add(self, x, loaded):
-        """x + the bias, in float32."""
+        """x + the bias, in float32. loaded: the result of `load`, or the ref that `copy` filled."""
         if self.per_key:
             loaded = lax.broadcast_in_dim(loaded, x.shape, [1 - self.axis])
         elif self.in_shared:

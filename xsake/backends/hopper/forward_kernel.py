@@ -325,8 +325,9 @@ class _Kernel(BlockKernel):
 
         def load_bias(t):
             at = tile, first_row, self.first_token(index, tile, t)
-            shared = scratch.bias_smem.at[wg] if self.bias.in_shared else None
-            return self.bias.load(bias_ref, *at, self.step, shared)
+            if self.bias.in_shared:
+                return self.bias.copy(bias_ref, scratch.bias_smem.at[wg], *at, self.step)
+            return self.bias.load(bias_ref, *at, self.step)
 
         def load_words(t):
             at = tile, first_row, self.first_token(index, tile, t)

@@ -33,7 +33,8 @@ class TileSteps:
     done: steps of all work tiles before this one.
     own_steps: (first, full, count) as BlockKernel.own_steps returns them.
     decides: as RuleTile.decides returns it.
-    loads: two functions, step of the work tile -> its bias, its token masks, from global memory.
+    loads: two functions, step of the work tile -> its bias, its token masks, from global memory;
+    with `bias_in_shared` the first one begins a copy and returns None.
     mask_step: (s, step of the work tile, rule, token masks) -> s with -inf where the rule forbids.
     keep: (log2 of the sum of a step, step of the work tile) stores it; with statistics only.
 
@@ -81,6 +82,7 @@ class TileSteps:
 
         @pl.when(self.count > 0)
         def _():
+            self.copy_first_bias()
             self.await_k(jnp.int32(0))
             self.await_q()
 
@@ -102,6 +104,7 @@ class TileSteps:
 
         def run():
             acc, _, _ = self.init()
+            self.copy_first_bias()
             loaded = self.load(jnp.int32(0), self.kernel.rule.has_partial)
             self.await_k(jnp.int32(0))
             self.await_q()
@@ -280,11 +283,22 @@ class TileSteps:
     def load(self, t, masked):
         """(bias or None, token masks) of step t: loads that arrive while products run."""
         bias, words = None, ()
-        if self.kernel.bias.loads_early:
+        if self.kernel.bias.loads_early and not self.kernel.bias.in_shared:
             bias = self.load_bias(self.step_of(t))
         if masked and self.kernel.rule.tile_arrays:
             words = self.load_words(self.step_of(t))
         return bias, words
+
+    def copy_first_bias(self):
+        """Begins to copy the bias of the first step to shared memory, if tiles pass there."""
+        if self.kernel.bias.in_shared:
+            self.load_bias(self.step_of(jnp.int32(0)))
+
+    def add_from_shared(self, s, t):
+        """s + the bias of step t; begins to copy that of the next one."""
+        s = self.kernel.bias.add(s, self.scratch.bias_smem.at[self.wg])
+        pl.when(t + 1 < self.count)(lambda: self.load_bias(self.step_of(t + 1)))
+        return s
 
     def logits(self, s, t, masked, loaded):
         """Logits of step t, divided by `scale` without a bias; -inf where the rule forbids."""
@@ -293,7 +307,9 @@ class TileSteps:
             # tanh x = 1 - 2 / (1 + e^2x): tanh.approx errs by 5e-4, too much times a cap of 50.
             growth = jnp.exp2(s * (2 * LOG2E * kernel.scale / kernel.soft_cap))
             s = 1.0 - 2.0 / (1.0 + growth)
-        if kernel.bias.exists:
+        if kernel.bias.in_shared:
+            s = self.add_from_shared(s * self.scale, t)
+        elif kernel.bias.exists:
             bias = loaded[0] if kernel.bias.loads_early else self.load_bias(self.step_of(t))
             s = kernel.bias.add(s * self.scale, bias)
         return s if masked is None else self.mask(s, t, masked, loaded)
