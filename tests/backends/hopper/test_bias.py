@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -224,6 +225,23 @@ def test_bias_and_token_masks_lower_for_cuda(problem, kernels):
     if problem.bias is not None:
         by_pairs = problem.bias[2] != 1
         assert lowered(["q", "k", "v", "bias"]) == kernels + 2 * by_pairs
+
+
+@pytest.mark.parametrize(("size", "overlap"), [(64, True), (128, False)])
+@needs_newer_jax
+def test_a_bias_in_shared_memory_lowers_for_cuda(size, overlap):
+    """With the other tiling that leaves out operations of a step; row blocks of 64 and of 128."""
+    problem = Problem((1, 200, 300, 2, 1, size, size), bias=(1, 1, 0, 0), block=(size, 128))
+    given = problem.inputs()
+    tiling = ForwardTiling(bias_in_shared=True, lazy_maximum=True, overlap=overlap)
+
+    def attend(q, k, v, bias):
+        call = call_of(problem, given, q, k, v, bias)
+        return hopper.forward(dataclasses.replace(call, options=Options(hopper_forward=tiling)))
+
+    shapes = [jax.ShapeDtypeStruct(given[x].shape, given[x].dtype) for x in ("q", "k", "v", "bias")]
+    lowered = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu") == 2  # with the work table
 
 
 # ------------------------------------------------------------------------------------------- words
