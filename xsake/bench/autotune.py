@@ -59,10 +59,16 @@ FORWARD: tuple[Fields, ...] = (
         for maximum in ({}, LAZY_MAXIMUM)
     ),
     *(
+        {**FEWER_HEADS, "lazy_rescale": 8.0, "bias_in_shared": True, **maximum, name: False}
+        for maximum in ({}, LAZY_MAXIMUM)
+        for name in ("alternate_products", "overlap")
+    ),
+    *(
         {"rows": TALL, **order, "alternate_products": alternate, "lazy_rescale": 8.0}
         for order in (SECTIONS, FEWER_HEADS)
         for alternate in (True, False)
     ),
+    {"rows": TALL, "alternate_products": False, "lazy_rescale": 8.0, **LAZY_MAXIMUM},
     {"rows": TALL, "overlap": False},
 )
 BACKWARD: tuple[Fields, ...] = tuple(

@@ -231,7 +231,7 @@ def test_bias_and_token_masks_lower_for_cuda(problem, kernels):
 @needs_newer_jax
 def test_a_bias_in_shared_memory_lowers_for_cuda(size, overlap):
     """With the other tiling that leaves out operations of a step; row blocks of 64 and of 128."""
-    problem = Problem((1, 200, 300, 2, 1, size, size), bias=(1, 1, 0, 0), block=(size, 128))
+    problem = Problem((1, 256, 256, 2, 1, size, size), bias=(1, 1, 0, 0), block=(size, 128))
     given = problem.inputs()
     tiling = ForwardTiling(bias_in_shared=True, lazy_maximum=True, overlap=overlap)
 
@@ -239,9 +239,15 @@ def test_a_bias_in_shared_memory_lowers_for_cuda(size, overlap):
         call = call_of(problem, given, q, k, v, bias)
         return hopper.forward(dataclasses.replace(call, options=Options(hopper_forward=tiling)))
 
+    def observe(q, k, v, bias):  # statistics have that memory
+        call = call_of(problem, given, q, k, v, bias)
+        call = dataclasses.replace(call, options=Options(hopper_forward=tiling))
+        return hopper.observed(call, None, "blocks")
+
     shapes = [jax.ShapeDtypeStruct(given[x].shape, given[x].dtype) for x in ("q", "k", "v", "bias")]
-    lowered = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("@mosaic_gpu") == 2  # with the work table
+    for run in (attend, observe):
+        lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("@mosaic_gpu") == 2  # with the work table
 
 
 # ------------------------------------------------------------------------------------------- words
@@ -307,11 +313,15 @@ def drawn(seed: int) -> Problem:
 @needs_gpu
 def test_random_calls_agree_on_a_gpu(seed):
     """Any axes of bias and token mask, odd lengths, grouped heads, every block size."""
-    problem = drawn(seed)
+    problem, tiling = drawn(seed), None  # the measured one
+    if seed >= 60:
+        tiling = ForwardTiling(bias_in_shared=True, lazy_maximum=seed % 2 == 0, lazy_rescale=8.0)
+        problem = problem._replace(
+            sizes=(*problem.sizes[:5], *[min(x, 128) for x in problem.sizes[5:]]),
+            bias=(*(problem.bias or (1, 0))[:2], 0, 0),
+            bias_dtype="float16" if seed % 3 else "bfloat16",
+        )
     given = problem.inputs()
-    tiling = None
-    if seed % 2:  # else the measured one
-        tiling = ForwardTiling(bias_in_shared=True, lazy_maximum=seed % 4 == 1, lazy_rescale=8.0)
 
     def attend(q, k, v, bias=None):
         return xsake.dot_product_attention(

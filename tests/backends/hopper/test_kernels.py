@@ -67,26 +67,13 @@ def test_a_small_forward_agrees_when_interpreted(block, ctas, tiling, capsys, mo
 LAZY = {"lazy_maximum": True, "lazy_rescale": 8.0}
 
 
-def growing(rng, length, heads, size, dtype=jnp.bfloat16):
-    """q, k and v, whose logits grow by so much along the keys that float16 would overflow."""
-    q, k, v = (jnp.asarray(rng.standard_normal((2, length, heads, size)), dtype) for _ in range(3))
-    k = k.at[..., 0].set(jnp.arange(length)[:, None] // 40 * 8)
-    return q.at[..., 0].set(jnp.asarray(rng.choice([-4, 0, 2, 8], q.shape[:3]), dtype)), k, v
-
-
-@pytest.mark.parametrize("tiling", [LAZY, LAZY | {"overlap": False}], ids=str)
-@pytest.mark.parametrize("block", [64, 128])
-@needs_interpreter
-def test_rows_that_outgrow_their_maximum_or_have_none_yet_agree(tiling, block, monkeypatch):
-    """A row's first visited block is empty for the last rows of a row block."""
+def interpreted_forward(q, k, v, mask, tiling):
+    """(out, logsumexp [B, N, T]) by the kernel on Mosaic's interpreter."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import forward_kernel as hopper_forward
 
-    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
-    q, k, v = (x[:1] for x in growing(np.random.default_rng(0), 256, 1, 64))
-    mask = mask_of(masks.sliding_window(90, 0), 256, (block, block))
-    out, lse = hopper_forward.forward(
+    return hopper_forward.forward(
         q,
         k,
         v,
@@ -97,9 +84,55 @@ def test_rows_that_outgrow_their_maximum_or_have_none_yet_agree(tiling, block, m
         tiling=ForwardTiling(**tiling),
         interpret=plgpu.InterpretGPUParams(),
     )
+
+
+def growing(rng, length, heads, size, dtype=jnp.bfloat16, steps=8):
+    """q, k and v, whose logits grow along the keys; by 8, so much that float16 would overflow."""
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, heads, size)), dtype) for _ in range(3))
+    k = k.at[..., 0].set(jnp.arange(length)[:, None] // 40 * steps)
+    return q.at[..., 0].set(jnp.asarray(rng.choice([-4, 0, 2, 8], q.shape[:3]), dtype)), k, v
+
+
+@pytest.mark.parametrize("tiling", [LAZY, LAZY | {"overlap": False}], ids=str)
+@pytest.mark.parametrize("block", [64, 128])
+@needs_interpreter
+def test_rows_that_outgrow_their_maximum_or_have_none_yet_agree(tiling, block, monkeypatch):
+    """A row's first visited block is empty for the last rows of a row block."""
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    q, k, v = (x[:1] for x in growing(np.random.default_rng(0), 256, 1, 64))
+    mask = mask_of(masks.sliding_window(90, 0), 256, (block, block))
+    out, lse = interpreted_forward(q, k, v, mask, tiling)
     want, want_lse = oracle.attention(
         *(np.asarray(x, np.float64) for x in (q, k, v)),
         allowed=oracle.allowed(("sliding_window", 90, 0), 1, 1, 256, 256),
+        scale=0.125,
+    )
+    assert oracle.relative_error(out, want) <= 1e-2
+    assert oracle.relative_error(jnp.moveaxis(lse, 1, 2), want_lse) <= 1e-4
+
+
+@pytest.mark.parametrize(("block", "overlap"), [(64, True), (128, True), (128, False)])
+@needs_interpreter
+def test_most_steps_look_for_no_maximum(block, overlap, monkeypatch):
+    """With overlap, the result of a step that looked for one after the first would show."""
+    from xsake.backends.hopper.forward_steps import TileSteps
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 384, 1, 64)), jnp.bfloat16) for _ in range(3))
+    full_softmax = TileSteps.full_softmax
+
+    def spoilt(self, s, t, *others):
+        p, *more = full_softmax(self, s, t, *others)
+        return (p if t is not None else jnp.full_like(p, jnp.nan)), *more
+
+    if overlap:
+        monkeypatch.setattr(TileSteps, "full_softmax", spoilt)
+    mask = mask_of(masks.causal(), 384, (block, block))
+    out, lse = interpreted_forward(q, k, v, mask, LAZY | {"overlap": overlap})
+    want, want_lse = oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        allowed=oracle.allowed(("causal",), 1, 1, 384, 384),
         scale=0.125,
     )
     assert oracle.relative_error(out, want) <= 1e-2
@@ -121,13 +154,16 @@ def test_rows_that_outgrow_their_maximum_or_have_none_yet_agree(tiling, block, m
     ],
     ids=str,
 )
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("size", "steps"), [(64, 0), (64, 1), (128, 0), (128, 8)])
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_card_rows_that_outgrow_their_maximum_agree(size, more, dtype):
-    """Causal, windows, documents and a bias that forbids; NaN in blocks that no row visits."""
+def test_on_a_card_rows_that_outgrow_their_maximum_agree(size, steps, more, dtype):
+    """Causal, windows, documents and a bias that forbids; with 0 hardly a row outgrows it.
+
+    The last keys are NaN for the rows before them, which drop their blocks.
+    """
     rng = np.random.default_rng(size)
-    q, k, v = growing(rng, 700, 2, size, dtype)
+    q, k, v = growing(rng, 700, 2, size, dtype, steps)
     ids = jnp.asarray(np.sort(rng.integers(0, 4, (2, 700))))
     forbids = jnp.where(jnp.asarray(rng.random((2, 1, 700, 700))) < 0.5, 0, -jnp.inf)
     causal = masks.causal()

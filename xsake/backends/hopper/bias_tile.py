@@ -220,6 +220,7 @@ def _from_shared(shared, columns):
             for (groups, half), word in zip(np.ndindex(2, 2), words, strict=True):
                 to = (*_moved(at, groups)[:4], half, *at[5:])
                 registers[to] = mgpu.utils.bitcast(word, pair)
+        asm(["bar.warp.sync 0xffffffff;"])  # the next copy may overwrite what other lanes read
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return emit(shared)

@@ -260,7 +260,7 @@ class TileSteps:
         s = self.logits(s, jnp.int32(0), None, loaded)
         if rule is not None:
             s = lax.cond(self.full > 0, lambda: s, lambda: self.mask_first(s, rule, loaded))
-        p, m, l, _ = self.softmax(s, jnp.int32(0), m, l, rule)
+        p, m, l, _ = self.full_softmax(s, jnp.int32(0), m, l, rule)
         return p, m, l
 
     def mask_first(self, s, rule, loaded):
