@@ -15,7 +15,7 @@ of consecutive blocks that cost about the same.
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
-from xsake.backends.hopper import barriers
 from xsake.backends.hopper.kernel import REGISTERS
 from xsake.backends.hopper.layouts import (
     ALIGNED,
@@ -39,14 +38,12 @@ from xsake.backends.hopper.layouts import (
 )
 from xsake.backends.hopper.row_store import store_rows
 from xsake.backends.hopper.shape import check_sizes
-from xsake.backends.hopper.power_of_two import powers_of_two
 from xsake.backends.hopper.votes import any_in_warp
 
 SHARED_BYTES = 224 << 10  # of a CTA, for queries and keys; barriers have the rest
 # Sums of powers of 2 between these are exact: with 128 keys, terms that a float32 does not hold are
 # less than 2⁻²³ of the sum.
 LEAST, MOST = 2.0**-96, 2.0**120
-SHARERS = 2  # warpgroups at the barrier of a turn: the one that waits and the one that passes it
 MEMORY_REGISTERS = 24  # of a thread of the memory warpgroup
 MOST_REGISTERS = 240  # of a thread of a compute warpgroup
 
@@ -60,12 +57,6 @@ class ScoresTiling:
     k_bytes: int = 96 << 10  # of shared memory for blocks of keys; two of them fit in any case
     q_groups: int = 2  # of tiles that fit; with 2, the next one is copied ahead
     overlap: bool = False  # a warpgroup's exponentials with its own next products
-    # The warpgroups take turns at the tensor cores: the next one may begin when the products of
-    # this one are "issued", or when they are "done". Without turns all of them tend to multiply at
-    # the same time, and then to exponentiate at the same time.
-    turns: Literal["none", "issued", "done"] = "none"
-    # Eighths of the powers of two that are polynomials, which relieves the unit for the others.
-    polynomials: int = 0
 
     @property
     def registers(self) -> int:
@@ -299,8 +290,6 @@ class _Kernel:
     def __init__(self, shape, tiling, interpret):
         self.shape = shape
         self.warpgroups, self.overlap = tiling.warpgroups, tiling.overlap
-        self.turns = "none" if interpret else tiling.turns
-        self.polynomials = tiling.polynomials
         self.registers = tiling.registers
         self.interpret = bool(interpret)
 
@@ -424,11 +413,10 @@ class _Kernel:
                     m = first + i * warpgroups
                     tile = segment.group * shape.resident + m
                     operands = q_smem.at[q_slot, m], k_smem.at[slot]
-                    at = wg, segment, segment.first + t, tile, m < shape.resident
-                    return self.score(last, at, operands, scores_gmem)
+                    return self.score(last, segment, segment.first + t, tile, operands, scores_gmem)
 
-                # as many for every warpgroup: one without a tile passes its turn
-                last = lax.fori_loop(0, pl.cdiv(shape.resident, warpgroups), turn, last)
+                turns = lax.div(shape.resident - first + warpgroups - 1, jnp.int32(warpgroups))
+                last = lax.fori_loop(0, turns, turn, last)
                 plgpu.barrier_arrive(k_free.at[slot])
                 return done + 1, last
 
@@ -437,37 +425,18 @@ class _Kernel:
             return carry
 
         last = _Products.none(shape.block) if self.overlap else None
-        pl.when(wg == warpgroups - 1)(lambda: self.pass_turn(wg))
         _, (_, last) = self.for_each_segment(table, visit, (jnp.int32(0), last))
-        pl.when(wg == 0)(lambda: self.await_turn(wg))
         self.store(last, scores_gmem)
 
-    def await_turn(self, wg):
-        """Waits until the warpgroup before this one passes the turn at the tensor cores."""
-        if self.turns != "none":
-            barriers.sync(self.first_turn + wg, SHARERS)
-
-    def pass_turn(self, wg):
-        """Lets the next warpgroup multiply."""
-        if self.turns != "none":
-            following = lax.rem(wg + 1, jnp.int32(self.warpgroups))
-            barriers.arrive(self.first_turn + following, SHARERS)
-
-    @property
-    def first_turn(self) -> int:
-        """The named barrier of warpgroup 0's turn, after Mosaic's own."""
-        return self.warpgroups + 2
-
-    def score(self, last, at, operands, scores_gmem):
+    def score(self, last, segment, j, tile, operands, scores_gmem):
         """Computes the products of a tile and block j, if some row sees it.
 
         With overlap it stores the scores of `last`, the products before these, and returns these.
         Otherwise it stores the scores of these, and `last` is None, as is the result.
         """
         shape = self.shape
-        wg, segment, j, tile, is_tile = at
         n, first_row = self.rows_of(segment, tile)
-        live = is_tile & (tile < shape.tiles)
+        live = tile < shape.tiles
         if shape.causal:
             live &= first_row + ROWS > j * shape.parts
 
@@ -475,25 +444,15 @@ class _Kernel:
             q, k = operands
 
             def product(s_ref):
-                self.await_turn(wg)
                 plgpu.wgmma(s_ref, q, k.transpose((1, 0)))
-                if self.turns == "issued":
-                    self.pass_turn(wg)
                 self.store(last, scores_gmem)
                 return s_ref[...]
 
             s = pl.run_scoped(product, plgpu.ACC((ROWS, shape.block), jnp.float32))
-            if self.turns == "done":
-                self.pass_turn(wg)
             found = _Products(s, segment.b, n, j, first_row)
             return found if self.overlap else self.store(found, scores_gmem)
 
-        def skip():
-            self.await_turn(wg)
-            self.pass_turn(wg)
-            return last
-
-        return lax.cond(live, compute, skip)
+        return lax.cond(live, compute, lambda: last)
 
     def store(self, products, scores_gmem):
         """Writes the 64 scores of a tile and a block."""
@@ -516,7 +475,7 @@ class _Kernel:
         The maximum is subtracted where the plain sum may have overflowed or lost small terms only:
         it is a chain of dependent operations that the exponentials would have to wait for.
         """
-        l = self.plain_sum(s)
+        l = jnp.exp2(s).sum(axis=1)
         is_safe = (l > LEAST) & (l < MOST)  # not if it is NaN
 
         def shifted():
@@ -529,13 +488,6 @@ class _Kernel:
             unsafe = any_in_warp(jnp.where(is_safe, 1.0, 0.0))
             found = lax.cond(unsafe, shifted, lambda: jnp.log2(l))
         return found * (1 / LOG2E)
-
-
-    def plain_sum(self, s):
-        """Σ 2^s of every row."""
-        if self.interpret or not self.polynomials:
-            return jnp.exp2(s).sum(axis=1)
-        return powers_of_two(s, self.polynomials).sum(axis=1)
 
 
 class _Products(NamedTuple):
