@@ -25,7 +25,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xsake import _jax
-from xsake.backends.hopper.kernel import REGISTERS
 from xsake.backends.hopper.layouts import (
     ALIGNED,
     LOG2E,
@@ -44,8 +43,6 @@ SHARED_BYTES = 224 << 10  # of a CTA, for queries and keys; barriers have the re
 # Sums of powers of 2 between these are exact: with 128 keys, terms that a float32 does not hold are
 # less than 2⁻²³ of the sum.
 LEAST, MOST = 2.0**-96, 2.0**120
-MEMORY_REGISTERS = 24  # of a thread of the memory warpgroup
-MOST_REGISTERS = 240  # of a thread of a compute warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +53,6 @@ class ScoresTiling:
     q_bytes: int = 128 << 10  # of shared memory for tiles of mean queries, at most
     k_bytes: int = 96 << 10  # of shared memory for blocks of keys; two of them fit in any case
     q_groups: int = 2  # of tiles that fit; with 2, the next one is copied ahead
-    overlap: bool = False  # a warpgroup's exponentials with its own next products
-
-    @property
-    def registers(self) -> int:
-        """Of a thread of a compute warpgroup: what the memory warpgroup leaves.
-
-        A CTA has no more than it begins with, which is rounded down to eights: a kernel that asks
-        for more waits for ever.
-        """
-        warpgroups = self.warpgroups + 1
-        whole = REGISTERS // warpgroups // 8 * 8 * warpgroups
-        return min((whole - MEMORY_REGISTERS) // self.warpgroups // 8 * 8, MOST_REGISTERS)
 
 
 DEFAULT_TILING = ScoresTiling()
@@ -289,8 +274,7 @@ class _Kernel:
 
     def __init__(self, shape, tiling, interpret):
         self.shape = shape
-        self.warpgroups, self.overlap = tiling.warpgroups, tiling.overlap
-        self.registers = tiling.registers
+        self.warpgroups = tiling.warpgroups
         self.interpret = bool(interpret)
 
     def scratch(self, dtype) -> dict[str, Any]:
@@ -311,20 +295,16 @@ class _Kernel:
 
         @pl.when(wg < self.warpgroups)
         def _():
-            if self.overlap:
-                plgpu.set_max_registers(self.registers, action="increase")
             self.compute(wg, table, scores_gmem, **scratch)
 
         @pl.when(wg == self.warpgroups)
         def _():
-            if self.overlap:
-                plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
             self.memory(q_gmem, k_gmem, table, **scratch)
 
-    def for_each_segment(self, table, visit, carry):
-        """carry = visit(number, segment, carry) for every segment.
+    def for_each_segment(self, table, visit):
+        """done = visit(number, segment, done) for every segment, where `done` begins with 0.
 
-        Returns the number of segments and the last carry.
+        Returns the number of segments and the last `done`.
         """
         cta = lax.axis_index("cta")
 
@@ -332,15 +312,15 @@ class _Kernel:
             return Segment(*(table[cta, number, field] for field in range(len(Segment._fields))))
 
         def body(state):
-            number, segment, carry = state
-            carry = visit(number, segment, carry)
-            return number + 1, record(number + 1), carry
+            number, segment, done = state
+            done = visit(number, segment, done)
+            return number + 1, record(number + 1), done
 
         zero = jnp.int32(0)
-        number, _, carry = lax.while_loop(
-            lambda state: state[1].count > 0, body, (zero, record(zero), carry)
+        number, _, done = lax.while_loop(
+            lambda state: state[1].count > 0, body, (zero, record(zero), zero)
         )
-        return number, carry
+        return number, done
 
     def rows_of(self, segment, tile):
         """(query head, first row) of a tile of the segment's kv head."""
@@ -382,7 +362,7 @@ class _Kernel:
 
             return done + segment.count
 
-        numbers, done = self.for_each_segment(table, load, jnp.int32(0))
+        numbers, done = self.for_each_segment(table, load)
         if self.interpret:  # the interpreter requires a wait for every barrier phase
             for total, stages, free in (
                 (numbers, shape.q_stages, q_free),
@@ -399,75 +379,51 @@ class _Kernel:
         """The scores of every pair of (tile, block) that is this warpgroup's."""
         shape, warpgroups = self.shape, self.warpgroups
 
-        def visit(number, segment, carry):
+        def visit(number, segment, done):
             q_slot = slot_of(number, shape.q_stages)
             plgpu.barrier_wait(q_ready.at[q_slot])
 
-            def visit_block(t, carry):
-                done, last = carry
-                slot = slot_of(done, shape.stages)
+            @pl.loop(0, segment.count)
+            def _(t):
+                slot = slot_of(done + t, shape.stages)
                 plgpu.barrier_wait(k_ready.at[slot])
-                first = lax.rem(done + wg, jnp.int32(warpgroups))
+                first = lax.rem(done + t + wg, jnp.int32(warpgroups))
 
-                def turn(i, last):
+                @pl.loop(0, lax.div(shape.resident - first + warpgroups - 1, jnp.int32(warpgroups)))
+                def _(i):
                     m = first + i * warpgroups
                     tile = segment.group * shape.resident + m
                     operands = q_smem.at[q_slot, m], k_smem.at[slot]
-                    return self.score(last, segment, segment.first + t, tile, operands, scores_gmem)
+                    self.score(segment, segment.first + t, tile, operands, scores_gmem)
 
-                turns = lax.div(shape.resident - first + warpgroups - 1, jnp.int32(warpgroups))
-                last = lax.fori_loop(0, turns, turn, last)
                 plgpu.barrier_arrive(k_free.at[slot])
-                return done + 1, last
 
-            carry = lax.fori_loop(0, segment.count, visit_block, carry)
             plgpu.barrier_arrive(q_free.at[q_slot])
-            return carry
+            return done + segment.count
 
-        last = _Products.none(shape.block) if self.overlap else None
-        _, (_, last) = self.for_each_segment(table, visit, (jnp.int32(0), last))
-        self.store(last, scores_gmem)
+        self.for_each_segment(table, visit)
 
-    def score(self, last, segment, j, tile, operands, scores_gmem):
-        """Computes the products of a tile and block j, if some row sees it.
-
-        With overlap it stores the scores of `last`, the products before these, and returns these.
-        Otherwise it stores the scores of these, and `last` is None, as is the result.
-        """
+    def score(self, segment, j, tile, operands, scores_gmem):
+        """Writes the 64 scores of a tile and block j, if some row sees it."""
         shape = self.shape
         n, first_row = self.rows_of(segment, tile)
         live = tile < shape.tiles
         if shape.causal:
             live &= first_row + ROWS > j * shape.parts
 
-        def compute():
+        @pl.when(live)
+        def _():
             q, k = operands
 
             def product(s_ref):
                 plgpu.wgmma(s_ref, q, k.transpose((1, 0)))
-                self.store(last, scores_gmem)
                 return s_ref[...]
 
             s = pl.run_scoped(product, plgpu.ACC((ROWS, shape.block), jnp.float32))
-            found = _Products(s, segment.b, n, j, first_row)
-            return found if self.overlap else self.store(found, scores_gmem)
-
-        return lax.cond(live, compute, lambda: last)
-
-    def store(self, products, scores_gmem):
-        """Writes the 64 scores of a tile and a block."""
-        if products is None:
-            return
-        shape, (s, b, n, j, first_row) = self.shape, products
-        if rest := shape.S % shape.block:
-            s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
-        found = self.log_sum(s)
-
-        def write():
-            rows = scores_gmem.at[b, n, j, pl.ds(first_row, ROWS)]
-            store_rows(found, rows, self.interpret)
-
-        pl.when(first_row >= 0)(write) if self.overlap else write()
+            if rest := shape.S % shape.block:
+                s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
+            rows = scores_gmem.at[segment.b, n, j, pl.ds(first_row, ROWS)]
+            store_rows(self.log_sum(s), rows, self.interpret)
 
     def log_sum(self, s):
         """log Σ 2^s of every row.
@@ -488,23 +444,6 @@ class _Kernel:
             unsafe = any_in_warp(jnp.where(is_safe, 1.0, 0.0))
             found = lax.cond(unsafe, shifted, lambda: jnp.log2(l))
         return found * (1 / LOG2E)
-
-
-class _Products(NamedTuple):
-    """The products of a tile of queries and a block of keys, and whose scores they give."""
-
-    s: Any  # float32 [64, block]
-    b: Any  # batch row
-    n: Any  # query head
-    j: Any  # block
-    first_row: Any  # of the tile; negative: there are no products yet
-
-    @classmethod
-    def none(cls, block):
-        """Before the first products."""
-        s = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), TILE)
-        zero = jnp.int32(0)
-        return cls(s, zero, zero, zero, jnp.int32(-1))
 
 
 def _without(s, rest):

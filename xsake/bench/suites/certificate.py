@@ -418,7 +418,8 @@ def model(
         loaded = huggingface.load(model, dtype=dtype, tokenizer=False).model
         check_is_plain(loaded.config)
     subject = Observer(loaded)
-    given = activations(subject, tokens)[:3]
+    # one array per layer: slices of stacked layers would be copied in every call
+    given = [list(x) for x in activations(subject, tokens)[:3]]
     plans = {(s, d): make(known, d, "output", s) for s in selectors for d in densities}
     calls: dict[Any, tuple[Any, tuple[Any, ...]]] = {
         (selector, name): (
@@ -431,7 +432,7 @@ def model(
     dense = functools.partial(_layers, lambda plan, layer, q, k, v: _dense(q, k, v))
     calls["dense"] = (dense, (None, *given))
     ready = compiled_together(calls)
-    B, T, N, H = given[0].shape[1:]
+    B, T, N, H = given[0][0].shape
     base = _both_times(ready["dense"], None, *given)
     rows: list[Record] = []
     for (selector, density), plan in plans.items():
@@ -445,7 +446,7 @@ def model(
                 "kind": "speed",
                 "inputs": "activations",
                 "shape": "·".join(map(str, (B, N, T, H))),
-                "kv_heads": given[1].shape[3],
+                "kv_heads": given[1][0].shape[2],
                 "block": known.facts.block,
                 "selector": selector,
                 "density": density,
@@ -457,9 +458,12 @@ def model(
         _write(out, rows, model=model.name)
 
 
-def _layers(form: Any, plan: Plan | None, q: Array, k: Array, v: Array) -> Any:
+def _layers(
+    form: Any, plan: Plan | None, q: list[Array], k: list[Array], v: list[Array]
+) -> list[Any]:
     """form(plan, layer, q, k, v) of every layer, one after another."""
-    return lax.map(lambda x: form(plan, *x), (jnp.arange(len(q)), q, k, v))
+    one = jax.jit(form)  # traced once
+    return [one(plan, jnp.int32(layer), *x) for layer, x in enumerate(zip(q, k, v, strict=True))]
 
 
 def _forms(threshold: float) -> dict[str, Any]:

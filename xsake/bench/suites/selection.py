@@ -109,13 +109,12 @@ def candidates(chosen: Array, k: Array, block: int) -> list[Any]:
     from xsake.backends.hopper.scores import ScoresShape, ScoresTiling
 
     found: dict[Any, ScoresTiling] = {}
-    for (warpgroups, overlap), (q_kib, k_kib, groups) in itertools.product(
-        ((3, False), (4, False), (2, True), (3, True)),  # four with overlap spill registers
-        ((64, 128, 1), (96, 128, 1), (64, 128, 2), (128, 96, 2)),
+    for warpgroups, (q_kib, k_kib, groups) in itertools.product(
+        (2, 3, 4), ((64, 128, 1), (96, 128, 1), (64, 128, 2), (128, 96, 2), (160, 64, 2))
     ):
-        tiling = ScoresTiling(warpgroups, q_kib << 10, k_kib << 10, groups, overlap)
+        tiling = ScoresTiling(warpgroups, q_kib << 10, k_kib << 10, groups)
         shape = ScoresShape.of(chosen, k, block, True, PARTS, tiling)
-        found.setdefault((warpgroups, overlap, shape), tiling)
+        found.setdefault((warpgroups, shape), tiling)
     return list(found.values())
 
 
