@@ -92,6 +92,11 @@ DESCRIPTIONS: dict[str, Description] = {
         "cuDNN.",
         _SQUARE,
     ),
+    "hopper-bias-64": Description(
+        "Bias and token masks on an H200 at 2,048 and 4,096 tokens with heads of 64, beside jax.nn "
+        "on XLA and on cuDNN.",
+        _SQUARE,
+    ),
     "hopper-bias-16384": Description(
         "A shared bias and a token mask on an H200 at 16,384 tokens with heads of 64, beside "
         "jax.nn on XLA and on cuDNN.",
@@ -119,6 +124,9 @@ DESCRIPTIONS: dict[str, Description] = {
     ),
     "hopper-versions": Description(
         "Dense, causal and block-sparse attention on an H200 at two commits, in turns."
+    ),
+    "hopper-versions-tilings": Description(
+        "The same, after the tilings of the forward were measured again."
     ),
     "model-h200": Description("Loading, prefill and decoding of SmolLM2-135M in bfloat16."),
     "nsa": Description("Native Sparse Attention on a CPU: time, memory and error."),
