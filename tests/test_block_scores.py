@@ -107,6 +107,21 @@ def test_outlier_queries_score_the_query_of_each_part_that_is_furthest_from_the_
             np.testing.assert_allclose(got[n, i, : i + 1], want, rtol=1e-4)
 
 
+def test_the_largest_logit_of_every_few_keys_stands_for_them():
+    """Keys that are a quarter of a block apart; the last block is short."""
+    q, k, _, _ = attention(53)
+    scores = functools.partial(block_scores.outlier_queries, parts=32, keys_per_peak=4)
+    got = np.asarray(jax.jit(scores, static_argnums=2)(q, k, 32))
+    keys = np.repeat(np.asarray(k, np.float64), 2, axis=1)
+    logits = np.einsum("tnh,snh->nts", np.asarray(q, np.float64), keys) / np.sqrt(8)
+    logits = np.pad(logits, ((0, 0), (0, 0), (0, 11)), constant_values=-np.inf)
+    sums = np.exp(logits).reshape(4, 53, 2, 4, 8).max(3).sum(-1)
+    sums[:, :32, 1] = 0
+    squares = (sums / sums.sum(-1, keepdims=True)) ** 2
+    want = np.sqrt(np.stack([squares[:, i : i + 32].sum(1) / 32 for i in (0, 32)], 1))
+    np.testing.assert_allclose(np.exp(got), want, rtol=1e-4)
+
+
 def test_keys_that_no_query_sees_cannot_change_the_scores_of_every_query():
     """Neither in later blocks nor after a query in its own block, though they are NaN there."""
     q, k, _, _ = attention(96)

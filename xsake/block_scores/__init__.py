@@ -35,6 +35,7 @@ from xsake.block_scores.queries import Represent, means, outliers, sizes_of
 __all__ = ["BY_KERNEL", "ESTIMATES", "estimate", "filled", "select", "why_not"]
 
 PARTS = 16  # queries of a row block that `part_queries` and `outlier_queries` score
+KEYS_PER_PEAK = 1  # keys whose largest logit stands for each of them in those selectors' sums
 QUERIES_AT_ONCE = 256  # of `every_query`: so many · S logits of each head are in memory
 STRIPS = 4  # strips of row blocks; a strip skips the kv blocks after its last row block
 
@@ -154,6 +155,7 @@ def part_queries(
     block: int,
     first: Index = 0,
     parts: int = PARTS,
+    keys_per_peak: int = KEYS_PER_PEAK,
 ) -> Float[Array, "N R n"]:
     """Mean queries of `parts` parts of a row block, each against every key.
 
@@ -164,8 +166,12 @@ def part_queries(
     hides. Masses are squared because the error of the output grows with the square of the mass that
     is dropped. The cost is parts/block of that of q·kᵀ. The kernels compute the sums over keys
     where `why_not` returns None.
+
+    With keys_per_peak=m, a power of two, the largest of m logits stands for all m, that of keys
+    that are block/m apart: the sum has an m-th of the exponentials.
     """
-    return _of_parts(q, k, block, first, math.gcd(parts, block), means)
+    how = math.gcd(parts, block), means, math.gcd(keys_per_peak, block)
+    return _of_parts(q, k, block, first, *how)
 
 
 def outlier_queries(
@@ -174,6 +180,7 @@ def outlier_queries(
     block: int,
     first: Index = 0,
     parts: int = PARTS,
+    keys_per_peak: int = KEYS_PER_PEAK,
 ) -> Float[Array, "N R n"]:
     """`part_queries` with one query of each part instead of the part's mean.
 
@@ -181,7 +188,8 @@ def outlier_queries(
     none of them wants: the logit of a key that one query asks for is divided by four. The query
     that differs most from the others is the one whose blocks the others would not select.
     """
-    return _of_parts(q, k, block, first, math.gcd(parts, block), outliers)
+    how = math.gcd(parts, block), outliers, math.gcd(keys_per_peak, block)
+    return _of_parts(q, k, block, first, *how)
 
 
 def _of_parts(
@@ -191,13 +199,15 @@ def _of_parts(
     first: Index,
     parts: int,
     represent: Represent,
+    keys_per_peak: int,
 ) -> Float[Array, "N R n"]:
     """log sqrt(mean p_a[j]²) over each row block's parts a, whose queries `represent` makes."""
     size = block // parts
     if why_not(q, k, block) is None:
-        scores = by_kernel.batchable(block, parts, represent)(q[None], k[None])[0]
+        make = by_kernel.batchable(block, parts, represent, keys_per_peak)
+        scores = make(q[None], k[None])[0]
     else:
-        scores = _sums_of_keys(represent(q, size, block), k, block, parts)
+        scores = _sums_of_keys(represent(q, size, block), k, block, parts, keys_per_peak)
     N, A, n = scores.shape
     row, column = first + jnp.arange(A)[:, None] // parts, jnp.arange(n)[None]
     logs = jax.nn.log_softmax(jnp.where((column <= row)[None], scores, -jnp.inf), axis=-1)
@@ -341,11 +351,12 @@ ESTIMATES = {
     "outlier_queries": outlier_queries,
     "every_query": every_query,
 }
-# selector: (queries of a row block, what makes them), where the kernels' sums are all it needs
-BY_KERNEL: dict[str, tuple[int, Represent]] = {
-    "mean_query": (1, means),
-    "part_queries": (16, means),
-    "outlier_queries": (16, outliers),
+# selector: (queries of a row block, what makes them, keys per peak), where the kernels' sums are
+# all it needs
+BY_KERNEL: dict[str, tuple[int, Represent, int]] = {
+    "mean_query": (1, means, 1),
+    "part_queries": (PARTS, means, KEYS_PER_PEAK),
+    "outlier_queries": (PARTS, outliers, KEYS_PER_PEAK),
 }
 
 
@@ -364,7 +375,11 @@ def _by_group(
 
 
 def _sums_of_keys(
-    queries: Float[Array, "R N H"], k: Float[Array, "S K H"], block: int, parts: int = 1
+    queries: Float[Array, "R N H"],
+    k: Float[Array, "S K H"],
+    block: int,
+    parts: int = 1,
+    keys_per_peak: int = 1,
 ) -> Float[Array, "N R n"]:
     """log Σ exp(q · k / √H) over the keys of each block, of which the last may be short."""
     queries = (queries / math.sqrt(queries.shape[-1])).astype(k.dtype)
@@ -373,7 +388,7 @@ def _sums_of_keys(
     shift = None
     if padding:
         shift = jnp.pad(jnp.zeros(k.shape[0]), (0, padding), constant_values=-jnp.inf)
-    return _summed_by_block(queries, keys, shift, block, parts)
+    return _summed_by_block(queries, keys, shift, block, parts, keys_per_peak)
 
 
 def _summed_by_block(
@@ -382,6 +397,7 @@ def _summed_by_block(
     shift: Float[Array, " keys"] | None,
     per_block: int,
     parts: int = 1,
+    keys_per_peak: int = 1,
 ) -> Float[Array, "N R n"]:
     """log Σ exp(q · k + shift) over the `per_block` keys of each block; logits are of k's type.
 
@@ -395,7 +411,9 @@ def _summed_by_block(
         seen = slice(blocks * per_block)
         logits = _by_group(q[begin:end], k[seen], k.dtype).astype(jnp.float32)
         logits = logits if shift is None else logits + shift[None, None, seen]
-        sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], blocks, per_block), axis=-1)
+        groups = blocks, keys_per_peak, per_block // keys_per_peak
+        peaks = logits.reshape(*logits.shape[:2], *groups).max(-2)
+        sums = jax.nn.logsumexp(peaks, axis=-1)
         return jnp.pad(sums, ((0, 0), (0, 0), (0, n - blocks)), constant_values=-jnp.inf)
 
     if n * parts != R:

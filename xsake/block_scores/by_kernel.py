@@ -65,12 +65,15 @@ def queries_of(q: Array, k: Array, block: int, parts: int, represent: Represent)
 
 
 @functools.lru_cache(maxsize=8)
-def batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, Array], Array]:
+def batchable(
+    block: int, parts: int, represent: Represent, keys_per_peak: int = 1
+) -> Callable[[Array, Array], Array]:
     """The kernels on [B, ...]; their batching rule folds a mapped axis into B.
 
     Scores are of the queries that `represent` makes of `parts` parts of a row block,
     [B, N, R · parts, n].
     """
+    how: Any = {"block": block, "parts": parts, "keys_per_peak": keys_per_peak}
 
     @jax.custom_batching.custom_vmap
     @_jax.without_x64
@@ -80,7 +83,7 @@ def batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, 
         q, k = unaliased(q, k)  # the attention kernels need it; untested for these
         queries = queries_of(q, k, block, parts, represent)
         causal = queries.shape[1] == parts * -(-k.shape[1] // block)
-        found = hopper_scores.scores(queries, k, block, causal=causal, parts=parts)
+        found = hopper_scores.scores(queries, k, causal=causal, **how)
         return _jax.vary(found, _jax.varying_axes(q, k))
 
     @batched.def_vmap
@@ -93,7 +96,7 @@ def batchable(block: int, parts: int, represent: Represent) -> Callable[[Array, 
 
 @functools.lru_cache(maxsize=8)
 def listing(
-    block: int, parts: int, represent: Represent, band: int
+    block: int, parts: int, represent: Represent, keys_per_peak: int, band: int
 ) -> Callable[..., tuple[Array, ...]]:
     """(q, k, counts [1|B, N, n]) -> the lists of `select`; batching folds a mapped axis into B."""
 
@@ -105,7 +108,8 @@ def listing(
 
         q, k, counts = unaliased(q, k, counts)
         queries = queries_of(q, k, block, parts, represent)
-        sums = hopper_scores.sums(queries, k, block, causal=True, parts=parts)
+        of_keys = {"causal": True, "parts": parts, "keys_per_peak": keys_per_peak}
+        sums = hopper_scores.sums(queries, k, block, **of_keys)
         how = {"length": q.shape[1], "block": block, "parts": parts, "band": band}
         found = best_blocks.best_blocks(sums, counts, **how)[:4]
         return _jax.vary(found, _jax.varying_axes(q, k, counts))

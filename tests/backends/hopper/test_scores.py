@@ -23,13 +23,14 @@ def random_array(batch, length, heads, size, dtype=jnp.bfloat16, seed=0):
     return jnp.asarray(rng.standard_normal((batch, length, heads, size)) * 2, dtype)
 
 
-def exact(queries, k, block):
-    """log Σ 2^(q̄ · k) over every block's keys, in float64."""
+def exact(queries, k, block, keys_per_peak=1):
+    """log Σ 2^(q̄ · k) over every block's keys, or the largest of some of them, in float64."""
     queries, k = (np.asarray(x, np.float64) for x in (queries, k))
     k = np.repeat(k, queries.shape[2] // k.shape[2], axis=2)
     weight = np.exp2(np.einsum("brnh,bsnh->bnrs", queries, k))
-    begins = range(0, k.shape[1], block)
-    return np.log(np.stack([weight[..., i : i + block].sum(-1) for i in begins], -1))
+    weight = np.pad(weight, [(0, 0)] * 3 + [(0, -k.shape[1] % block)])
+    each = weight.reshape(*weight.shape[:3], -1, keys_per_peak, block // keys_per_peak)
+    return np.log(each.max(-2).sum(-1))
 
 
 def exact_means(q, block, scale):
@@ -38,7 +39,7 @@ def exact_means(q, block, scale):
     return scale * np.stack([q[:, i : i + block].mean(1) for i in range(0, q.shape[1], block)], 1)
 
 
-def interpreted(queries, k, block, *, causal, parts=1, run=None, **tiling):
+def interpreted(queries, k, block, *, causal, parts=1, keys_per_peak=1, run=None, **tiling):
     """The kernel on Mosaic's interpreter, which prints the races that it finds."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -50,6 +51,7 @@ def interpreted(queries, k, block, *, causal, parts=1, run=None, **tiling):
         block,
         causal=causal,
         parts=parts,
+        keys_per_peak=keys_per_peak,
         tiling=hopper_scores.ScoresTiling(**tiling),
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
@@ -78,6 +80,8 @@ def interpreted(queries, k, block, *, causal, parts=1, run=None, **tiling):
             {"parts": 16, "q_bytes": 32 << 10, "q_groups": 2},
         ),
         (1, 70, 130, (4, 2), 64, 64, False, 2, {"q_bytes": 16 << 10, "q_groups": 2}),
+        (1, 3 * 16, 300, (2, 1), 64, 128, True, 2, {"parts": 16, "keys_per_peak": 4}),
+        (1, 5, 300, (2, 2), 128, 64, True, 2, {"keys_per_peak": 2}),
     ],
     ids=str,
 )
@@ -91,7 +95,7 @@ def test_the_kernel_sums_over_the_keys_of_every_block(
     k = random_array(batch, S, heads[1], size, seed=1)
     got = np.asarray(interpreted(queries, k, block, causal=causal, **tiling))
     assert "RACE" not in capsys.readouterr().out
-    want = exact(queries, k, block)
+    want = exact(queries, k, block, tiling.get("keys_per_peak", 1))
     parts = tiling.get("parts", 1)
     seen = np.repeat(np.tri(R // parts, want.shape[-1], dtype=bool), parts, 0) | (not causal)
     np.testing.assert_allclose(got[..., seen], want[..., seen], rtol=1e-5, atol=1e-5)
@@ -238,9 +242,9 @@ def interpreted_kernel(monkeypatch):
     calls = []
     kernel = hopper_scores.scores
 
-    def run(queries, k, block, *, causal, parts):
+    def run(queries, k, block, *, causal, **how):
         calls.append((queries.shape, k.shape, causal))
-        return interpreted(queries, k, block, causal=causal, parts=parts, run=kernel)
+        return interpreted(queries, k, block, causal=causal, run=kernel, **how)
 
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 2)
     means = functools.partial(hopper_means.means, interpret=plgpu.InterpretGPUParams())
@@ -284,6 +288,7 @@ def test_a_plan_runs_one_kernel_for_the_batch_and_agrees_with_plain_jax(
     [
         pytest.param(block_scores.part_queries, marks=pytest.mark.slow),
         block_scores.outlier_queries,
+        functools.partial(block_scores.outlier_queries, keys_per_peak=4),
     ],
 )
 def test_parts_of_a_row_block_by_the_kernel_agree_with_plain_jax(
@@ -456,6 +461,7 @@ def test_on_a_card_stacked_layers_score_as_plain_jax_does(
 @needs_gpu
 @pytest.mark.parametrize("warpgroups", [2, 3, 4])
 @pytest.mark.parametrize("q_groups", [1, 2])
+@pytest.mark.parametrize("keys_per_peak", [1, 4])
 @pytest.mark.parametrize(
     ("R", "S", "heads", "size", "block"),
     [
@@ -466,15 +472,17 @@ def test_on_a_card_stacked_layers_score_as_plain_jax_does(
     ids=str,
 )
 def test_on_a_card_every_tiling_sums_over_the_keys_of_every_block(
-    R, S, heads, size, block, warpgroups, q_groups
+    R, S, heads, size, block, warpgroups, q_groups, keys_per_peak
 ):
     from xsake.backends.hopper import scores as hopper_scores
 
     queries = random_array(2, R, heads[0], size) / 8
     k = random_array(2, S, heads[1], size, seed=1)
     tiling = hopper_scores.ScoresTiling(warpgroups, q_groups=q_groups)
-    run = functools.partial(hopper_scores.scores, block=block, causal=True, parts=16, tiling=tiling)
-    got, want = np.asarray(jax.jit(run)(queries, k)), exact(queries, k, block)
+    how = {"causal": True, "parts": 16, "keys_per_peak": keys_per_peak, "tiling": tiling}
+    run = functools.partial(hopper_scores.scores, block=block, **how)
+    got = np.asarray(jax.jit(run)(queries, k))
+    want = exact(queries, k, block, keys_per_peak)
     seen = np.repeat(np.tri(R // 16, want.shape[-1], dtype=bool), 16, 0)
     np.testing.assert_allclose(got[..., seen], want[..., seen], rtol=1e-5, atol=1e-4)
     assert np.isneginf(got[..., ~seen]).all()

@@ -92,6 +92,7 @@ def sums(
     *,
     causal: bool,
     parts: int = 1,
+    keys_per_peak: int = 1,
     tiling: ScoresTiling = DEFAULT_TILING,
     interpret: Any = False,
 ) -> jax.Array:
@@ -105,6 +106,7 @@ def sums(
       block: 64 or 128 keys.
       causal: row i sees blocks 0 … i // parts.
       parts: mean queries of one row block.
+      keys_per_peak: keys, block / keys_per_peak apart, of which only the largest logit is summed.
       tiling: tuning parameters.
       interpret: plgpu.InterpretGPUParams, for machines without a GPU.
     """
@@ -112,7 +114,7 @@ def sums(
     B, _, N, _ = queries.shape
     q, k = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (queries, k))
     table = segments(shape, _jax.multiprocessors())
-    kernel = _Kernel(shape, tiling, interpret)
+    kernel = _Kernel(shape, keys_per_peak, tiling, interpret)
     return plgpu.kernel(
         kernel.body,
         out_type=jax.ShapeDtypeStruct((B, N, shape.blocks, shape.head_tiles * ROWS), jnp.float32),
@@ -272,8 +274,8 @@ def _split(costs: np.ndarray, parts: int) -> np.ndarray:
 class _Kernel:
     """The kernel body and its roles; `self` holds what is static."""
 
-    def __init__(self, shape, tiling, interpret):
-        self.shape = shape
+    def __init__(self, shape, keys_per_peak, tiling, interpret):
+        self.shape, self.keys_per_peak = shape, keys_per_peak
         self.warpgroups = tiling.warpgroups
         self.interpret = bool(interpret)
 
@@ -423,7 +425,13 @@ class _Kernel:
             if rest := shape.S % shape.block:
                 s = lax.cond(j == shape.blocks - 1, lambda: _without(s, rest), lambda: s)
             rows = scores_gmem.at[segment.b, n, j, pl.ds(first_row, ROWS)]
-            store_rows(self.log_sum(s), rows, self.interpret)
+            store_rows(self.log_sum(self.peaks(s)), rows, self.interpret)
+
+    def peaks(self, s):
+        """The largest of every `keys_per_peak` columns: of one from each part of s."""
+        width = s.shape[1] // self.keys_per_peak
+        parts = (s[:, i : i + width] for i in range(0, s.shape[1], width))
+        return functools.reduce(jnp.maximum, parts)
 
     def log_sum(self, s):
         """log Σ 2^s of every row.
