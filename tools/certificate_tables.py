@@ -9,6 +9,8 @@ from tools.task_tables import Cells
 
 Record = dict[str, Any]
 
+ESTIMATED = ("dropped_mass", "relative_error")  # of the output, beside its time
+
 
 def speed(report: Record) -> Cells:
     """suites.certificate speed, or model: times ÷ that of dense attention in the same run.
@@ -29,7 +31,9 @@ def speed(report: Record) -> Cells:
         "B·N·T·H | block | selector | density | dense ms | selection ÷ dense | selection + sparse"
     )
     more = ["+ certificate"] if alone else []
-    return [*head.split(" | "), *more, f"+ certificate with {shown}"], (
+    estimated = [name for name in ESTIMATED if any(name in row for row in rows)]
+    shown_estimates = [name.replace("_", " ") for name in estimated]
+    return [*head.split(" | "), *more, f"+ certificate with {shown}", *shown_estimates], (
         [
             row["shape"],
             str(row["block"]),
@@ -37,6 +41,7 @@ def speed(report: Record) -> Cells:
             f"{row['density']:g}",
             _both(row, "dense_{}seconds", "{:.3f}", 1e3),
             *(_both(row, f"{name}_{{}}over_dense", "{:.2f}") for name in names),
+            *(f"{row[name]:.3f}" for name in estimated),
         ]
         for row in rows
     )

@@ -18,7 +18,8 @@ def selection(report: Record) -> Cells:
     """
     # a tiling that the kernel had until 2026-11-19
     has_overlap = any("overlap" in row for row in report["rows"])
-    columns = 4 + has_overlap
+    has_peaks = any("keys_per_peak" in row for row in report["rows"])
+    columns = 4 + has_overlap + has_peaks
 
     def lines() -> Iterator[list[str]]:
         for row in report["rows"]:
@@ -26,6 +27,8 @@ def selection(report: Record) -> Cells:
             if "warpgroups" in row:
                 sizes = (str(row[name] >> 10) for name in ("q_bytes", "k_bytes"))
                 tiling = [str(row["warpgroups"]), *sizes, str(row["q_groups"])]
+                if has_peaks:
+                    tiling.insert(0, str(row["keys_per_peak"]))
                 if has_overlap:
                     tiling.append("yes" if row["overlap"] else "no")
             seconds = row.get("device_seconds")
@@ -34,6 +37,7 @@ def selection(report: Record) -> Cells:
             B, T, N, H = row["shape"].split("·")
             yield [f"{B}·{N}·{T}·{H}", str(row["block"]), KERNELS[row["kernel"]], *tiling, time]
 
-    head = "B·N·T·H | block | kernel | compute warpgroups | queries, KiB | keys, KiB"
+    peaks = " | keys per peak" * has_peaks
+    head = f"B·N·T·H | block | kernel{peaks} | compute warpgroups | queries, KiB | keys, KiB"
     overlap = ["overlap"] * has_overlap
     return [*head.split(" | "), "groups of queries", *overlap, "µs"], lines()

@@ -46,6 +46,9 @@ def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypa
     ]
     assert [rows[0][f"dense_{kind}seconds"] for kind in ("", "device_")] == [1.0, 0.5]
     assert rows[0]["selection_device_over_dense"] == 1.0
+    assert rows[0]["visited_density"] < rows[1]["visited_density"] <= 1
+    assert 1 > rows[0]["dropped_mass"] > rows[1]["dropped_mass"] >= 0
+    assert rows[0]["relative_error"] > rows[1]["relative_error"] >= 0
     dense, first, second = visited
     assert dense is None
     assert first < second

@@ -18,17 +18,17 @@ SHAPE, BLOCK = (1, 300, 2, 64), 128
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Scores with overlap are wrong by 1."""
+    """Scores of two warpgroups are wrong by 1."""
     from xsake.backends.hopper import best_blocks, outliers, scores
 
     def plain_outliers(q, block, parts, *, scale):
         chosen = jax.vmap(lambda q: queries.outliers(q, block // parts, block))(q)
         return (chosen * scale).astype(q.dtype)
 
-    def sums(chosen, k, block, *, causal, parts, tiling):
-        found = selection._plain(chosen, k, block)
+    def sums(chosen, k, block, *, causal, parts, keys_per_peak, tiling):
+        found = selection._plain(chosen, k, block, keys_per_peak)
         unseen = jnp.arange(found.shape[3]) // parts < jnp.arange(found.shape[2])[:, None]
-        return jnp.where(unseen, 7.0, found + tiling.overlap)
+        return jnp.where(unseen, 7.0, found + (tiling.warpgroups == 2))
 
     def plain_best(sums, counts, **how):
         return [sums.sum() + counts.sum()] * 5
@@ -49,13 +49,16 @@ def test_every_kernel_is_timed_and_a_tiling_with_wrong_scores_is_not(tmp_path, k
     assert len(tilings) > 6
     for row in tilings:
         assert row["kernel"] == "scores"
-        assert ("device_seconds" in row) is not row["overlap"]
-        assert row["largest_error"] == pytest.approx(float(row["overlap"]), abs=1e-3)
+        is_wrong = row["warpgroups"] == 2
+        assert ("device_seconds" in row) is not is_wrong
+        assert row["largest_error"] == pytest.approx(float(is_wrong), abs=1e-3)
+    assert {row["keys_per_peak"] for row in tilings} == {1, 4}
     assert first["device_seconds"] > 0
     assert last["device_seconds"] > 0
 
 
 def test_the_table_has_a_line_for_each_kernel_and_tiling():
+    """Older files have tilings with overlap, newer ones the keys of a peak."""
     shape = {"shape": "1·8192·16·128", "block": 128}
     tiling = {"warpgroups": 4, "q_bytes": 128 << 10, "k_bytes": 96 << 10, "q_groups": 2}
     scores = shape | {"kernel": "scores"} | tiling
@@ -71,6 +74,10 @@ def test_the_table_has_a_line_for_each_kernel_and_tiling():
         ["1·16·8192·128", "128", "scores", "4", "128", "96", "2", "no", "32.5"],
         ["1·16·8192·128", "128", "scores", "4", "128", "96", "2", "yes", "wrong"],
     ]
+    head, lines = table({"rows": [scores | {"keys_per_peak": 4, "device_seconds": 1e-5}]})
+    assert head[3:5] == ["keys per peak", "compute warpgroups"]
+    assert "overlap" not in head
+    assert list(lines) == [["1·16·8192·128", "128", "scores", "4", "4", "128", "96", "2", "10.0"]]
 
 
 def test_a_tiling_whose_scores_are_no_numbers_is_recorded_as_wrong(tmp_path, kernels, monkeypatch):
@@ -82,14 +89,16 @@ def test_a_tiling_whose_scores_are_no_numbers_is_recorded_as_wrong(tmp_path, ker
     assert not any("device_seconds" in row or row["largest_error"] for row in tilings)
 
 
-def test_the_definition_is_the_logarithm_of_a_sum_over_keys():
+@pytest.mark.parametrize("keys_per_peak", [1, 4])
+def test_the_definition_is_the_logarithm_of_a_sum_over_keys(keys_per_peak):
     chosen, k = (
         jax.random.normal(jax.random.key(i), (1, x, 2, 64)) for i, x in ((0, 48), (1, 300))
     )
-    found = selection._plain(chosen, k, BLOCK)
+    found = selection._plain(chosen, k, BLOCK, keys_per_peak)
     assert found.shape == (1, 2, 3, 48)
     logits = jnp.einsum("rh,sh->rs", chosen[0, :, 1], k[0, 256:300, 1], precision="highest")
-    wanted = jnp.log(jnp.exp2(logits).sum(1))
+    weight = jnp.pad(jnp.exp2(logits), ((0, 0), (0, 84)))
+    wanted = jnp.log(weight.reshape(48, keys_per_peak, -1).max(1).sum(1))
     assert jnp.allclose(found[0, 1, 2], wanted, atol=1e-4)
 
 

@@ -108,8 +108,8 @@ def listing(
 
         q, k, counts = unaliased(q, k, counts)
         queries = queries_of(q, k, block, parts, represent)
-        of_keys = {"causal": True, "parts": parts, "keys_per_peak": keys_per_peak}
-        sums = hopper_scores.sums(queries, k, block, **of_keys)
+        of_keys: Any = {"parts": parts, "keys_per_peak": keys_per_peak}
+        sums = hopper_scores.sums(queries, k, block, causal=True, **of_keys)
         how = {"length": q.shape[1], "block": block, "parts": parts, "band": band}
         found = best_blocks.best_blocks(sums, counts, **how)[:4]
         return _jax.vary(found, _jax.varying_axes(q, k, counts))

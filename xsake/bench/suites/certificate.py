@@ -4,7 +4,8 @@
                the bound is, how many row blocks a threshold does densely and what error is left
     one_key    one query wants one dropped key: how often sample, bound and guarantee notice → JSON
     speed      selection + sparse attention + certificate ÷ dense attention, random inputs → JSON
-    model      the same on a model's activations, with the plans of a profile → JSON
+    model      the same on a model's activations, with the plans of a profile, and what the
+               certificate says of them → JSON
 
 A call is timed in a queue of calls, which for small kernels is the host's time to launch them, and
 by the profiler: the kernels' own time, as `device_seconds`.
@@ -398,6 +399,8 @@ def model(
 ) -> None:
     """Times one layer's attention on a model's activations, the mean over all layers.
 
+    Beside the times are the certificate's estimates of what the blocks that are left out cost.
+
     Args:
       model: a folder of safetensors or a .gguf file.
       documents: an .npy file of token ids, [documents, tokens].
@@ -451,6 +454,7 @@ def model(
                 "selector": selector,
                 "density": density,
                 "threshold": threshold,
+                **_estimates(plan, *given),
                 **_times(found, base, subject.layers),
             }
         )
@@ -464,6 +468,23 @@ def _layers(
     """form(plan, layer, q, k, v) of every layer, one after another."""
     one = jax.jit(form)  # traced once
     return [one(plan, jnp.int32(layer), *x) for layer, x in enumerate(zip(q, k, v, strict=True))]
+
+
+def _estimates(plan: Plan, q: list[Array], k: list[Array], v: list[Array]) -> Record:
+    """What the certificate says of a plan: means over heads and layers."""
+
+    def of_layer(plan: Plan, layer: Array, q: Array, k: Array, v: Array) -> dict[str, Array]:
+        mask = plan.mask(layer, q, k)
+        report = certified_attention(q, k, v, mask, jax.random.key(2), bound=False)[1]
+        figures = {
+            "visited_density": report.density_given,
+            "dropped_mass": report.dropped_mass_by_head.mean,
+            "relative_error": report.relative_error,
+        }
+        return {name: x.mean() for name, x in figures.items()}
+
+    found = _layers(of_layer, plan, q, k, v)
+    return {name: float(np.mean([x[name] for x in found])) for name in found[0]}
 
 
 def _forms(threshold: float) -> dict[str, Any]:
