@@ -122,6 +122,13 @@ def test_the_largest_logit_of_every_few_keys_stands_for_them():
     np.testing.assert_allclose(np.exp(got), want, rtol=1e-4)
 
 
+@pytest.mark.parametrize("keys_per_peak", [0, 3, 64])
+def test_peaks_of_keys_that_do_not_divide_a_block_are_refused(keys_per_peak):
+    q, k, _, _ = attention(53)
+    with pytest.raises(ValueError, match=f"keys_per_peak is {keys_per_peak}; it must divide"):
+        block_scores.part_queries(q, k, 32, keys_per_peak=keys_per_peak)
+
+
 def test_keys_that_no_query_sees_cannot_change_the_scores_of_every_query():
     """Neither in later blocks nor after a query in its own block, though they are NaN there."""
     q, k, _, _ = attention(96)

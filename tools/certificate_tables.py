@@ -31,7 +31,7 @@ def speed(report: Record) -> Cells:
         "B·N·T·H | block | selector | density | dense ms | selection ÷ dense | selection + sparse"
     )
     more = ["+ certificate"] if alone else []
-    estimated = [name for name in ESTIMATED if any(name in row for row in rows)]
+    estimated = [name for name in ESTIMATED if all(name in row for row in rows)]
     shown_estimates = [name.replace("_", " ") for name in estimated]
     return [*head.split(" | "), *more, f"+ certificate with {shown}", *shown_estimates], (
         [

@@ -16,9 +16,9 @@ from xsake.model import Config, Transformer
 
 
 def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypatch):
-    profile = profile_of(1, 2)
+    profile = profile_of(2, 2)
     length = profile.facts.length
-    sizes = dict(vocab_size=32, context=length, layers=1, width=8, heads=2, kv_heads=1, head_size=4)
+    sizes = dict(vocab_size=32, context=length, layers=2, width=8, heads=2, kv_heads=1, head_size=4)
     small = Transformer(Config(**sizes, mlp_width=8), rngs=nnx.Rngs(0))
     loaded = SimpleNamespace(model=small)
     monkeypatch.setattr(programs, "why_not", lambda need: None)
@@ -27,7 +27,7 @@ def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypa
     visited = []
 
     def count(plan, layer, q, k, v):
-        return plan.counts.sum()
+        return plan.counts[layer].sum()
 
     def timed(fn, plan, *given):
         visited.append(None if plan is None else int(sum(fn(plan, *given))))
@@ -44,7 +44,7 @@ def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypa
     assert [(row["density"], row["inputs"]) for row in rows] == [
         (x, "activations") for x in densities
     ]
-    assert [rows[0][f"dense_{kind}seconds"] for kind in ("", "device_")] == [1.0, 0.5]
+    assert [rows[0][f"dense_{kind}seconds"] for kind in ("", "device_")] == [0.5, 0.25]
     assert rows[0]["selection_device_over_dense"] == 1.0
     assert rows[0]["visited_density"] < rows[1]["visited_density"] <= 1
     assert 1 > rows[0]["dropped_mass"] > rows[1]["dropped_mass"] >= 0
@@ -52,6 +52,12 @@ def test_one_program_is_timed_with_the_plans_of_all_densities(tmp_path, monkeypa
     dense, first, second = visited
     assert dense is None
     assert first < second
+
+
+def test_every_layer_has_its_own_arrays():
+    q, k, v = (list(10.0**i * jnp.arange(2)) for i in range(3))
+    found = certificate._layers(lambda plan, layer, *x: (layer, *x), None, q, k, v)
+    assert jax.tree.map(float, found) == [(0, 0, 0, 0), (1, 1, 10, 100)]
 
 
 def test_the_certificate_that_is_timed_computes_its_sample():

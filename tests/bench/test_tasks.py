@@ -439,6 +439,9 @@ def test_times_on_activations_are_shown_with_their_threshold():
     row |= {"selection_device_over_dense": 0.25, "dense_device_seconds": 5e-4}
     (line,) = lines_of(certificate_tables.speed({"rows": [row]}))
     assert (line["dense ms"], line["selection ÷ dense"]) == ("1.000 / 0.500", "0.50 / 0.25")
+    row |= {"dropped_mass": 0.125, "relative_error": 0.25}
+    (line,) = lines_of(certificate_tables.speed({"rows": [row]}))
+    assert (line["dropped mass"], line["relative error"]) == ("0.125", "0.250")
 
 
 def test_one_head_at_a_time_is_changed(tmp_path, asked, monkeypatch):

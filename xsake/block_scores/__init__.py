@@ -167,11 +167,12 @@ def part_queries(
     is dropped. The cost is parts/block of that of q·kᵀ. The kernels compute the sums over keys
     where `why_not` returns None.
 
-    With keys_per_peak=m, a power of two, the largest of m logits stands for all m, that of keys
-    that are block/m apart: the sum has an m-th of the exponentials.
+    With keys_per_peak=m, which divides the block, the largest of m logits stands for all m, those
+    of keys that are block/m apart: the sum has an m-th of the exponentials. A block whose keys are
+    all alike, and a short last block, then count for up to m times less than one with a few peaks.
+    The kernels need block/m to be a multiple of 8.
     """
-    how = math.gcd(parts, block), means, math.gcd(keys_per_peak, block)
-    return _of_parts(q, k, block, first, *how)
+    return _of_parts(q, k, block, first, math.gcd(parts, block), means, keys_per_peak)
 
 
 def outlier_queries(
@@ -188,8 +189,7 @@ def outlier_queries(
     none of them wants: the logit of a key that one query asks for is divided by four. The query
     that differs most from the others is the one whose blocks the others would not select.
     """
-    how = math.gcd(parts, block), outliers, math.gcd(keys_per_peak, block)
-    return _of_parts(q, k, block, first, *how)
+    return _of_parts(q, k, block, first, math.gcd(parts, block), outliers, keys_per_peak)
 
 
 def _of_parts(
@@ -202,6 +202,8 @@ def _of_parts(
     keys_per_peak: int,
 ) -> Float[Array, "N R n"]:
     """log sqrt(mean p_a[j]²) over each row block's parts a, whose queries `represent` makes."""
+    if keys_per_peak < 1 or block % keys_per_peak:
+        raise ValueError(f"keys_per_peak is {keys_per_peak}; it must divide the block, {block}")
     size = block // parts
     if why_not(q, k, block) is None:
         make = by_kernel.batchable(block, parts, represent, keys_per_peak)
@@ -381,7 +383,10 @@ def _sums_of_keys(
     parts: int = 1,
     keys_per_peak: int = 1,
 ) -> Float[Array, "N R n"]:
-    """log Σ exp(q · k / √H) over the keys of each block, of which the last may be short."""
+    """log Σ exp(q · k / √H) over the keys of each block, of which the last may be short.
+
+    Only the largest of every `keys_per_peak` logits is summed.
+    """
     queries = (queries / math.sqrt(queries.shape[-1])).astype(k.dtype)
     padding = -k.shape[0] % block
     keys = jnp.pad(k, ((0, padding), (0, 0), (0, 0)))
@@ -401,8 +406,10 @@ def _summed_by_block(
 ) -> Float[Array, "N R n"]:
     """log Σ exp(q · k + shift) over the `per_block` keys of each block; logits are of k's type.
 
-    A row block has `parts` queries. If q is of the whole text, row blocks are computed in strips,
-    which skip most of what causality forbids; the scores of skipped blocks are -inf.
+    Only the largest of every `keys_per_peak` logits is summed, those of keys that are
+    per_block / keys_per_peak apart. A row block has `parts` queries. If q is of the whole text, row
+    blocks are computed in strips, which skip most of what causality forbids; the scores of skipped
+    blocks are -inf.
     """
     R, n = q.shape[0], k.shape[0] // per_block
 

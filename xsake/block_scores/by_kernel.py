@@ -71,7 +71,7 @@ def batchable(
     """The kernels on [B, ...]; their batching rule folds a mapped axis into B.
 
     Scores are of the queries that `represent` makes of `parts` parts of a row block,
-    [B, N, R · parts, n].
+    [B, N, R · parts, n]. Sums have the largest of every `keys_per_peak` logits.
     """
     how: Any = {"block": block, "parts": parts, "keys_per_peak": keys_per_peak}
 

@@ -126,7 +126,8 @@ DESCRIPTIONS: dict[str, Description] = {
         "Dense, causal and block-sparse attention on an H200 at two commits, in turns."
     ),
     "hopper-versions-tilings": Description(
-        "The same, after the tilings of the forward were measured again."
+        "Dense, causal and block-sparse attention on an H200 at two commits, in turns, after "
+        "tilings of the forward were measured again."
     ),
     "model-h200": Description("Loading, prefill and decoding of SmolLM2-135M in bfloat16."),
     "nsa": Description("Native Sparse Attention on a CPU: time, memory and error."),

@@ -206,21 +206,22 @@ def attend_pieces(q, k, v, pairs, lists, block, soft_cap):
 
 
 @pytest.mark.parametrize(
-    ("rule", "length", "every", "pieces"),
+    ("rule", "length", "every", "pieces", "size"),
     [
-        (masks.causal(), 1024, 8, 4),
-        (masks.causal(), 1024, 8, 1),
-        (masks.causal(), 509, 16, 1),
-        (masks.sliding_window(200, 100), 1024, 4, 4),
-        (masks.causal() & masks.sliding_window(300, 7), 512, 8, 2),
-        (masks.everything(), 512, 8, 2),
+        (masks.causal(), 1024, 8, 4, 64),
+        (masks.causal(), 1024, 8, 4, 128),
+        (masks.causal(), 1024, 8, 1, 64),
+        (masks.causal(), 509, 16, 1, 64),
+        (masks.sliding_window(200, 100), 1024, 4, 4, 64),
+        (masks.causal() & masks.sliding_window(300, 7), 512, 8, 2, 64),
+        (masks.everything(), 512, 8, 2, 64),
     ],
     ids=str,
 )
 def test_figures_by_kernels_are_those_of_the_definition(
-    rule, length, every, pieces, emulator, monkeypatch
+    rule, length, every, pieces, size, emulator, monkeypatch
 ):
-    B, N, K, size = 2, 2, 1, 64
+    B, N, K = 2, 2, 1
     q, k, v = (normal(B, length, n, size, seed=n) for n in (N, K, K))
     sinks = normal(N, dtype=jnp.float32)
     sample = sampled.sample_queries(jax.random.key(2), B, length, every)
@@ -239,6 +240,20 @@ def test_figures_by_kernels_are_those_of_the_definition(
     # pieces are rounded to bfloat16 before they are merged, here all keys are
     np.testing.assert_allclose(got[:, 0], want[:, 0], atol=1e-5)
     np.testing.assert_allclose(got[:, 1:], want[:, 1:], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sampled_queries", "sizes", "rows"),
+    [
+        (128, (64, 64), 64),
+        (128, (128, 128), 128),
+        (128, (64, 128), 128),
+        (60, (256, 256), 64),
+        (3, (64, 64), 64),
+    ],
+)
+def test_row_blocks_of_a_sample_are_short_with_small_heads(sampled_queries, sizes, rows):
+    assert sampled_by_kernel.row_block(sampled_queries, *sizes) == rows
 
 
 def in_plain_jax(monkeypatch, pieces):

@@ -43,6 +43,7 @@ SHARED_BYTES = 224 << 10  # of a CTA, for queries and keys; barriers have the re
 # Sums of powers of 2 between these are exact: with 128 keys, terms that a float32 does not hold are
 # less than 2⁻²³ of the sum.
 LEAST, MOST = 2.0**-96, 2.0**120
+COLUMNS = 8  # of a tile, that slices begin and end with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +107,17 @@ def sums(
       block: 64 or 128 keys.
       causal: row i sees blocks 0 … i // parts.
       parts: mean queries of one row block.
-      keys_per_peak: keys, block / keys_per_peak apart, of which only the largest logit is summed.
+      keys_per_peak: keys, block / keys_per_peak apart, of which only the largest logit is summed;
+        divides the block into parts of 8 keys or a multiple of that.
       tiling: tuning parameters.
       interpret: plgpu.InterpretGPUParams, for machines without a GPU.
     """
     shape = ScoresShape.of(queries, k, block, causal, parts, tiling)
+    if keys_per_peak < 1 or block % (COLUMNS * keys_per_peak):
+        raise ValueError(
+            f"keys_per_peak is {keys_per_peak}; blocks of {block} must divide into as many parts, "
+            f"each a multiple of {COLUMNS} keys"
+        )
     B, _, N, _ = queries.shape
     q, k = (pad_tokens(x, round_up(x.shape[1], ALIGNED)) for x in (queries, k))
     table = segments(shape, _jax.multiprocessors())

@@ -32,7 +32,7 @@ from xsake.backends.choice import check_name
 from xsake.bench import programs
 from xsake.bench.method_times import activations, check_is_plain
 from xsake.bench.suites import Record
-from xsake.bench.timing import compiled_together, provenance, time_on_device, time_queued
+from xsake.bench.timing import beside, compiled_together, provenance, time_on_device, time_queued
 from xsake.block_mask import BlockMask
 from xsake.data.documents import load_documents
 from xsake.evaluate.table import to_json
@@ -422,7 +422,8 @@ def model(
         check_is_plain(loaded.config)
     subject = Observer(loaded)
     # one array per layer: slices of stacked layers would be copied in every call
-    given = [list(x) for x in activations(subject, tokens)[:3]]
+    with beside():
+        given = [list(x) for x in jax.block_until_ready(activations(subject, tokens)[:3])]
     plans = {(s, d): make(known, d, "output", s) for s in selectors for d in densities}
     calls: dict[Any, tuple[Any, tuple[Any, ...]]] = {
         (selector, name): (
@@ -472,19 +473,20 @@ def _layers(
 
 def _estimates(plan: Plan, q: list[Array], k: list[Array], v: list[Array]) -> Record:
     """What the certificate says of a plan: means over heads and layers."""
-
-    def of_layer(plan: Plan, layer: Array, q: Array, k: Array, v: Array) -> dict[str, Array]:
-        mask = plan.mask(layer, q, k)
-        report = certified_attention(q, k, v, mask, jax.random.key(2), bound=False)[1]
-        figures = {
-            "visited_density": report.density_given,
-            "dropped_mass": report.dropped_mass_by_head.mean,
-            "relative_error": report.relative_error,
-        }
-        return {name: x.mean() for name, x in figures.items()}
-
-    found = _layers(of_layer, plan, q, k, v)
+    with beside():
+        found = jax.device_get(_layers(_estimated, plan, q, k, v))
     return {name: float(np.mean([x[name] for x in found])) for name in found[0]}
+
+
+def _estimated(plan: Plan, layer: Array, q: Array, k: Array, v: Array) -> dict[str, Array]:
+    mask = plan.mask(layer, q, k)
+    report = certified_attention(q, k, v, mask, jax.random.key(2), bound=False)[1]
+    figures = {
+        "visited_density": report.density_given,
+        "dropped_mass": report.dropped_mass_by_head.mean,
+        "relative_error": report.relative_error,
+    }
+    return {name: x.mean() for name, x in figures.items()}
 
 
 def _forms(threshold: float) -> dict[str, Any]:
