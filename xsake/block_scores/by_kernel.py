@@ -73,7 +73,6 @@ def batchable(
     Scores are of the queries that `represent` makes of `parts` parts of a row block,
     [B, N, R · parts, n]. Sums have the largest of every `keys_per_peak` logits.
     """
-    how: Any = {"block": block, "parts": parts, "keys_per_peak": keys_per_peak}
 
     @jax.custom_batching.custom_vmap
     @_jax.without_x64
@@ -83,7 +82,9 @@ def batchable(
         q, k = unaliased(q, k)  # the attention kernels need it; untested for these
         queries = queries_of(q, k, block, parts, represent)
         causal = queries.shape[1] == parts * -(-k.shape[1] // block)
-        found = hopper_scores.scores(queries, k, causal=causal, **how)
+        found = hopper_scores.scores(
+            queries, k, block, causal=causal, parts=parts, keys_per_peak=keys_per_peak
+        )
         return _jax.vary(found, _jax.varying_axes(q, k))
 
     @batched.def_vmap
@@ -108,8 +109,9 @@ def listing(
 
         q, k, counts = unaliased(q, k, counts)
         queries = queries_of(q, k, block, parts, represent)
-        of_keys: Any = {"parts": parts, "keys_per_peak": keys_per_peak}
-        sums = hopper_scores.sums(queries, k, block, causal=True, **of_keys)
+        sums = hopper_scores.sums(
+            queries, k, block, causal=True, parts=parts, keys_per_peak=keys_per_peak
+        )
         how = {"length": q.shape[1], "block": block, "parts": parts, "band": band}
         found = best_blocks.best_blocks(sums, counts, **how)[:4]
         return _jax.vary(found, _jax.varying_axes(q, k, counts))

@@ -33,16 +33,6 @@ def exact(queries, k, block, keys_per_peak=1):
     return np.log(each.max(-2).sum(-1))
 
 
-@needs_newer_jax
-@pytest.mark.parametrize("keys_per_peak", [0, 3, 16])
-def test_parts_of_a_block_that_a_tile_cannot_be_cut_into_are_refused(keys_per_peak):
-    from xsake.backends.hopper import scores as hopper_scores
-
-    queries, k = random_array(1, 16, 1, 64), random_array(1, 64, 1, 64)
-    with pytest.raises(ValueError, match=f"keys_per_peak is {keys_per_peak}; blocks of 64 must"):
-        hopper_scores.sums(queries, k, 64, causal=True, keys_per_peak=keys_per_peak)
-
-
 def exact_means(q, block, scale):
     """scale · the mean of every block's tokens, in float64."""
     q = np.asarray(q, np.float64)
@@ -130,6 +120,16 @@ def test_sums_that_a_float32_cannot_hold_are_right_too(monkeypatch):
     got = np.asarray(interpreted(queries, k, 64, causal=False))
     np.testing.assert_allclose(got[..., ::2], want[..., ::2], rtol=1e-5, atol=1e-5)
     assert np.isnan(got[..., 1]).all()
+
+
+@needs_newer_jax
+@pytest.mark.parametrize("keys_per_peak", [0, 3, 16])
+def test_parts_of_a_block_that_a_tile_cannot_be_cut_into_are_refused(keys_per_peak):
+    from xsake.backends.hopper import scores as hopper_scores
+
+    queries, k = random_array(1, 16, 1, 64), random_array(1, 64, 1, 64)
+    with pytest.raises(ValueError, match=f"keys_per_peak is {keys_per_peak}; blocks of 64 must"):
+        hopper_scores.sums(queries, k, 64, causal=True, keys_per_peak=keys_per_peak)
 
 
 @pytest.mark.parametrize(
