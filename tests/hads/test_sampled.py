@@ -1,6 +1,7 @@
 """Into how many pieces the keys of sampled queries are cut on a GPU of 132 multiprocessors."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from xsake import masks
@@ -17,8 +18,8 @@ def gpu(monkeypatch):
 
 
 def pieces_of(B, T, N, S):
-    G = -(-T // EVERY)
-    return sampled.number_of_pieces((B, T, N, 128), S, G, BLOCK_Q, masks.causal(), EVERY)
+    rows = sampled.SampledRows(masks.causal(), (T, S), -(-T // EVERY), EVERY, BLOCK_Q)
+    return sampled.number_of_pieces(rows, B * N)
 
 
 def finish_time(pieces, B, T, N, S):
@@ -77,3 +78,32 @@ def test_only_keys_of_windows_and_documents_are_cut():
     documents = masks.causal() & masks.documents(jnp.zeros((1, 8), jnp.int32))
     assert sampled._splits(documents)
     assert not sampled._splits(masks.causal() & masks.array(jnp.ones((1, 1, 8, 8), bool)))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        masks.causal(),
+        masks.sliding_window(100, 30),
+        masks.causal() & masks.sliding_window(60),
+        masks.everything(),
+    ],
+    ids=str,
+)
+def test_blocks_of_a_sample_are_live_where_a_query_sees_them_and_full_where_all_do(rule, group):
+    """Whichever queries of their groups are sampled: against the rule itself, token by token."""
+    T, S, every, block, keys, pieces = 500, 512, 16, 16, 32, 4
+    G = -(-T // every)
+    rows = sampled.SampledRows(rule, (T, S), G, every, block, group)
+    classes = sampled.block_classes(rows, keys, pieces)
+    sees = np.asarray(rule(0, 0, np.arange(T)[:, None], np.arange(S)))
+    sees = np.broadcast_to(sees, (T, S)).reshape(T, -1, keys)
+    query = np.arange(T)
+    wanted = np.zeros((rows.row_blocks, S // keys), int)
+    for i in range(rows.row_blocks):
+        first, last = i * block // group, min((i * block + block - 1) // group, G - 1)
+        own = sees[(first <= query // every) & (query // every <= last)]
+        wanted[i] = own.any((0, 2)).astype(int) + own.all((0, 2))
+    wanted = np.swapaxes(wanted.reshape(rows.row_blocks, pieces, -1), 0, 1)[:, None]
+    np.testing.assert_array_equal(np.broadcast_to(classes, wanted.shape), wanted)

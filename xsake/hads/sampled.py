@@ -10,7 +10,7 @@ multiprocessors of a GPU would wait. Pieces of the keys make shorter lists, and 
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from xsake.block_mask import BLOCK, MAX_CONSTANT, BlockMask
 from xsake.hads.correction import attend
 from xsake.masks.carrying import Between, Documents, at_queries
 from xsake.masks.positional import Window
-from xsake.masks.rule import Grid, Rule, combine, conjuncts
+from xsake.masks.rule import Grid, Rule, Spans, combine, conjuncts
 
 EVERY = 64  # tokens of a group, from which one query is sampled
 MIN_PIECE_KEYS = 256
@@ -78,8 +78,8 @@ def attend_sampled(
     if pieces is None:
         pieces = 1
         if _splits(rule):
-            G = sample.shape[1]
-            pieces = number_of_pieces(query.shape, S, G, block_for(G), rule, every)
+            rows = _rows(rule, (query.shape[1], S), sample, every)
+            pieces = number_of_pieces(rows, query.shape[0] * query.shape[2])
     if pieces == 1:
         mask = at_queries(rule, sample)
         out, logsumexp = attend(queries, key, value, mask, logits_soft_cap=soft_cap, sinks=sinks)
@@ -87,34 +87,65 @@ def attend_sampled(
     key, value = (x.reshape(-1, S // pieces, *x.shape[2:]) for x in (key, value))
     limits: Any = _of_pieces(rule, sample, pieces, S)
     if every is not None:
-        limits = _with_known_blocks(limits, rule, (query.shape[1], S), sample.shape, pieces, every)
+        rows = _rows(rule, (query.shape[1], S), sample, every)
+        limits = _with_known_blocks(limits, rows, sample.shape[0], pieces)
     queries = jnp.repeat(queries, pieces, axis=0)
     out, logsumexp = attend(queries, key, value, limits, logits_soft_cap=soft_cap)
     return _joined(out, logsumexp, sinks, pieces)
 
 
-def number_of_pieces(
-    shape: tuple[int, ...], S: int, G: int, block_q: int, rule: Rule, every: int | None
-) -> int:
+class SampledRows(NamedTuple):
+    """Rows of attention that are sampled queries: row i is that of query i // group."""
+
+    rule: Rule  # of all queries
+    shape: tuple[int, int]  # (T, S): all queries and all keys
+    sampled: int  # queries
+    every: int | None  # one query is sampled of each group of so many; None: any queries are
+    block: int  # rows of a row block
+    group: int = 1  # rows of one query, which see the same keys: one for each head of a group
+
+    @property
+    def row_blocks(self) -> int:
+        """How many there are, the last possibly cut short."""
+        return -(-self.sampled * self.group // self.block)
+
+    def spans(self, keys: int) -> Spans | None:
+        """Of the row blocks over kv blocks of `keys` keys; None if they depend on arrays.
+
+        Each query has the spans of all `every` that it is sampled from.
+        """
+        if self.every is None:
+            return None
+        spans = self.rule.spans(Grid(self.shape, (self.every, keys)))
+        if spans is None:
+            return None
+        begin = np.arange(0, self.sampled * self.group, self.block)
+        first, last = begin // self.group, (begin + self.block - 1) // self.group
+
+        def over_rows(reduce: np.ufunc, each: np.ndarray) -> np.ndarray:
+            of_block = zip(first, last + 1, strict=True)
+            return np.array([reduce.reduce(each[i:end]) for i, end in of_block])
+
+        how = np.minimum, np.maximum, np.maximum, np.minimum
+        return Spans(*map(over_rows, how, spans))
+
+
+def number_of_pieces(rows: SampledRows, heads: int) -> int:
     """The power of two that is estimated to finish soonest on a Hopper GPU.
 
     A work tile, a row block and a piece, takes the time of the blocks that it visits and of
     TILE_OVERHEAD_BLOCKS; the longest begin first, each on the first multiprocessor that is free.
 
     Args:
-      shape: of all queries, [B, T, N, H].
-      S: keys.
-      G: queries of the sample.
-      block_q: sampled queries of a row block.
-      rule: of all queries.
-      every: as by `attend_sampled`.
+      rows: of every head.
+      heads: of all batch rows.
     """
     if _jax.why_no_hopper(NEEDS_JAX) is not None:
         return 1
-    B, T, N, _ = shape
-    row_blocks, parts = -(-G // block_q), -(-S // MIN_PIECE_KEYS)
-    spans = None if every is None else rule.spans(Grid((T, S), (block_q * every, MIN_PIECE_KEYS)))
-    lo, hi = (np.zeros(row_blocks), np.full(row_blocks, parts))
+    S = rows.shape[1]
+    parts = -(-S // MIN_PIECE_KEYS)
+    spans = rows.spans(MIN_PIECE_KEYS)
+    lo, hi = (np.zeros(rows.row_blocks), np.full(rows.row_blocks, parts))
     if spans is not None:
         lo, hi = spans.live(parts)
 
@@ -124,11 +155,11 @@ def number_of_pieces(
         blocks = seen[seen > 0] * (MIN_PIECE_KEYS / BLOCK)
         lengths = np.sort(blocks + TILE_OVERHEAD_BLOCKS)[::-1]
         free = [0.0] * _jax.multiprocessors()
-        for length in np.repeat(lengths, B * N):
+        for length in np.repeat(lengths, heads):
             heapq.heapreplace(free, free[0] + length)
         return max(free)
 
-    choices, tiles = [1], B * N * row_blocks
+    choices, tiles = [1], heads * rows.row_blocks
     while (
         (pieces := 2 * choices[-1]) <= MAX_PIECES
         and S % (pieces * MIN_PIECE_KEYS) == 0
@@ -168,40 +199,40 @@ def _of_pieces(rule: Rule, sample: Int[Array, "B G"], pieces: int, S: int) -> Ru
     return combine(map(one, conjuncts(rule)))
 
 
+def _rows(
+    rule: Rule, shape: tuple[int, int], sample: Int[Array, "B G"], every: int | None
+) -> SampledRows:
+    """The rows of `attend_sampled`, one for each query."""
+    G = sample.shape[1]
+    return SampledRows(rule, shape, G, every, block_for(G))
+
+
 def _with_known_blocks(
-    piece_rule: Rule,
-    rule: Rule,
-    shape: tuple[int, int],
-    sampled: tuple[int, ...],
-    pieces: int,
-    every: int,
+    piece_rule: Rule, rows: SampledRows, batch: int, pieces: int
 ) -> BlockMask | Rule:
     """The pieces' rule as a BlockMask whose lists are constants; the rule if they cannot be."""
-    (B, G), size = sampled, shape[1] // pieces
-    block = block_for(G), block_for(size)
-    classes = block_classes(rule, shape, block, pieces, every)
-    if classes is None or B * pieces * classes[0].size > MAX_CONSTANT:
+    size = rows.shape[1] // pieces
+    block = rows.block, block_for(size)
+    classes = block_classes(rows, block[1], pieces)
+    if classes is None or batch * pieces * classes[0].size > MAX_CONSTANT:
         return piece_rule
+    shape = rows.sampled, size
     if len(classes) < pieces:  # as with one row block: lists that all of them share
-        return BlockMask.from_classes(classes, piece_rule, (G, size), block)
-    return BlockMask.from_classes(np.tile(classes, (B, 1, 1, 1)), piece_rule, (G, size), block)
+        return BlockMask.from_classes(classes, piece_rule, shape, block)
+    return BlockMask.from_classes(np.tile(classes, (batch, 1, 1, 1)), piece_rule, shape, block)
 
 
-def block_classes(
-    rule: Rule, shape: tuple[int, int], block: tuple[int, int], pieces: int, every: int
-) -> np.ndarray | None:
-    """The classes of a sample's blocks, [pieces, 1, row blocks, kv blocks of a piece].
+def block_classes(rows: SampledRows, keys: int, pieces: int) -> np.ndarray | None:
+    """The classes of a sample's blocks of `keys` keys, [pieces, 1, row blocks, blocks of a piece].
 
-    [1, …] if all pieces have the same; None if they depend on arrays. `rule`, with (T, S) = shape,
-    classifies the row blocks of all queries that the sample is of: a row block of sampled queries
-    has the class of the one, `every` times as long, around it.
+    [1, …] if all pieces have the same; None if they depend on arrays.
     """
-    grid = Grid(shape, (block[0] * every, block[1]))
-    spans = rule.spans(grid)
-    if spans is None or (pieces > 1 and shape[1] % (pieces * block[1])):
+    S = rows.shape[1]
+    spans = rows.spans(keys)
+    if spans is None or (pieces > 1 and S % (pieces * keys)):
         return None
     live_lo, live_hi, full_lo, full_hi = (x[:, None] for x in spans)
-    column = np.arange(grid.counts[1])
+    column = np.arange(-(-S // keys))
     live = (live_lo <= column) & (column < live_hi)
     classes = live.astype(np.int8) + (live & (full_lo <= column) & (column < full_hi))
     by_piece = np.swapaxes(classes.reshape(len(classes), pieces, -1), 0, 1)[:, None]

@@ -27,7 +27,7 @@ from xsake.block_mask import BlockMask
 from xsake.block_mask.lists import known_lists
 from xsake.hads import estimates
 from xsake.hads.estimates import Estimate
-from xsake.hads.sampled import block_classes, number_of_pieces
+from xsake.hads.sampled import SampledRows, block_classes, number_of_pieces
 from xsake.masks.positional import Window
 from xsake.masks.rule import Grid, Rule, conjuncts
 
@@ -99,15 +99,17 @@ def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., 
 
         *qkv, sample, out, logsumexp = given[:6]
         q, k, v = unaliased(*qkv)
-        T, S, G = q.shape[1], k.shape[1], sample.shape[1]
-        block = row_block(G, q.shape[3], v.shape[3]), BLOCKS[-1]
-        pieces = number_of_pieces(q.shape, S, G, block[0], rule, every)
-        width = -(-G // block[0]) * block[0]
-        gathered, pairs = queries.gather_queries(q, sample, _window(rule), S, pieces, width)
+        (B, T, N, H), (_, S, K, Hv), G = q.shape, v.shape, sample.shape[1]
+        rows = sampled_rows(rule, (T, S), G, every, N // K, (H, Hv))
+        pieces = number_of_pieces(rows, B * K)
+        width = rows.row_blocks * rows.block
+        gathered, pairs = queries.gather_queries(q, sample, _window(rule), S, (pieces, K), width)
         k, v = (x.reshape(-1, S // pieces, *x.shape[2:]) for x in (k, v))
-        classes = block_classes(rule, (T, S), block, pieces, every)
+        block = rows.block, BLOCKS[-1]
+        classes = block_classes(rows, block[1], pieces)
         assert classes is not None  # why_not: a window has spans
-        lists = known_lists(classes, Grid((G, S // pieces), block, len(classes), 1))
+        shape = gathered.shape[1], S // pieces
+        lists = known_lists(classes, Grid(shape, block, len(classes), 1))
         of_pieces = hopper.run_pieces(gathered, k, v, pairs, lists, block, soft_cap)
         sparse = unaliased(out, logsumexp)
         found = compare.compare(of_pieces, sparse, sample, *given[6:])
@@ -125,13 +127,23 @@ def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., 
     return measured
 
 
-def row_block(G: int, *head_sizes: int) -> int:
-    """Sampled queries of a row block.
+def sampled_rows(
+    rule: Rule,
+    shape: tuple[int, int],
+    sampled: int,
+    every: int,
+    group: int,
+    head_sizes: tuple[int, int],
+) -> SampledRows:
+    """The rows of every kv head: a row for each sampled query and each query head of the group.
 
-    A short one skips more of the keys that its queries do not see, but each key that is read serves
-    half as many queries. On an H200 that paid with heads of 64, and not with heads of 128.
+    So the keys of a kv head are read for all of its query heads, and a row block stands for fewer
+    queries: it skips more of the keys that they do not see. With heads of 64, short row blocks do
+    so even more; on an H200 that did not pay with heads of 128.
     """
-    return BLOCKS[0] if max(head_sizes) <= SMALL_HEAD else max(BLOCKS[0], block_for(G))
+    is_short = max(head_sizes) <= SMALL_HEAD
+    block = BLOCKS[0] if is_short else max(BLOCKS[0], block_for(sampled * group))
+    return SampledRows(rule, shape, sampled, every, block, group)
 
 
 def estimates_and_densities(

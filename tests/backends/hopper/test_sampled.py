@@ -35,28 +35,51 @@ def emulator(monkeypatch):
     return lane_emulator
 
 
+def in_rows(x, K):
+    """x [B, G, N, …] of sampled queries, as rows [B, G · N / K, K, …]."""
+    B, G, N = x.shape[:3]
+    return jnp.swapaxes(x.reshape(B, G, K, N // K, *x.shape[3:]), 2, 3).reshape(
+        B, -1, K, *x.shape[3:]
+    )
+
+
+def of_queries(x, N):
+    """The inverse of `in_rows`."""
+    B, rows, K = x.shape[:3]
+    return jnp.swapaxes(x.reshape(B, -1, N // K, K, *x.shape[3:]), 2, 3).reshape(
+        B, -1, N, *x.shape[3:]
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("window", "pieces"), [((None, 0), 8), ((None, 0), 1), ((200, 100), 4), ((None, None), 2)]
+    ("window", "pieces", "K"),
+    [((None, 0), 8, 2), ((None, 0), 1, 6), ((200, 100), 4, 1), ((None, None), 2, 3)],
 )
-def test_sampled_queries_are_copied_with_the_keys_that_they_see(window, pieces, dtype, emulator):
+def test_sampled_queries_are_copied_with_the_keys_that_they_see(window, pieces, K, dtype, emulator):
     from xsake.backends.hopper.sampled.queries import gather_queries
 
-    B, T, N, size, width = 2, 1000, 3, 64, 64
-    S = 1024
+    B, T, N, size, S = 2, 1000, 6, 64, 1024
+    group = N // K
     q = normal(B, T, N, size, dtype=dtype)
     sample = sampled.sample_queries(jax.random.key(0), B, T, 48)
-    queries, pairs = gather_queries(q, sample, window, S, pieces, width)
-    want = q[np.arange(B)[:, None], np.asarray(sample)]
-    np.testing.assert_array_equal(np.asarray(queries), np.asarray(want))
     G = sample.shape[1]
-    assert not np.asarray(pairs)[..., 1, G:].any()
+    width = -(-G * group // 64) * 64
+    queries, pairs = gather_queries(q, sample, window, S, (pieces, K), width)
+    want = q[np.arange(B)[:, None], np.asarray(sample)]
+    np.testing.assert_array_equal(np.asarray(queries), np.asarray(in_rows(want, K)))
+    np.testing.assert_array_equal(np.asarray(of_queries(queries, N)), np.asarray(want))
+    pairs = np.asarray(pairs)
+    assert not pairs[..., 1, G * group :].any()
+    pairs = pairs[..., : G * group].reshape(-1, 2, G, group)
+    assert (pairs == pairs[..., :1]).all()
+    pairs = pairs[..., 0]
     rule = masks.everything() if window == (None, None) else masks.sliding_window(*window)
     if window == (None, 0):
         rule = masks.causal()
     sees = np.asarray(rule(0, 0, np.asarray(sample)[..., None], np.arange(S)))
     sees = np.broadcast_to(sees, (B, G, S)).reshape(B, G, pieces, -1)
-    lo, hi = (np.asarray(pairs)[:, i, :G].reshape(B, pieces, G, 1) for i in range(2))
+    lo, hi = (pairs[:, i].reshape(B, pieces, G, 1) for i in range(2))
     key = np.arange(S // pieces)
     np.testing.assert_array_equal((lo <= key) & (key < hi), np.swapaxes(sees, 1, 2))
 
@@ -104,6 +127,11 @@ def test_pieces_are_merged_and_compared_as_in_plain_jax(pieces, size, N, G, has_
     given = comparable(pieces, size, N, G)
     sinks = normal(N, dtype=jnp.float32) if has_sinks else None
     got = compare.compare(*given, None if sinks is None else sinks[None])
+    (out, lse), *others = given
+    for K in {1, N}:
+        rows = in_rows(out, K), jnp.swapaxes(in_rows(jnp.swapaxes(lse, 1, 2), K), 1, 2)
+        again = compare.compare(rows, *others, None if sinks is None else sinks[None])
+        np.testing.assert_array_equal(again, got)
     want = by_definition(*given, sinks, pieces)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
     if not has_sinks:
@@ -221,7 +249,7 @@ def attend_pieces(q, k, v, pairs, lists, block, soft_cap):
 def test_figures_by_kernels_are_those_of_the_definition(
     rule, length, every, pieces, size, emulator, monkeypatch
 ):
-    B, N, K = 2, 2, 1
+    B, N, K = 2, 6, 2
     q, k, v = (normal(B, length, n, size, seed=n) for n in (N, K, K))
     sinks = normal(N, dtype=jnp.float32)
     sample = sampled.sample_queries(jax.random.key(2), B, length, every)
@@ -243,30 +271,39 @@ def test_figures_by_kernels_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize(
-    ("sampled_queries", "sizes", "rows"),
+    ("sampled_queries", "group", "sizes", "rows"),
     [
-        (128, (64, 64), 64),
-        (128, (128, 128), 128),
-        (128, (64, 128), 128),
-        (60, (256, 256), 64),
-        (3, (64, 64), 64),
+        (128, 1, (64, 64), 64),
+        (128, 1, (128, 128), 128),
+        (128, 1, (64, 128), 128),
+        (60, 1, (256, 256), 64),
+        (60, 2, (256, 256), 128),
+        (3, 1, (64, 64), 64),
     ],
 )
-def test_row_blocks_of_a_sample_are_short_with_small_heads(sampled_queries, sizes, rows):
-    assert sampled_by_kernel.row_block(sampled_queries, *sizes) == rows
+def test_row_blocks_of_a_sample_are_short_with_small_heads(sampled_queries, group, sizes, rows):
+    T = 64 * sampled_queries
+    found = sampled_by_kernel.sampled_rows(
+        masks.causal(), (T, T), sampled_queries, 64, group, sizes
+    )
+    assert found.block == rows
 
 
 def in_plain_jax(monkeypatch, pieces):
     """Functions that JAX can trace on a CPU, in place of the kernels of `_measuring`."""
     from xsake.backends.hopper.sampled import compare, queries
 
-    def gather_queries(q, sample, window, keys, pieces, width):
+    def gather_queries(q, sample, window, keys, cut, width):
+        (pieces, K), N = cut, q.shape[2]
         rule = sampled._of_pieces(masks.causal(), sample, pieces, keys)
-        pairs = jnp.stack([rule.lo, rule.hi], axis=1)
-        pad = ((0, 0), (0, 0), (0, width - sample.shape[1]))
-        return sampled.at_sample(q, sample), jnp.pad(pairs, pad)
+        pairs = jnp.repeat(jnp.stack([rule.lo, rule.hi], axis=1), N // K, axis=2)
+        pad = ((0, 0), (0, 0), (0, width - pairs.shape[2]))
+        return in_rows(sampled.at_sample(q, sample), K), jnp.pad(pairs, pad)
 
     def compared(of_pieces, sparse, sample, sinks=None):
+        N = sparse[0].shape[2]
+        out, logs = of_pieces[0], jnp.swapaxes(of_pieces[1], 1, 2)
+        of_pieces = of_queries(out, N), jnp.swapaxes(of_queries(logs, N), 1, 2)
         each = jnp.broadcast_to(sinks, (len(sample), sinks.shape[-1]))
         C = of_pieces[0].shape[0] // len(sample)
         found = [
@@ -362,7 +399,8 @@ def test_queries_are_shared_by_pieces_when_interpreted(G, of_pieces, monkeypatch
     S, block, every = 256, (64 if G < 64 else 128, 128), 2
     q, k, v = (normal(2, G, 1, 64), *(normal(4, S // 2, 1, 64, seed=i) for i in (1, 2)))
     sample = jnp.arange(G, dtype=jnp.int32)[None] * every + jnp.arange(2)[:, None]
-    classes = sampled.block_classes(masks.causal(), (2 * G, S), block, 2, every)
+    rows = sampled.SampledRows(masks.causal(), (2 * G, S), G, every, block[0])
+    classes = sampled.block_classes(rows, block[1], 2)
     assert classes.shape == (len(of_pieces), 1, 1, 1)
     assert classes.ravel().tolist() == of_pieces
     lists = lists_module.known_lists(classes, Grid((G, S // 2), block, len(classes), 1))

@@ -247,7 +247,8 @@ def test_a_known_table_has_every_work_tile_and_the_longest_first():
     from xsake.backends.hopper import work_table
     from xsake.backends.hopper.scheduler import COUNTER
 
-    classes = sampled.block_classes(masks.causal(), (1024, 1024), (64, 128), 4, 4)
+    rows = sampled.SampledRows(masks.causal(), (1024, 1024), 256, 4, 64)
+    classes = sampled.block_classes(rows, 128, 4)
     lists = known_lists(classes, Grid((256, 256), (64, 128), len(classes), 1))
     *records, end = work_table.known_table(lists, 8, 2)
     assert (end[4], end[COUNTER]) == (-1, SMS)

@@ -1,6 +1,6 @@
 """Attention of sampled queries, and estimates for all of them, on Hopper (sm90).
 
-    q [B, T, N, H], sample [B, G] ─ queries.py ─ queries [B, G, N, H], intervals by piece
+    q [B, T, N, H], sample [B, G] ─ queries.py ─ rows [B, G · N / K, K, H], intervals by piece
         ─ hopper.run_pieces ─ out, logsumexp of each piece of the keys
         ─ compare.py, with the sparse out and logsumexp ─ mass, ‖Δ‖², ‖out'‖² of every query
         ─ means.py ─ means and intervals by window and head, densities

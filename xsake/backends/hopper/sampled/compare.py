@@ -44,8 +44,8 @@ def compare(
     A query that sees no key has zeros. The outputs are bfloat16 or float16.
 
     Args:
-      pieces: out [B · pieces, G, N, Hv] and logsumexp float32 [B · pieces, N, G] of the sampled
-        queries over each piece of the keys, without sinks. Hv is 64, 128 or 256.
+      pieces: out [B · pieces, G · N / K, K, Hv] and logsumexp float32 [B · pieces, K, G · N / K]
+        of the rows of queries.py over each piece of the keys, without sinks. Hv is 64, 128 or 256.
       sparse: out [B, T, N, Hv] and logsumexp float32 [B, N, T] of all queries, with sinks.
       sample: int32 [B, G].
       sinks: float32 [B|1, N]; they join the dense softmax's denominator.
@@ -53,7 +53,8 @@ def compare(
     out, logsumexp = sparse
     B, T, N, Hv = out.shape
     G = sample.shape[1]
-    body = _Comparison(B, T, N, G, Hv, pieces[0].shape[0] // B, 0 if sinks is None else len(sinks))
+    C, _, K, _ = pieces[0].shape
+    body = _Comparison(B, T, (N, K), G, Hv, C // B, 0 if sinks is None else len(sinks))
     operands = [*pieces, out, logsumexp, sample, *([] if sinks is None else [sinks])]
     (found,) = launch(
         body.run,
@@ -70,8 +71,10 @@ def compare(
 class _Comparison:
     """The kernel body; `self` holds what is static."""
 
-    def __init__(self, B, T, N, G, Hv, pieces, sink_batch):
-        self.T, self.N, self.G, self.pieces, self.sink_batch = T, N, G, pieces, sink_batch
+    def __init__(self, B, T, heads, G, Hv, pieces, sink_batch):
+        self.N, self.K = N, K = heads
+        self.group = N // K
+        self.T, self.G, self.pieces, self.sink_batch = T, G, pieces, sink_batch
         self.lanes = Hv // OCTET  # of a row
         self.per_cta = THREADS // self.lanes
         self.rows = B * G * N
@@ -89,8 +92,10 @@ class _Comparison:
         here = gather_eight(out, ((b * self.T + query) * self.N + n) * self.lanes + part)
         sparse = gather(logsumexp, (b * self.N + n) * self.T + query)
         of_pieces = [b * self.pieces + p for p in range(self.pieces)]
-        each = [gather(logs, (x * self.N + n) * self.G + g) for x in of_pieces]
-        at = [((x * self.G + g) * self.N + n) * self.lanes + part for x in of_pieces]
+        h, j = div_rem_lanes(n, self.group)
+        rows, own = self.G * self.group, g * self.group + j
+        each = [gather(logs, (x * self.K + h) * rows + own) for x in of_pieces]
+        at = [((x * rows + own) * self.K + h) * self.lanes + part for x in of_pieces]
         loaded = [gather_eight(outs, x) for x in at]
         if sinks is not None:  # one more piece
             each.append(gather(sinks, (b * self.N if self.sink_batch > 1 else 0) + n))

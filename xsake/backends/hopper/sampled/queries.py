@@ -1,7 +1,10 @@
 """Sampled queries side by side, and the keys that they see in each piece, on Hopper (sm90).
 
-sample [B, G] ─┬─ q [B, T, N, H] ─ 16 bytes per lane ─ queries [B, G, N, H]
-               └─ lo, hi clipped to each piece ─ intervals [B · pieces, 2, G]
+sample [B, G] ─┬─ q [B, T, N, H] ─ 16 bytes per lane ─ rows [B, G · N / K, K, H]
+               └─ lo, hi clipped to each piece ─ intervals [B · pieces, 2, G · N / K]
+
+The query heads of a kv head become rows one after another: attention of K heads, each of which
+reads its keys for all of them.
 """
 
 import math
@@ -29,24 +32,26 @@ def gather_queries(
     sample: Array,
     window: tuple[int | None, int | None],
     keys: int,
-    pieces: int,
+    cut: tuple[int, int],
     width: int,
 ) -> tuple[Array, Array]:
-    """(q[b, sample[b]], the intervals of keys lo … hi - 1 of piece p at row b · pieces + p).
+    """(rows of q[b, sample[b]], intervals of the keys lo … hi - 1 that they see of each piece).
 
-    The intervals are int32 [B · pieces, 2, width]: those past G are empty.
+    Row g · N / K + j of kv head h is query head h · N / K + j of sampled query g. The intervals of
+    piece p are at b · pieces + p, int32 [B · pieces, 2, width]: those past the last row are empty.
 
     Args:
-      q: bfloat16 or float16 [B, T, N, H]; N · H is a multiple of 8.
+      q: bfloat16 or float16 [B, T, N, H]; H is a multiple of 8.
       sample: int32 [B, G].
       window: query t sees keys t - left … t + right; None: no limit there.
-      keys: how many there are, in `pieces` of equal size.
-      pieces: of the keys.
-      width: at least G.
+      keys: how many there are, in pieces of equal size.
+      cut: (pieces of the keys, kv heads).
+      width: at least G · N / K.
     """
     B, T, N, H = q.shape
-    G = sample.shape[1]
-    body = _SampledQueries(B, T, (G, width), N * H // OCTET, window, keys // pieces, pieces)
+    G, (pieces, K) = sample.shape[1], cut
+    heads = N // K, K, H // OCTET
+    body = _SampledQueries(B, T, (G, width), heads, window, keys // pieces, pieces)
     queries, intervals = launch(
         body.run,
         "xsake_sampled_queries",
@@ -57,17 +62,18 @@ def gather_queries(
         {"cta": body.copies + body.intervals},
         (q.reshape(-1), sample.reshape(-1)),
     )
-    return queries.reshape(B, G, N, H), intervals.reshape(B * pieces, 2, width)
+    return queries.reshape(B, -1, K, H), intervals.reshape(B * pieces, 2, width)
 
 
 class _SampledQueries:
     """The kernel body; `self` holds what is static."""
 
-    def __init__(self, B, T, queries, chunks, window, size, pieces):
+    def __init__(self, B, T, queries, heads, window, size, pieces):
         self.G, self.width = G, width = queries
-        self.T, self.chunks, self.size, self.pieces = T, chunks, size, pieces
+        self.group, self.K, self.octets = heads
+        self.T, self.chunks, self.size, self.pieces = T, math.prod(heads), size, pieces
         self.left, self.right = window
-        self.all_chunks, self.all_ends = B * G * chunks, B * pieces * width
+        self.all_chunks, self.all_ends = B * G * self.chunks, B * pieces * width
         self.copies = math.ceil(self.all_chunks / THREADS)  # CTAs that copy
         self.intervals = math.ceil(self.all_ends / THREADS)  # CTAs that write intervals
 
@@ -81,17 +87,21 @@ class _SampledQueries:
         """A chunk of 16 bytes of every lane."""
         slot = cta * THREADS + lane_index()
         at = jnp.minimum(slot, self.all_chunks - 1)
-        row, chunk = div_rem_lanes(at, self.chunks)
-        b, _ = div_rem_lanes(row, self.G)
-        source = (b * self.T + gather(sample, row)) * self.chunks + chunk
+        query, chunk = div_rem_lanes(at, self.chunks)
+        b, _ = div_rem_lanes(query, self.G)
+        head, octet = div_rem_lanes(chunk, self.octets)
+        j, h = div_rem_lanes(head, self.K)  # heads of a row are kv heads
+        source = (b * self.T + gather(sample, query)) * self.chunks
+        source += (h * self.group + j) * self.octets + octet
         copy_eight(q, source, queries, jnp.where(slot < self.all_chunks, slot, -1))
 
     def write(self, cta, sample, intervals):
         """lo and hi of every lane's query in a piece."""
         slot = cta * THREADS + lane_index()
         at = jnp.minimum(slot, self.all_ends - 1)
-        row, g = div_rem_lanes(at, self.width)
+        row, own = div_rem_lanes(at, self.width)
         b, piece = div_rem_lanes(row, self.pieces)
+        g, _ = div_rem_lanes(own, self.group)
         query = gather(sample, b * self.G + jnp.minimum(g, self.G - 1))
         begin = piece * self.size
 
@@ -102,6 +112,6 @@ class _SampledQueries:
         everything = self.size * self.pieces
         right = everything if self.right is None else min(self.right, everything)
         hi = jnp.where(g < self.G, inside(query + (right + 1)), 0)
-        first = row * (2 * self.width) + g
+        first = row * (2 * self.width) + own
         for offset, values in ((0, lo), (self.width, hi)):
             scatter(intervals, jnp.where(slot < self.all_ends, first + offset, -1), values)
