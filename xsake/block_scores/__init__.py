@@ -35,7 +35,7 @@ from xsake.block_scores.queries import Represent, means, outliers, sizes_of
 __all__ = ["BY_KERNEL", "ESTIMATES", "estimate", "filled", "select", "why_not"]
 
 PARTS = 16  # queries of a row block that `part_queries` and `outlier_queries` score
-KEYS_PER_PEAK = 1  # keys whose largest logit stands for each of them in those selectors' sums
+KEYS_PER_PEAK = 4  # keys whose largest logit stands for each of them in those selectors' sums
 QUERIES_AT_ONCE = 256  # of `every_query`: so many · S logits of each head are in memory
 STRIPS = 4  # strips of row blocks; a strip skips the kv blocks after its last row block
 
@@ -155,7 +155,7 @@ def part_queries(
     block: int,
     first: Index = 0,
     parts: int = PARTS,
-    keys_per_peak: int = KEYS_PER_PEAK,
+    keys_per_peak: int | None = None,
 ) -> Float[Array, "N R n"]:
     """Mean queries of `parts` parts of a row block, each against every key.
 
@@ -170,7 +170,7 @@ def part_queries(
     With keys_per_peak=m, which divides the block, the largest of m logits stands for all m, those
     of keys that are block/m apart: the sum has an m-th of the exponentials. A block whose keys are
     all alike, and a short last block, then count for up to m times less than one with a few peaks.
-    The kernels need block/m to be a multiple of 8.
+    The kernels need block/m to be a multiple of 8. Default: 4, or 2 or 1 where the block is odd.
     """
     return _of_parts(q, k, block, first, math.gcd(parts, block), means, keys_per_peak)
 
@@ -181,7 +181,7 @@ def outlier_queries(
     block: int,
     first: Index = 0,
     parts: int = PARTS,
-    keys_per_peak: int = KEYS_PER_PEAK,
+    keys_per_peak: int | None = None,
 ) -> Float[Array, "N R n"]:
     """`part_queries` with one query of each part instead of the part's mean.
 
@@ -199,9 +199,11 @@ def _of_parts(
     first: Index,
     parts: int,
     represent: Represent,
-    keys_per_peak: int,
+    keys_per_peak: int | None,
 ) -> Float[Array, "N R n"]:
     """log sqrt(mean p_a[j]²) over each row block's parts a, whose queries `represent` makes."""
+    if keys_per_peak is None:
+        keys_per_peak = math.gcd(KEYS_PER_PEAK, block)
     if keys_per_peak < 1 or block % keys_per_peak:
         raise ValueError(f"keys_per_peak is {keys_per_peak}; it must divide the block, {block}")
     size = block // parts
