@@ -4,7 +4,7 @@ import functools
 import logging
 import platform as python_platform
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import thread as pools
 from typing import Any, ParamSpec, TypeVar
@@ -168,6 +168,7 @@ def speed_up_first_calls() -> None:
     if version() in FASTER_IN:
         lower_kernels_faster()
         compile_kernels_early()
+        lower_backward_first()
 
 
 def lower_kernels_faster() -> None:
@@ -346,6 +347,66 @@ def with_early_compilation(lower: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return lower_and_start
+
+
+def lower_backward_first() -> None:
+    """Lowers the kernels of a backward before those of its forward.
+
+    They take the longest to compile, and in the order of the program they are the last: nothing
+    would be left to lower beside them.
+    """
+    from jax._src.interpreters import mlir
+
+    mlir.jaxpr_subcomp = with_backward_first(mlir.jaxpr_subcomp)
+
+
+def with_backward_first(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """`jaxpr_subcomp`, whose first call for a program, or for a mesh in it, lowers such kernels.
+
+    Every equation is lowered once to a function, in a cache of the program's; the program then
+    finds it there.
+    """
+    from jax._src.interpreters import mlir
+
+    @functools.wraps(lower)
+    def lower_in_order(ctx: Any, jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
+        begun = "xsake", ctx.axis_context
+        if tuple(ctx.platforms) == ("cuda",) and begun not in ctx.cached_primitive_lowerings:
+            ctx.cached_primitive_lowerings[begun] = None
+            for equation in kernels_of(jaxpr, "xsake_backward", set()):
+                avals = tuple(x.aval for x in equation.invars)
+                key = mlir.LoweringCacheKey(
+                    primitive=equation.primitive,
+                    eqn_ctx=equation.ctx,
+                    avals_in=avals,
+                    effects=frozenset(equation.effects),
+                    params=tuple(sorted(equation.params.items())),
+                    platforms=tuple(ctx.platforms),
+                )
+                if key not in ctx.lowering_cache:
+                    mlir._cached_lowering_miss(ctx, equation, key, avals, **equation.params)
+        return lower(ctx, jaxpr, *args, **kwargs)
+
+    return lower_in_order
+
+
+def kernels_of(jaxpr: Any, name: str, seen: set[int]) -> Iterator[Any]:
+    """The equations of kernels whose name begins so, also inside of others, in a program's order.
+
+    Not those inside shard_map, which is lowered with a mesh of its own. Each inner program is
+    visited once: layers that are alike share it.
+    """
+    from jax.extend import core
+
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "mpmd_map":
+            if str(equation.params["name"]).startswith(name):
+                yield equation
+        elif equation.primitive.name != "shard_map":
+            for inner in core.jaxprs_in_params(equation.params):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    yield from kernels_of(inner, name, seen)
 
 
 _started: set[bytes] = set()  # hashes of kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -10,10 +11,11 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.conditions import needs_gpu, needs_newer_jax
-from xsake import _jax
+from xsake import BlockMask, Options, _jax, masks
 
 needs_patched_jax = pytest.mark.skipif(
     _jax.version() not in _jax.FASTER_IN, reason="this version of JAX keeps its functions"
@@ -199,6 +201,45 @@ def test_kernels_are_lowered_to_the_same_modules():
     theirs, ours = (printed_by(LOWER, which) for which in ("original", "replaced"))
     assert theirs.count("@mosaic_gpu") >= 2
     assert ours == theirs
+
+
+@needs_patched_jax
+@pytest.mark.parametrize("how", ["alone", "layers", "on devices"])
+def test_backward_kernels_are_lowered_first_and_once(how, monkeypatch):
+    """They take the longest to compile; what follows is lowered beside that."""
+    from jax.experimental.mosaic.gpu import core
+
+    from xsake.backends import Call, hopper
+
+    names, lower = [], core._mosaic_gpu_lowering_rule
+
+    def note(ctx, *args, module, **kwargs):
+        names.append(str(module.operation.attributes["sym_name"]).strip('"'))
+        return lower(ctx, *args, module=module, **kwargs)
+
+    monkeypatch.setattr(core, "_mosaic_gpu_lowering_rule", note)
+    mask = BlockMask.from_rule(masks.causal(), (256, 256))
+
+    def attend(q, k, v):
+        return hopper.forward(Call(q, k, v, None, mask, 0.1, None, Options()))[0]
+
+    def loss(q, k, v):
+        x = attend(q, k, v)
+        if how == "layers":  # the same kernels again, and inside a loop
+            x = jax.lax.scan(lambda x, _: (attend(x, k, v), None), attend(x, k, v), length=2)[0]
+        return x.astype(jnp.float32).sum()
+
+    run = jax.grad(loss, (0, 1, 2))
+    if how == "on devices":
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+        spec = jax.sharding.PartitionSpec("data")
+        run = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    q, k = (jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (2, 1))
+    jax.jit(run).trace(q, k, k).lower(lowering_platforms=("cuda",))
+    ours = [re.sub("_mosaic_gpu.*", "", x) for x in names]
+    assert ours[0].startswith("xsake_backward")
+    assert "xsake_forward" in ours
+    assert len(ours) == len(set(ours))
 
 
 @pytest.fixture
