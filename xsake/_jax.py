@@ -1,10 +1,11 @@
 """The JAX version, the device, and whether the Hopper kernels can run on it."""
 
+import contextlib
 import functools
 import logging
 import platform as python_platform
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import thread as pools
 from typing import Any, ParamSpec, TypeVar
@@ -168,7 +169,7 @@ def speed_up_first_calls() -> None:
     if version() in FASTER_IN:
         lower_kernels_faster()
         compile_kernels_early()
-        lower_backward_first()
+        lower_large_kernels_first()
 
 
 def lower_kernels_faster() -> None:
@@ -319,7 +320,7 @@ def free_variables(constraint: Any) -> list[Any]:
 
 
 def compile_kernels_early() -> None:
-    """Compiles XSAKE's kernels in threads as soon as they are lowered, for a GPU.
+    """Compiles XSAKE's kernels in threads when they are lowered, for a GPU.
 
     A program's kernels are otherwise compiled one after another when the whole program is lowered.
     Compiling needs no lock of Python's, so that it takes place beside the lowering of the next
@@ -342,25 +343,50 @@ def with_early_compilation(lower: Callable[..., Any]) -> Callable[..., Any]:
         ours = "xsake_" in str(module.operation.attributes["sym_name"])
         if ours and platform() == "gpu":
             # More than one where other threads lower kernels too.
-            for kernel_hash in core.KNOWN_KERNELS.keys() - known:
-                start_compiling(kernel_hash, core.KNOWN_KERNELS[kernel_hash])
+            new = {x: core.KNOWN_KERNELS[x] for x in core.KNOWN_KERNELS.keys() - known}
+            collected = getattr(_lowering, "collected", None)
+            if collected is None:
+                start_compiling(new)
+            else:
+                collected.update(new)
         return results
 
     return lower_and_start
 
 
-def lower_backward_first() -> None:
-    """Lowers the kernels of a backward before those of its forward.
+MAX_WAIT_SECONDS = 0.3  # for the other kernels of a group
+_lowering = threading.local()  # .collected: kernels that `compiled_together` waits for
 
-    They take the longest to compile, and in the order of the program they are the last: nothing
-    would be left to lower beside them.
+
+@contextlib.contextmanager
+def compiled_together() -> Iterator[None]:
+    """Kernels that this thread lowers meanwhile begin to compile at the end, at the same time."""
+    collected: dict[bytes, bytes] = {}
+    outer = getattr(_lowering, "collected", None)
+    _lowering.collected = collected
+    try:
+        yield
+    finally:
+        _lowering.collected = outer
+        start_compiling(collected)
+
+
+LARGE_KERNELS = "xsake_forward", "xsake_backward"  # how their names begin
+
+
+def lower_large_kernels_first() -> None:
+    """Lowers the kernels of a program that take the longest to compile before all others.
+
+    They are compiled together, beside the lowering of the others. A kernel that came later would
+    have to wait for them: XLA and Mosaic GPU compile with different options of LLVM, which are the
+    process's own, and take turns; the program of a kernel needs first one, then the other.
     """
     from jax._src.interpreters import mlir
 
-    mlir.jaxpr_subcomp = with_backward_first(mlir.jaxpr_subcomp)
+    mlir.jaxpr_subcomp = with_large_kernels_first(mlir.jaxpr_subcomp)
 
 
-def with_backward_first(lower: Callable[..., Any]) -> Callable[..., Any]:
+def with_large_kernels_first(lower: Callable[..., Any]) -> Callable[..., Any]:
     """`jaxpr_subcomp`, whose first call for a program, or for a mesh in it, lowers such kernels.
 
     Every equation is lowered once to a function, in a cache of the program's; the program then
@@ -373,25 +399,29 @@ def with_backward_first(lower: Callable[..., Any]) -> Callable[..., Any]:
         begun = "xsake", ctx.axis_context
         if tuple(ctx.platforms) == ("cuda",) and begun not in ctx.cached_primitive_lowerings:
             ctx.cached_primitive_lowerings[begun] = None
-            for equation in kernels_of(jaxpr, "xsake_backward", set()):
-                avals = tuple(x.aval for x in equation.invars)
-                key = mlir.LoweringCacheKey(
-                    primitive=equation.primitive,
-                    eqn_ctx=equation.ctx,
-                    avals_in=avals,
-                    effects=frozenset(equation.effects),
-                    params=tuple(sorted(equation.params.items())),
-                    platforms=tuple(ctx.platforms),
-                )
-                if key not in ctx.lowering_cache:
-                    mlir._cached_lowering_miss(ctx, equation, key, avals, **equation.params)
+            with compiled_together():
+                for equation in kernels_of(jaxpr, LARGE_KERNELS, set()):
+                    lower_to_cache(ctx, equation)
         return lower(ctx, jaxpr, *args, **kwargs)
+
+    def lower_to_cache(ctx: Any, equation: Any) -> None:
+        avals = tuple(x.aval for x in equation.invars)
+        key = mlir.LoweringCacheKey(
+            primitive=equation.primitive,
+            eqn_ctx=equation.ctx,
+            avals_in=avals,
+            effects=frozenset(equation.effects),
+            params=tuple(sorted(equation.params.items())),
+            platforms=tuple(ctx.platforms),
+        )
+        if key not in ctx.lowering_cache:
+            mlir._cached_lowering_miss(ctx, equation, key, avals, **equation.params)
 
     return lower_in_order
 
 
-def kernels_of(jaxpr: Any, name: str, seen: set[int]) -> Iterator[Any]:
-    """The equations of kernels whose name begins so, also inside of others, in a program's order.
+def kernels_of(jaxpr: Any, names: tuple[str, ...], seen: set[int]) -> Iterator[Any]:
+    """The equations of kernels whose names begin so, also inside of others, in a program's order.
 
     Not those inside shard_map, which is lowered with a mesh of its own. Each inner program is
     visited once: layers that are alike share it.
@@ -400,33 +430,39 @@ def kernels_of(jaxpr: Any, name: str, seen: set[int]) -> Iterator[Any]:
 
     for equation in jaxpr.eqns:
         if equation.primitive.name == "mpmd_map":
-            if str(equation.params["name"]).startswith(name):
+            if str(equation.params["name"]).startswith(names):
                 yield equation
         elif equation.primitive.name != "shard_map":
             for inner in core.jaxprs_in_params(equation.params):
                 if id(inner) not in seen:
                     seen.add(id(inner))
-                    yield from kernels_of(inner, name, seen)
+                    yield from kernels_of(inner, names, seen)
 
 
 _started: set[bytes] = set()  # hashes of kernels
 _failed = threading.Event()
 
 
-def start_compiling(kernel_hash: bytes, lowered: bytes) -> None:
-    """Has a thread compile a kernel, once in a process and not while Python is ending."""
-    if kernel_hash in _started:
+def start_compiling(kernels: Mapping[bytes, bytes]) -> None:
+    """Has threads compile kernels by their hashes, at the same time.
+
+    Each kernel once in a process, and not while Python is ending.
+    """
+    new = {x: lowered for x, lowered in kernels.items() if x not in _started}
+    if not new:
         return
-    _started.add(kernel_hash)
+    _started.update(new)
     device = jax.local_devices()[0]
-    try:
-        future = _compilers().submit(_compile_if_needed, kernel_hash, lowered, device)
-    except RuntimeError as error:
-        # "… after shutdown" or "… after interpreter shutdown"
-        if "cannot schedule new futures after" not in str(error):
-            raise
-    else:
-        future.add_done_callback(_warn_of_failure)
+    together = threading.Barrier(len(new))
+    for kernel_hash, lowered in new.items():
+        try:
+            future = _compilers().submit(_compile_if_needed, kernel_hash, lowered, device, together)
+        except RuntimeError as error:
+            # "… after shutdown" or "… after interpreter shutdown"
+            if "cannot schedule new futures after" not in str(error):
+                raise
+        else:
+            future.add_done_callback(_warn_of_failure)
 
 
 @functools.cache
@@ -435,10 +471,12 @@ def _compilers() -> Executor:
     return ThreadPoolExecutor(max_workers=8, thread_name_prefix="xsake-compile")
 
 
-def _compile_if_needed(kernel_hash: bytes, lowered: bytes, device: Any) -> None:
+def _compile_if_needed(
+    kernel_hash: bytes, lowered: bytes, device: Any, together: threading.Barrier
+) -> None:
     """Compiles a kernel unless Python is ending, which waits for all that is queued in pools."""
     if not pools._shutdown:
-        compile_kernel(kernel_hash, lowered, device)
+        compile_kernel(kernel_hash, lowered, device, together)
 
 
 def _warn_of_failure(future: Future[None]) -> None:
@@ -454,7 +492,9 @@ def _warn_of_failure(future: Future[None]) -> None:
         )
 
 
-def compile_kernel(kernel_hash: bytes, lowered: bytes, device: Any) -> None:
+def compile_kernel(
+    kernel_hash: bytes, lowered: bytes, device: Any, together: threading.Barrier
+) -> None:
     """Compiles a kernel of Mosaic GPU by a program of its own, which is dropped.
 
     If this raises, nothing is lost: the program that the kernel is for compiles it again.
@@ -464,10 +504,11 @@ def compile_kernel(kernel_hash: bytes, lowered: bytes, device: Any) -> None:
     def xsake_kernel() -> Any:
         return call(kernel_hash=kernel_hash, module=lowered, use_custom_barrier=False)
 
-    compile_uncached(jax.jit(xsake_kernel, out_shardings=jax.sharding.SingleDeviceSharding(device)))
+    jitted = jax.jit(xsake_kernel, out_shardings=jax.sharding.SingleDeviceSharding(device))
+    compile_uncached(jitted, together)
 
 
-def compile_uncached(jitted: Any) -> None:
+def compile_uncached(jitted: Any, together: threading.Barrier) -> None:
     """Compiles a function without arguments, and leaves nothing in JAX's cache on disk.
 
     Programs that compile faster than a limit are not written; here the limit is years, and in this
@@ -476,7 +517,11 @@ def compile_uncached(jitted: Any) -> None:
     from jax._src import config
 
     with config.persistent_cache_min_compile_time_secs(1e9):
-        jitted.lower().compile()
+        lowered = jitted.lower()
+        # without the others, which may have failed or have no thread yet, it only takes longer
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(MAX_WAIT_SECONDS)
+        lowered.compile()
 
 
 # -------------------------------------------------------------------------------- several processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -205,7 +206,7 @@ def test_kernels_are_lowered_to_the_same_modules():
 
 @needs_patched_jax
 @pytest.mark.parametrize("how", ["alone", "layers", "on devices"])
-def test_backward_kernels_are_lowered_first_and_once(how, monkeypatch):
+def test_large_kernels_are_lowered_first_and_once(how, monkeypatch):
     """They take the longest to compile; what follows is lowered beside that."""
     from jax.experimental.mosaic.gpu import core
 
@@ -237,9 +238,33 @@ def test_backward_kernels_are_lowered_first_and_once(how, monkeypatch):
     q, k = (jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (2, 1))
     jax.jit(run).trace(q, k, k).lower(lowering_platforms=("cuda",))
     ours = [re.sub("_mosaic_gpu.*", "", x) for x in names]
-    assert ours[0].startswith("xsake_backward")
-    assert "xsake_forward" in ours
+    large = [x.startswith(_jax.LARGE_KERNELS) for x in ours]
+    assert large == sorted(large, reverse=True)
+    assert {"xsake_forward", "xsake_prepare"} < set(ours)
     assert len(ours) == len(set(ours))
+
+
+def test_kernels_of_a_group_begin_to_compile_together(monkeypatch, early):
+    """None before the last of them is lowered, and one that fails keeps no other from it."""
+    begun, both = [], threading.Barrier(2)
+
+    def compile_kernel(kernel_hash, lowered, device, together):
+        begun.append(kernel_hash)
+        if kernel_hash == b"bad":
+            raise ValueError("no such kernel")
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.1)
+        both.wait(10)  # the two others are under way at the same time
+
+    monkeypatch.setattr(_jax, "compile_kernel", compile_kernel)
+    with _jax.compiled_together():
+        for kernel in (b"a", b"bad", b"b"):
+            with _jax.compiled_together():  # as lowering a kernel for a mesh does
+                pass
+            _jax._lowering.collected[kernel] = b"lowered"
+            assert begun == []
+    early()
+    assert sorted(begun) == [b"a", b"b", b"bad"]
 
 
 @pytest.fixture
@@ -298,7 +323,7 @@ def test_a_kernel_that_does_not_compile_in_a_thread_is_reported_once(monkeypatch
 
     monkeypatch.setattr(_jax, "compile_kernel", compile_kernel)
     for kernel in (b"a", b"b"):
-        _jax.start_compiling(kernel, b"lowered")
+        _jax.start_compiling({kernel: b"lowered"})
         early()
     (record,) = (x for x in caplog.records if x.name == "xsake")
     assert record.levelname == "WARNING"
@@ -322,12 +347,12 @@ def compile_kernel(kernel_hash, *_):
 def lower():
     while not pools._shutdown:
         time.sleep(0.01)
-    _jax.start_compiling(b"late", b"")
+    _jax.start_compiling({b"late": b""})
     print("lowered", flush=True)
 
 _jax.compile_kernel = compile_kernel
 for i in range(20):
-    _jax.start_compiling(bytes([i]), b"")
+    _jax.start_compiling({bytes([i]): b""})
 threading.Thread(target=lower).start()
 for _ in range(8):
     begun.acquire()
@@ -342,6 +367,7 @@ def test_python_ends_without_the_kernels_that_wait():
 
 CACHED = """
 import sys
+import threading
 import jax
 from xsake import _jax
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
@@ -354,7 +380,9 @@ def kernel():
 def program():
     return jax.numpy.ones(3)
 
-_jax._compilers().submit(_jax.compile_uncached, jax.jit(kernel)).result()
+_jax._compilers().submit(
+    _jax.compile_uncached, jax.jit(kernel), threading.Barrier(1)
+).result()
 jax.jit(program).lower().compile()
 """
 

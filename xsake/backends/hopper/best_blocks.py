@@ -4,9 +4,9 @@
                                                         counts [B|1, N, n] ─┘
 
 In plain JAX each arrow is one launch or several, and for short texts the launches are most of what
-a selection takes. A lane has a part and some of its blocks, and adds up with the lanes that have
-the other parts. The weights of a row block's blocks are in shared memory, and every lane compares
-its own with all of them: for some hundred blocks that is less work than a sort.
+a selection takes. A lane has a part and some of its blocks, then a block and all parts. The weights
+of a row block's blocks are in shared memory, and every lane compares its own with all of them: for
+some hundred blocks that is less work than a sort.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from xsake.backends.hopper.lanes import (
     count_in_warp,
     div_rem_lanes,
     every_lane,
-    exchange,
     for_each,
     gather,
     lane_index,
@@ -39,7 +38,6 @@ HIGHEST = 1e38  # rounding of huge logits may put a share above 1
 FORCED = 3e38
 # Added to the base-2 logarithm of squared shares: those from 2⁻²⁴⁶ to 1 fit into a float32.
 SHIFT = 120.0
-TURNS = 8  # blocks that a lane loads at a time: with 16 parts, those of a row block of 64
 
 
 def best_blocks(
@@ -61,8 +59,6 @@ def best_blocks(
       band: forced blocks before the diagonal.
     """
     B, N, n, queries = sums.shape
-    if parts > WARP:
-        raise ValueError(f"parts is {parts}; a warp adds up {WARP} at most")
     capacity = n * (n + 1) // 2
     shapes = [(B, N, n)] * 3 + [(B, N, capacity)]
     row = _RowBlocks(B, N, n, queries, len(counts), length, block, parts, band, capacity)
@@ -79,6 +75,7 @@ def best_blocks(
         kept=plgpu.SMEM((padded,), jnp.int32),
         parts_max=plgpu.SMEM((THREADS,), jnp.float32),
         parts_sum=plgpu.SMEM((THREADS,), jnp.float32),
+        totals=plgpu.SMEM((THREADS,), jnp.float32),
     )
     arrays = (x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
     return Lists._make([*arrays, None])
@@ -95,7 +92,7 @@ class _RowBlocks:
 
     def body(
         self, sums, counts, starts, listed, full, index,
-        *, weights, ranks, kept, parts_max, parts_sum,
+        *, weights, ranks, kept, parts_max, parts_sum, totals,
     ):  # fmt: skip
         """One row block of one head; the longest ones begin first."""
         i, head = div_rem(lax.axis_index("row"), self.B * self.N)
@@ -104,18 +101,18 @@ class _RowBlocks:
         first = head * (self.n * self.queries) + i * self.parts  # of block 0, part 0
         # Loaded here, long before they are used: a load takes as long as the sums below.
         before, count = self._counts(counts, head, i)
+        if self.parts > 1:
+            self._normalise(sums, first, i, parts_max, parts_sum, totals)
 
         @pl.loop(0, chunks)
         def _(chunk):
             j = chunk * THREADS + lane_index()
-            weight = every_lane(0).astype(jnp.float32)
-            if self.parts == 1:
-                weight = gather(sums, first + jnp.minimum(j, i) * self.queries)
-            here = pl.ds(chunk * THREADS, THREADS)
-            weights[here] = jnp.where(j <= i, self._ranked(weight, j, i), PAST)
+            weight = self._weight(sums, first + jnp.minimum(j, i) * self.queries, i, totals)
+            weight = jnp.minimum(jnp.where(weight > LOWEST, weight, LOWEST), HIGHEST)
+            is_forced = (j == 0) | (j >= i - self.band)
+            weight = jnp.where(is_forced, FORCED, weight)
+            weights[pl.ds(chunk * THREADS, THREADS)] = jnp.where(j <= i, weight, PAST)
 
-        if self.parts > 1:
-            self._weigh(sums, first, i, weights, parts_max, parts_sum)
         plgpu.commit_smem()
         start = before.sum()
 
@@ -152,60 +149,32 @@ class _RowBlocks:
 
         self._write(starts, listed, full, index, head, i, start, count)
 
-    def _ranked(self, weight, j, i):
-        """What block j is ranked by, where j ≤ i."""
-        weight = jnp.minimum(jnp.where(weight > LOWEST, weight, LOWEST), HIGHEST)
-        return jnp.where((j == 0) | (j >= i - self.band), FORCED, weight)
+    def _normalise(self, sums, first, i, parts_max, parts_sum, totals):
+        """totals[p] = base-2 logarithm of the sum of part p over the blocks 0 … i.
 
-    def _weigh(self, sums, first, i, weights, parts_max, parts_sum):
-        """weights[j] = what block j ≤ i is ranked by: the sum of its parts' squared shares.
-
-        Lane g · parts + p has blocks g, g + groups, … of part p, which are next to each other in
-        memory: lanes that each had a block would load from as many cache lines.
+        Lane g · parts + p has blocks g, g + groups, … of part p.
         """
         groups = THREADS // self.parts
         group, part = div_rem_lanes(lane_index(), self.parts)
-        turns = lax.div(i, jnp.int32(groups)) + 1
 
-        def load(numbers):
-            blocks = [turn * groups + group for turn in numbers]
-            at = [first + jnp.minimum(j, i) * self.queries + part for j in blocks]
-            return list(zip(blocks, [gather(sums, x) * LOG2E for x in at], strict=True))
-
-        def weigh(numbers, total):
-            for j, x in load(numbers):
-                square = jnp.where(is_real, jnp.exp2(2 * (x - total) + SHIFT), 0.0)
-                distance = self.parts // 2
-                while distance:
-                    square += exchange(square, distance)
-                    distance //= 2
-                at = jnp.where((part == 0) & (j <= i), j, -1)
-                scatter(weights, at, self._ranked(square, j, i))
-            return total
-
-        total = self._total(load, turns, part, i, parts_max, parts_sum)
-        size = self.block // self.parts
-        is_real = part < lax.div(self.length - i * self.block + (size - 1), jnp.int32(size))
-        for_each(turns, weigh, total, unroll=TURNS)
-
-    def _total(self, load, turns, part, i, parts_max, parts_sum):
-        """The base-2 logarithm of the sum of every lane's part over the blocks 0 … i."""
-
-        def add(numbers, state):
+        def add(turns, state):
+            blocks = [turn * groups + group for turn in turns]
+            loaded = [gather(sums, first + jnp.minimum(j, i) * self.queries + part) for j in blocks]
             largest, total = state
-            for j, x in load(numbers):
-                x = jnp.where(j <= i, x, largest)
+            for j, x in zip(blocks, loaded, strict=True):
+                x = jnp.where(j <= i, x * LOG2E, largest)
                 larger = jnp.maximum(largest, x)
                 own = jnp.where(j <= i, jnp.exp2(x - larger), 0.0)
                 largest, total = larger, total * jnp.exp2(largest - larger) + own
             return largest, total
 
         zero = every_lane(0).astype(jnp.float32)
-        parts_max[...], parts_sum[...] = for_each(turns, add, (zero + LOWEST, zero), unroll=TURNS)
+        turns = lax.div(i, jnp.int32(groups)) + 1
+        parts_max[...], parts_sum[...] = for_each(turns, add, (zero + LOWEST, zero))
         plgpu.commit_smem()
         each = [
             (gather(parts_max, g * self.parts + part), gather(parts_sum, g * self.parts + part))
-            for g in range(THREADS // self.parts)
+            for g in range(groups)
         ]
         largest = each[0][0]
         for other, _ in each[1:]:
@@ -213,7 +182,22 @@ class _RowBlocks:
         total = zero
         for other, own in each:
             total += own * jnp.exp2(other - largest)
-        return largest + jnp.log2(total)
+        totals[...] = largest + jnp.log2(total)
+        plgpu.commit_smem()
+
+    def _weight(self, sums, at, i, totals):
+        """What each lane's block is ranked by: its score, or the sum of its squared shares."""
+        if self.parts == 1:
+            return gather(sums, at)
+        size = self.block // self.parts
+        real = lax.div(self.length - i * self.block + (size - 1), jnp.int32(size))  # parts
+        real = every_lane(0) + real
+        loaded = [gather(sums, at + part) for part in range(self.parts)]
+        weight = every_lane(0).astype(jnp.float32)
+        for part, x in enumerate(loaded):
+            square = jnp.exp2(2 * (x * LOG2E - totals[part]) + SHIFT)
+            weight += jnp.where(part < real, square, 0.0)
+        return weight
 
     def _counts(self, counts, head, i):
         """(its lanes' part of the sum of the counts of earlier row blocks, the count of this)."""

@@ -43,13 +43,13 @@ def launch(body, name, out_type, grid, operands, approx_math=False, **scratch):
     )(*operands)
 
 
-def for_each(size, step, state, unroll=UNROLL):
-    """state = step(`unroll` indices, state) over 0 … size - 1; the last ones may be ≥ size."""
+def for_each(size, step, state):
+    """state = step(16 indices, state) over 0 … size - 1; the last indices may be ≥ size."""
 
     def several(turn, state):
-        return step([turn * unroll + more for more in range(unroll)], state)
+        return step([turn * UNROLL + more for more in range(UNROLL)], state)
 
-    turns = lax.div(jnp.int32(size) + (unroll - 1), jnp.int32(unroll))
+    turns = lax.div(jnp.int32(size) + (UNROLL - 1), jnp.int32(UNROLL))
     return lax.fori_loop(0, turns, several, state)
 
 
