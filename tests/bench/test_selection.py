@@ -58,26 +58,22 @@ def test_every_kernel_is_timed_and_a_tiling_with_wrong_scores_is_not(tmp_path, k
 
 
 def test_the_table_has_a_line_for_each_kernel_and_tiling():
-    """Older files have tilings with overlap, newer ones the keys of a peak."""
     shape = {"shape": "1·8192·16·128", "block": 128}
     tiling = {"warpgroups": 4, "q_bytes": 128 << 10, "k_bytes": 96 << 10, "q_groups": 2}
-    scores = shape | {"kernel": "scores"} | tiling
+    scores = shape | {"kernel": "scores", "keys_per_peak": 1} | tiling
     rows = [
         shape | {"kernel": "outliers", "device_seconds": 2e-6},
-        scores | {"overlap": False, "device_seconds": 3.25e-5},
-        scores | {"overlap": True},
+        scores | {"device_seconds": 3.25e-5},
+        scores | {"keys_per_peak": 4},
     ]
     head, lines = table({"rows": rows})
     assert head[0] == "B·N·T·H"
+    assert head[3:5] == ["keys per peak", "compute warpgroups"]
     assert list(lines) == [
         ["1·16·8192·128", "128", "queries", "", "", "", "", "", "2.0"],
-        ["1·16·8192·128", "128", "scores", "4", "128", "96", "2", "no", "32.5"],
-        ["1·16·8192·128", "128", "scores", "4", "128", "96", "2", "yes", "wrong"],
+        ["1·16·8192·128", "128", "scores", "1", "4", "128", "96", "2", "32.5"],
+        ["1·16·8192·128", "128", "scores", "4", "4", "128", "96", "2", "wrong"],
     ]
-    head, lines = table({"rows": [scores | {"keys_per_peak": 4, "device_seconds": 1e-5}]})
-    assert head[3:5] == ["keys per peak", "compute warpgroups"]
-    assert "overlap" not in head
-    assert list(lines) == [["1·16·8192·128", "128", "scores", "4", "4", "128", "96", "2", "10.0"]]
 
 
 def test_a_tiling_whose_scores_are_no_numbers_is_recorded_as_wrong(tmp_path, kernels, monkeypatch):

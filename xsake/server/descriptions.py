@@ -39,12 +39,22 @@ DESCRIPTIONS: dict[str, Description] = {
     "certificate-speed-128": Description(
         "Time of selection, sparse attention and certificate with blocks of 64 and of 128.", _HEADS
     ),
+    "certificate-speed-grouped": Description(
+        "Time of selection, sparse attention and certificate with nine query heads of 64 on three "
+        "kv heads.",
+        _HEADS,
+    ),
     "certificate-speed-model": Description(
         "Time of selection, sparse attention and certificate on activations of SmolLM2-135M.",
         _HEADS,
     ),
     "certificate-speed-model-batch": Description(
         "Time of selection, sparse attention and certificate on activations of SmolLM2-135M, four "
+        "documents together.",
+        _HEADS,
+    ),
+    "certificate-speed-model-batch-8": Description(
+        "Time of selection, sparse attention and certificate on activations of SmolLM2-135M, eight "
         "documents together.",
         _HEADS,
     ),
@@ -162,6 +172,16 @@ DESCRIPTIONS: dict[str, Description] = {
     "tasks-blocks": Description(_TASKS + "sizes of blocks, on prompts used for tuning.", _HEADS),
     "tasks-blocks-128": Description(
         _TASKS + "blocks of 128 instead of 64, on prompts that were held out.", _HEADS
+    ),
+    "tasks-blocks-end": Description(
+        _TASKS + "blocks of 128 with a weight of the prompt's end, beside blocks of 64, on prompts "
+        "that were held out.",
+        _HEADS,
+    ),
+    "tasks-peaks": Description(
+        _TASKS + "the selector that adds up the largest of every four logits, on prompts that were "
+        "held out.",
+        _HEADS,
     ),
     "tasks-end": Description(
         _TASKS + "budgets that weigh the end of a prompt more, on prompts that were held out.",
