@@ -22,6 +22,7 @@ from typing import Any
 from tools import (
     bias_tables,
     certificate_tables,
+    claims_tables,
     first_call_tables,
     nsa_tables,
     parallel_tables,
@@ -407,6 +408,8 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "hads-speed": hads_speed,
     "hads-profile": hads_profile,
     "costs": functools.partial(of_cells, first_call_tables.costs),
+    "claims-speed": functools.partial(of_cells, claims_tables.speed),
+    "claims-baselines": functools.partial(of_cells, claims_tables.baselines),
     "first-call": functools.partial(of_cells, first_call_tables.first_call),
     "cost": functools.partial(of_cells, parallel_tables.cost),
     "parallel-rows": functools.partial(of_cells, parallel_tables.rows),

@@ -380,6 +380,9 @@ def lower_large_kernels_first() -> None:
     They are compiled together, beside the lowering of the others. A kernel that came later would
     have to wait for them: XLA and Mosaic GPU compile with different options of LLVM, which are the
     process's own, and take turns; the program of a kernel needs first one, then the other.
+
+    Where a gradient is taken around shard_map, forward and backward are programs of their own, and
+    only the kernels of the forward come first.
     """
     from jax._src.interpreters import mlir
 
@@ -423,8 +426,9 @@ def with_large_kernels_first(lower: Callable[..., Any]) -> Callable[..., Any]:
 def kernels_of(jaxpr: Any, names: tuple[str, ...], seen: set[int]) -> Iterator[Any]:
     """The equations of kernels whose names begin so, also inside of others, in a program's order.
 
-    Not those inside shard_map, which is lowered with a mesh of its own. Each inner program is
-    visited once: layers that are alike share it.
+    Not those inside shard_map, which is lowered with a mesh of its own, and not those of branches
+    by platform, of which only one is lowered. Each inner program is visited once: layers that are
+    alike share it.
     """
     from jax.extend import core
 
@@ -432,7 +436,9 @@ def kernels_of(jaxpr: Any, names: tuple[str, ...], seen: set[int]) -> Iterator[A
         if equation.primitive.name == "mpmd_map":
             if str(equation.params["name"]).startswith(names):
                 yield equation
-        elif equation.primitive.name != "shard_map":
+        elif equation.primitive.name != "shard_map" and not (
+            equation.params.get("branches_platforms")
+        ):
             for inner in core.jaxprs_in_params(equation.params):
                 if id(inner) not in seen:
                     seen.add(id(inner))
@@ -509,10 +515,11 @@ def compile_kernel(
 
 
 def compile_uncached(jitted: Any, together: threading.Barrier) -> None:
-    """Compiles a function without arguments, and leaves nothing in JAX's cache on disk.
+    """Compiles a function without arguments when those of its group have been lowered.
 
-    Programs that compile faster than a limit are not written; here the limit is years, and in this
-    thread only. Switching the cache off would do so for the whole process if this came first.
+    It leaves nothing in JAX's cache on disk. Programs that compile faster than a limit are not
+    written; here the limit is years, and in this thread only. Switching the cache off would do so
+    for the whole process if this came first.
     """
     from jax._src import config
 

@@ -446,8 +446,8 @@ def test_blocks_of_a_sample_are_known_before_it(rule, lists):
     (length, every), pieces = SAMPLED[lists], 4
     sample = sampled.sample_queries(jax.random.key(3), B, length, every)
     in_pieces = sampled._of_pieces(rule, sample, pieces, length)
-    how = (length, length), sample.shape, pieces, every
-    mask = sampled._with_known_blocks(in_pieces, rule, *how)
+    rows = sampled._rows(rule, (length, length), sample, every)
+    mask = sampled._with_known_blocks(in_pieces, rows, B, pieces)
     assert isinstance(mask, BlockMask)
     is_shared = lists == "shared" or rule == masks.everything()
     assert mask.kv_count.shape[0] == (1 if is_shared else B * pieces)
@@ -471,14 +471,15 @@ def test_a_sample_with_known_blocks_attends_as_without():
 
 def test_lists_that_are_not_known_or_too_long_are_made_from_the_sample(monkeypatch):
     sample = sampled.sample_queries(jax.random.key(3), B, 512, 8)
-    how = (512, 512), sample.shape, 4, 8
     documents = masks.documents(jnp.zeros((1, 512), jnp.int32))
     for rule in (documents, documents & masks.causal()):
         in_pieces = sampled._of_pieces(rule, sample, 4, 512)
-        assert sampled._with_known_blocks(in_pieces, rule, *how) is in_pieces
+        rows = sampled._rows(rule, (512, 512), sample, 8)
+        assert sampled._with_known_blocks(in_pieces, rows, B, 4) is in_pieces
     causal = sampled._of_pieces(masks.causal(), sample, 4, 512)
+    rows = sampled._rows(masks.causal(), (512, 512), sample, 8)
     monkeypatch.setattr(sampled, "MAX_CONSTANT", B * 4 - 1)
-    assert sampled._with_known_blocks(causal, masks.causal(), *how) is causal
+    assert sampled._with_known_blocks(causal, rows, B, 4) is causal
 
 
 def test_logits_that_are_no_numbers_stay_so_in_pieces():

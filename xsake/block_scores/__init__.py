@@ -161,7 +161,8 @@ def part_queries(
     """Mean queries of `parts` parts of a row block, each against every key.
 
         score[i, j] = log sqrt(mean_{parts a of i} p_a[j]²)
-        p_a[j] = share of block j in Σ_k exp(q̄_a · k / √H), over the blocks that i may visit
+        p_a[j] = share of block j in Σ_k exp(q̄_a · k / √H), over the blocks that i may visit;
+                 of every `keys_per_peak` keys only the one with the largest logit is in the sum
 
     A block that a few queries want stays visible, which the mean of all of them
     hides. Masses are squared because the error of the output grows with the square of the mass that
@@ -170,7 +171,7 @@ def part_queries(
 
     With keys_per_peak=m, which divides the block, the largest of m logits stands for all m, those
     of keys that are block/m apart: the sum has an m-th of the exponentials. A block whose keys are
-    all alike, and a short last block, then count for up to m times less than one with a few peaks.
+    all alike then counts for up to m times less than one with a few peaks.
     The kernels need block/m to be a multiple of 8. Default: 4 in blocks of 64 and 128, for which
     that was measured, and 1 in others.
     """
@@ -203,7 +204,7 @@ def _of_parts(
     represent: Represent,
     keys_per_peak: int | None,
 ) -> Float[Array, "N R n"]:
-    """log sqrt(mean p_a[j]²) over each row block's parts a, whose queries `represent` makes."""
+    """As by `part_queries`, of the queries that `represent` makes of each row block's parts."""
     if keys_per_peak is None:
         keys_per_peak = KEYS_PER_PEAK if block in BLOCKS else 1
     if keys_per_peak < 1 or block % keys_per_peak:

@@ -23,7 +23,7 @@ from xsake.arguments import block_for
 from xsake.backends import hopper, unaliased
 from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
 from xsake.backends.hopper.sampled import Visits
-from xsake.block_mask import BlockMask
+from xsake.block_mask import MAX_CONSTANT, BlockMask
 from xsake.block_mask.lists import known_lists
 from xsake.hads import estimates
 from xsake.hads.estimates import Estimate
@@ -101,9 +101,11 @@ def _measuring(rule: Rule, soft_cap: float | None, every: int) -> Callable[..., 
         q, k, v = unaliased(*qkv)
         (B, T, N, H), (_, S, K, Hv), G = q.shape, v.shape, sample.shape[1]
         rows = sampled_rows(rule, (T, S), G, every, N // K, (H, Hv))
-        pieces = number_of_pieces(rows, B * K)
+        heads = N // rows.group
+        pieces = number_of_pieces(rows, B * heads)
         width = rows.row_blocks * rows.block
-        gathered, pairs = queries.gather_queries(q, sample, _window(rule), S, (pieces, K), width)
+        window = _window(rule)
+        gathered, pairs = queries.gather_queries(q, sample, window, S, pieces, heads, width)
         k, v = (x.reshape(-1, S // pieces, *x.shape[2:]) for x in (k, v))
         block = rows.block, BLOCKS[-1]
         classes = block_classes(rows, block[1], pieces)
@@ -140,10 +142,16 @@ def sampled_rows(
     So the keys of a kv head are read for all of its query heads, and a row block stands for fewer
     queries: it skips more of the keys that they do not see. With heads of 64, short row blocks do
     so even more; on an H200 that did not pay with heads of 128.
+
+    The lists are constants of the program. Where they would have more than MAX_CONSTANT blocks,
+    each query head has its own rows.
     """
     is_short = max(head_sizes) <= SMALL_HEAD
     block = BLOCKS[0] if is_short else max(BLOCKS[0], block_for(sampled * group))
-    return SampledRows(rule, shape, sampled, every, block, group)
+    rows = SampledRows(rule, shape, sampled, every, block, group)
+    if group > 1 and rows.row_blocks * -(-shape[1] // BLOCKS[-1]) > MAX_CONSTANT:
+        return sampled_rows(rule, shape, sampled, every, 1, head_sizes)
+    return rows
 
 
 def estimates_and_densities(

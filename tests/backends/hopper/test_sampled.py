@@ -65,7 +65,7 @@ def test_sampled_queries_are_copied_with_the_keys_that_they_see(window, pieces, 
     sample = sampled.sample_queries(jax.random.key(0), B, T, 48)
     G = sample.shape[1]
     width = -(-G * group // 64) * 64
-    queries, pairs = gather_queries(q, sample, window, S, (pieces, K), width)
+    queries, pairs = gather_queries(q, sample, window, S, pieces, K, width)
     want = q[np.arange(B)[:, None], np.asarray(sample)]
     np.testing.assert_array_equal(np.asarray(queries), np.asarray(in_rows(want, K)))
     np.testing.assert_array_equal(np.asarray(of_queries(queries, N)), np.asarray(want))
@@ -286,15 +286,26 @@ def test_row_blocks_of_a_sample_are_short_with_small_heads(sampled_queries, grou
     found = sampled_by_kernel.sampled_rows(
         masks.causal(), (T, T), sampled_queries, 64, group, sizes
     )
-    assert found.block == rows
+    assert (found.block, found.group) == (rows, group)
+
+
+def test_rows_of_very_long_texts_are_not_joined():
+    """Their lists, which are constants, would be large."""
+
+    def found(T, group):
+        return sampled_by_kernel.sampled_rows(
+            masks.causal(), (T, T), T // 64, 64, group, (64, 64)
+        ).group
+
+    assert [found(1 << 15, 8), found(1 << 20, 8), found(1 << 20, 1)] == [8, 1, 1]
 
 
 def in_plain_jax(monkeypatch, pieces):
     """Functions that JAX can trace on a CPU, in place of the kernels of `_measuring`."""
     from xsake.backends.hopper.sampled import compare, queries
 
-    def gather_queries(q, sample, window, keys, cut, width):
-        (pieces, K), N = cut, q.shape[2]
+    def gather_queries(q, sample, window, keys, pieces, K, width):
+        N = q.shape[2]
         rule = sampled._of_pieces(masks.causal(), sample, pieces, keys)
         pairs = jnp.repeat(jnp.stack([rule.lo, rule.hi], axis=1), N // K, axis=2)
         pad = ((0, 0), (0, 0), (0, width - pairs.shape[2]))

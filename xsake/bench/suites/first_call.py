@@ -311,7 +311,7 @@ def run(given: argparse.Namespace) -> None:
                 env = {"JAX_PLATFORMS": "cpu"} if given.platform == "cpu" else {}
                 if kind == "cache":
                     env["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/{repeat}"
-                    # JAX keeps programs that took a second to compile; so long this one may not
+                    # JAX keeps programs that took a second to compile; this one may take less
                     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
                 facts, record = measure_apart(index, given, env)
                 names = {"suite": "first-call", "kind": kind, "case": case, "variant": variant}

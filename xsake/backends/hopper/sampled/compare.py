@@ -86,16 +86,16 @@ class _Comparison:
         within, part = div_rem_lanes(lane, self.lanes)
         slot = lax.axis_index("cta") * self.per_cta + within
         row = jnp.minimum(slot, self.rows - 1)  # (b · G + g) · N + n
-        group, n = div_rem_lanes(row, self.N)
-        b, g = div_rem_lanes(group, self.G)
-        query = gather(sample, group)
+        sampled, n = div_rem_lanes(row, self.N)
+        b, g = div_rem_lanes(sampled, self.G)
+        query = gather(sample, sampled)
         here = gather_eight(out, ((b * self.T + query) * self.N + n) * self.lanes + part)
         sparse = gather(logsumexp, (b * self.N + n) * self.T + query)
         of_pieces = [b * self.pieces + p for p in range(self.pieces)]
         h, j = div_rem_lanes(n, self.group)
-        rows, own = self.G * self.group, g * self.group + j
-        each = [gather(logs, (x * self.K + h) * rows + own) for x in of_pieces]
-        at = [((x * rows + own) * self.K + h) * self.lanes + part for x in of_pieces]
+        of_head, own = self.G * self.group, g * self.group + j  # rows
+        each = [gather(logs, (x * self.K + h) * of_head + own) for x in of_pieces]
+        at = [((x * of_head + own) * self.K + h) * self.lanes + part for x in of_pieces]
         loaded = [gather_eight(outs, x) for x in at]
         if sinks is not None:  # one more piece
             each.append(gather(sinks, (b * self.N if self.sink_batch > 1 else 0) + n))

@@ -32,26 +32,29 @@ def gather_queries(
     sample: Array,
     window: tuple[int | None, int | None],
     keys: int,
-    cut: tuple[int, int],
+    pieces: int,
+    heads: int,
     width: int,
 ) -> tuple[Array, Array]:
     """(rows of q[b, sample[b]], intervals of the keys lo … hi - 1 that they see of each piece).
 
-    Row g · N / K + j of kv head h is query head h · N / K + j of sampled query g. The intervals of
-    piece p are at b · pieces + p, int32 [B · pieces, 2, width]: those past the last row are empty.
+    With K = `heads`, row g · N / K + j of head h is query head h · N / K + j of sampled query g.
+    The intervals of piece p are at b · pieces + p, int32 [B · pieces, 2, width]: those past the
+    last row are empty.
 
     Args:
       q: bfloat16 or float16 [B, T, N, H]; H is a multiple of 8.
       sample: int32 [B, G].
       window: query t sees keys t - left … t + right; None: no limit there.
-      keys: how many there are, in pieces of equal size.
-      cut: (pieces of the keys, kv heads).
+      keys: how many there are, in `pieces` of equal size.
+      pieces: of the keys.
+      heads: of the rows; K divides N.
       width: at least G · N / K.
     """
     B, T, N, H = q.shape
-    G, (pieces, K) = sample.shape[1], cut
-    heads = N // K, K, H // OCTET
-    body = _SampledQueries(B, T, (G, width), heads, window, keys // pieces, pieces)
+    G, group = sample.shape[1], N // heads
+    chunks = group, heads, H // OCTET
+    body = _SampledQueries(B, T, (G, width), chunks, window, keys // pieces, pieces)
     queries, intervals = launch(
         body.run,
         "xsake_sampled_queries",
@@ -62,16 +65,16 @@ def gather_queries(
         {"cta": body.copies + body.intervals},
         (q.reshape(-1), sample.reshape(-1)),
     )
-    return queries.reshape(B, -1, K, H), intervals.reshape(B * pieces, 2, width)
+    return queries.reshape(B, -1, heads, H), intervals.reshape(B * pieces, 2, width)
 
 
 class _SampledQueries:
     """The kernel body; `self` holds what is static."""
 
-    def __init__(self, B, T, queries, heads, window, size, pieces):
+    def __init__(self, B, T, queries, chunks, window, size, pieces):
         self.G, self.width = G, width = queries
-        self.group, self.K, self.octets = heads
-        self.T, self.chunks, self.size, self.pieces = T, math.prod(heads), size, pieces
+        self.group, self.heads, self.octets = chunks  # of a query
+        self.T, self.chunks, self.size, self.pieces = T, math.prod(chunks), size, pieces
         self.left, self.right = window
         self.all_chunks, self.all_ends = B * G * self.chunks, B * pieces * width
         self.copies = math.ceil(self.all_chunks / THREADS)  # CTAs that copy
@@ -90,7 +93,7 @@ class _SampledQueries:
         query, chunk = div_rem_lanes(at, self.chunks)
         b, _ = div_rem_lanes(query, self.G)
         head, octet = div_rem_lanes(chunk, self.octets)
-        j, h = div_rem_lanes(head, self.K)  # heads of a row are kv heads
+        j, h = div_rem_lanes(head, self.heads)
         source = (b * self.T + gather(sample, query)) * self.chunks
         source += (h * self.group + j) * self.octets + octet
         copy_eight(q, source, queries, jnp.where(slot < self.all_chunks, slot, -1))

@@ -1,0 +1,43 @@
+"""The rows of the tables of the earlier XSAKE's claims; `tables` writes them as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Record = dict[str, Any]
+Cells = tuple[list[str], Iterator[list[str]]]  # head, rows
+
+
+def speed(report: Record) -> Cells:
+    """`claims speed`: a line for each length and form."""
+    head = ["B·N·T·H", "form", "blocks, %", "ms", "÷ dense, jax.nn", "temporary MiB"]
+
+    def lines() -> Iterator[list[str]]:
+        for row in report["rows"]:
+            figures = f"{1e3 * row['seconds']:.1f}", f"{row['over_dense']:.2f}"
+            memory = f"{row['temporary_bytes'] / 2**20:.1f}"
+            yield [row["shape"], row["form"], f"{100 * row['density']:.0f}", *figures, memory]
+
+    return head, lines()
+
+
+def baselines(report: Record) -> Cells:
+    """`claims baselines`: a line for each method, in the columns of the earlier page and one more.
+
+    The best attention KL first, and dense attention before it.
+    """
+    head = ["method", "active blocks, %", "attention ms", "KL vs dense", "perplexity gap, %"]
+
+    def lines() -> Iterator[list[str]]:
+        for row in sorted(report["rows"], key=lambda x: x.get("kl", 0.0)):
+            time = f"{1e3 * row['seconds']:.0f}"
+            if row["method"] == "dense":
+                yield ["dense", "100", time, "0", "0"]
+                continue
+            gap, error = (100 * row[f"perplexity_gap{x}"] for x in ("", "_standard_error"))
+            kl = f"{row['kl']:.3f} ± {row['kl_standard_error']:.3f}"
+            name, share = row["method"], f"{100 * row['density']:.0f}"
+            yield [name, share, time, kl, f"{gap:.2f} ± {error:.2f}"]
+
+    return head, lines()
