@@ -58,6 +58,15 @@ DESCRIPTIONS: dict[str, Description] = {
         "documents together.",
         _HEADS,
     ),
+    "claims-baselines-cpu": Description(
+        "Fixed patterns, the earlier XSAKE's rule and HADS with equally many blocks: SmolLM2-135M "
+        "at 2,048 tokens on a CPU.",
+        _HEADS,
+    ),
+    "claims-speed-cpu": Description(
+        "Dense attention, block lists, and selection with block lists on a CPU: time and memory.",
+        _CAUSAL,
+    ),
     "cost": Description(
         "Bytes and times of very long sequences on many cards, from the cost model: estimated, not "
         "measured.",
