@@ -122,8 +122,8 @@ def test_the_largest_logit_of_every_few_keys_stands_for_them():
     np.testing.assert_allclose(np.exp(got), want, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("block", "peak"), [(32, 1), (64, 4), (128, 4)])
-def test_blocks_of_64_and_128_have_the_largest_of_four_logits_unless_told_otherwise(block, peak):
+@pytest.mark.parametrize(("block", "peak"), [(32, 1), (64, 1), (128, 4)])
+def test_blocks_of_128_have_the_largest_of_four_logits_unless_told_otherwise(block, peak):
     q, k, _, _ = attention(2 * block)
     found = block_scores.outlier_queries(q, k, block)
     for each in (1, 4):

@@ -67,8 +67,8 @@ class ForwardTiling:
     # Rescale acc only when the maximum grew by more than this power of two; 0: always.
     lazy_rescale: float = 0.0
     # Look for a row's maximum only in steps where the sum of its powers of two grew large, or while
-    # nothing was allowed. Without effect where statistics are wanted. For lazy_rescale up to 8:
-    # with more, a row may need its maximum in every step.
+    # nothing was allowed. Without effect where the entropy over keys is wanted. For lazy_rescale up
+    # to 8: with more, a row may need its maximum in every step.
     lazy_maximum: bool = False
     # Tiles of a 16-bit bias of every pair pass through shared memory, with heads of up to 128 and
     # without statistics.

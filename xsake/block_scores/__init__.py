@@ -26,7 +26,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from xsake import masks, selection
-from xsake.backends.hopper.limits import BLOCKS
 from xsake.block_mask import BlockMask
 from xsake.block_mask.lists import Lists
 from xsake.block_scores import by_kernel
@@ -36,7 +35,9 @@ from xsake.block_scores.queries import Represent, means, outliers, sizes_of
 __all__ = ["BY_KERNEL", "ESTIMATES", "estimate", "filled", "select", "why_not"]
 
 PARTS = 16  # queries of a row block that `part_queries` and `outlier_queries` score
-KEYS_PER_PEAK = 4  # keys whose largest logit stands for each of them in those selectors' sums
+# Keys whose largest logit stands for each of them in those selectors' sums, by the size of a block;
+# 1 for others. In blocks of 64 a few more answers are lost with 4.
+KEYS_PER_PEAK = {128: 4}
 QUERIES_AT_ONCE = 256  # of `every_query`: so many · S logits of each head are in memory
 STRIPS = 4  # strips of row blocks; a strip skips the kv blocks after its last row block
 
@@ -105,7 +106,9 @@ def _lists_by_kernel(
     selector: str, q: Array, k: Array, counts: Array, block: int, band: int
 ) -> tuple[Array, ...]:
     q, k = jax.lax.stop_gradient((q, k))
-    make = by_kernel.listing(block, *BY_KERNEL[selector], band)
+    parts, represent = BY_KERNEL[selector]
+    keys_per_peak = 1 if parts == 1 else KEYS_PER_PEAK.get(block, 1)
+    make = by_kernel.listing(block, parts, represent, keys_per_peak, band)
     return make(q, k, counts[None].astype(jnp.int32))
 
 
@@ -172,8 +175,7 @@ def part_queries(
     With keys_per_peak=m, which divides the block, the largest of m logits stands for all m, those
     of keys that are block/m apart: the sum has an m-th of the exponentials. A block whose keys are
     all alike then counts for up to m times less than one with a few peaks.
-    The kernels need block/m to be a multiple of 8. Default: 4 in blocks of 64 and 128, for which
-    that was measured, and 1 in others.
+    The kernels need block/m to be a multiple of 8. Default: 4 in blocks of 128, 1 in others.
     """
     return _of_parts(q, k, block, first, math.gcd(parts, block), means, keys_per_peak)
 
@@ -206,7 +208,7 @@ def _of_parts(
 ) -> Float[Array, "N R n"]:
     """As by `part_queries`, of the queries that `represent` makes of each row block's parts."""
     if keys_per_peak is None:
-        keys_per_peak = KEYS_PER_PEAK if block in BLOCKS else 1
+        keys_per_peak = KEYS_PER_PEAK.get(block, 1)
     if keys_per_peak < 1 or block % keys_per_peak:
         raise ValueError(f"keys_per_peak is {keys_per_peak}; it must divide the block, {block}")
     size = block // parts
@@ -358,12 +360,11 @@ ESTIMATES = {
     "outlier_queries": outlier_queries,
     "every_query": every_query,
 }
-# selector: (queries of a row block, what makes them, keys per peak), where the kernels' sums are
-# all it needs
-BY_KERNEL: dict[str, tuple[int, Represent, int]] = {
-    "mean_query": (1, means, 1),
-    "part_queries": (PARTS, means, KEYS_PER_PEAK),
-    "outlier_queries": (PARTS, outliers, KEYS_PER_PEAK),
+# selector: (queries of a row block, what makes them), where the kernels' sums are all it needs
+BY_KERNEL: dict[str, tuple[int, Represent]] = {
+    "mean_query": (1, means),
+    "part_queries": (PARTS, means),
+    "outlier_queries": (PARTS, outliers),
 }
 
 

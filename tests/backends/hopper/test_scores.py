@@ -298,7 +298,7 @@ def test_a_plan_runs_one_kernel_for_the_batch_and_agrees_with_plain_jax(
     [
         pytest.param(block_scores.part_queries, marks=pytest.mark.slow),
         block_scores.outlier_queries,
-        functools.partial(block_scores.outlier_queries, keys_per_peak=1),
+        functools.partial(block_scores.outlier_queries, keys_per_peak=4),
     ],
 )
 def test_parts_of_a_row_block_by_the_kernel_agree_with_plain_jax(

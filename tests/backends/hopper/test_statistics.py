@@ -32,6 +32,7 @@ def compared(found, want):
     ("block", "length", "what", "tiling"),
     [
         ((128, 128), 200, "blocks", {"lazy_rescale": 8.0}),
+        ((128, 128), 200, "blocks", {"lazy_rescale": 8.0, "lazy_maximum": True}),
         ((64, 64), 136, "tokens", {"overlap": False}),
     ],
     ids=str,

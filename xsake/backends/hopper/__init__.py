@@ -250,13 +250,15 @@ def run_forward(
     """
     from xsake.backends.hopper import forward_kernel
 
-    tiling = settings.options.hopper_forward
+    given = settings.options.hopper_forward
     kind = tilings.bias_kind(None if bias is None else bias.shape)
-    tiling = tiling or tilings.measured_forward(Sizes.of(q, k, v), mask, kind)
+    tiling = given or tilings.measured_forward(Sizes.of(q, k, v), mask, kind)
     if settings.statistics:
         # A grid that is not persistent would keep T · S / 128 logarithms, and statistics have the
         # shared memory that a bias could pass through.
         tiling = dataclasses.replace(tiling, persistent=True, bias_in_shared=False)
+        if given is None:  # with statistics it was not measured
+            tiling = dataclasses.replace(tiling, lazy_maximum=False)
     if settings.statistics is None and bias is None:
         mask = _in_rows(mask, tiling.rows, max(q.shape[-1], v.shape[-1]))
     results = forward_kernel.forward(

@@ -202,13 +202,19 @@ class TileSteps:
     def softmax(self, s, t, m, l, masked):
         """p = 2^(s - m_new), the new m and l, and the factor that rescales acc."""
         if self.is_lazy:
-            return self.lazy_softmax(s, m, l)
-        return self.full_softmax(s, t, m, l, masked)
+            p, m, l, shrink, log = self.lazy_softmax(s, m, l)
+        else:
+            p, m, l, shrink, log = self.full_softmax(s, m, l, masked)
+        if self.kernel.statistics is not None:
+            self.keep(log, self.step_of(t))
+        return p, m, l, shrink
 
     @property
     def is_lazy(self) -> bool:
-        """Whether most steps look for no maximum."""
-        return self.kernel.tiling.lazy_maximum and self.kernel.statistics is None
+        """Whether most steps look for no maximum; not where the entropy over keys is wanted."""
+        statistics = self.kernel.statistics
+        has_tokens = statistics is not None and statistics.has_tokens
+        return self.kernel.tiling.lazy_maximum and not has_tokens
 
     @property
     def log2_scale(self) -> float:
@@ -223,17 +229,21 @@ class TileSteps:
         p = jnp.exp2(s * self.log2_scale - over_columns(m, s))
         total = p.sum(axis=1)
         is_safe = (total < MOST_GROWTH) & (m > -jnp.inf)  # not if it is NaN
-        as_before = p, m, l + total, jnp.ones_like(m)
+        if self.kernel.statistics is None:
+            as_before = p, m, l + total, jnp.ones_like(m), None
+        else:
+            log = jnp.log2(total)
+            as_before = p, m, l.with_block(total, log), jnp.ones_like(m), m + log
 
         def anew():
-            return self.full_softmax(s, None, m, l, True)
+            return self.full_softmax(s, m, l, True)
 
         if self.kernel.interpret:
             return lax.cond(is_safe.all(), lambda: as_before, anew)
         return lax.cond(any_in_warp(jnp.where(is_safe, 1.0, 0.0)), anew, lambda: as_before)
 
-    def full_softmax(self, s, t, m, l, masked):
-        """`softmax` with the maximum of every row."""
+    def full_softmax(self, s, m, l, masked):
+        """`softmax` with the maximum of every row; with statistics also log2 of the step's sum."""
         kernel, scale = self.kernel, self.log2_scale
         m_new = jnp.maximum(m, s.max(axis=1) * scale)
         if kernel.tiling.lazy_rescale:
@@ -248,10 +258,9 @@ class TileSteps:
         p = jnp.exp2(x)
         shrink = jnp.exp2(m - base)  # rescales what was summed under the old maximum
         if kernel.statistics is None:
-            return p, m_new, l * shrink + p.sum(axis=1), shrink
+            return p, m_new, l * shrink + p.sum(axis=1), shrink, None
         l, log = kernel.statistics.add(l, x, p, m, base, shrink, may_be_empty)
-        self.keep(log, self.step_of(t))
-        return p, m_new, l, shrink
+        return p, m_new, l, shrink, log
 
     def first_softmax(self, s, loaded):
         """(p, m, l) of a work tile's first step."""
@@ -260,7 +269,9 @@ class TileSteps:
         s = self.logits(s, jnp.int32(0), None, loaded)
         if rule is not None:
             s = lax.cond(self.full > 0, lambda: s, lambda: self.mask_first(s, rule, loaded))
-        p, m, l, _ = self.full_softmax(s, jnp.int32(0), m, l, rule)
+        p, m, l, _, log = self.full_softmax(s, m, l, rule)
+        if self.kernel.statistics is not None:
+            self.keep(log, self.step_of(jnp.int32(0)))
         return p, m, l
 
     def mask_first(self, s, rule, loaded):

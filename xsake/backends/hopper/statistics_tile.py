@@ -43,6 +43,10 @@ class Sums(NamedTuple):
         rest = (None if x is None else (x + self.l * change) * shrink for x in self[1:])
         return Sums(self.l * shrink, *rest)
 
+    def with_block(self, tile, log):
+        """The sums with a block whose p have the sum `tile`, but for `tokens`; log = log2(tile)."""
+        return Sums(self.l + tile, self.blocks + tile * jnp.maximum(log, LEAST), self.tokens)
+
     def entropies(self):
         """[over blocks, over keys] in nats: ln l - Σ p ln p / l; 0 in rows without keys."""
         seen = self.l > 0
@@ -97,11 +101,11 @@ class StatisticsTile:
         """(the sums with one more block, log2 of the block's sum); p = 2^x, relative to `base`."""
         tile = p.sum(axis=1)
         log = jnp.log2(tile)
-        l, blocks, tokens = sums.moved(m, base, shrink)
-        if tokens is not None:
+        sums = sums.moved(m, base, shrink)
+        if sums.tokens is not None:
             x = jnp.maximum(x, LEAST) if may_be_empty else x
-            tokens = tokens + (p * x).sum(axis=1)
-        return Sums(l + tile, blocks + tile * jnp.maximum(log, LEAST), tokens), base + log
+            sums = sums._replace(tokens=sums.tokens + (p * x).sum(axis=1))
+        return sums.with_block(tile, log), base + log
 
     def keep(self, log, outs, wg, visit):
         """Writes the logarithms of a visit where this CTA finds them again."""
