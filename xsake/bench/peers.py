@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from xsake.bench.cases import Case
 from xsake.bench.checks import checked, checked_calls
@@ -53,6 +54,12 @@ def cudnn(case: Case) -> dict[str, float]:
         return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn")
 
     return jax_seconds(case, given, compile_directions(attend, arrays, None))
+
+
+def dense_causal(q: Array, k: Array, v: Array) -> Array:
+    """Dense causal attention: cuDNN on a GPU, elsewhere the default implementation of jax.nn."""
+    peer: Any = "cudnn" if jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
 
 
 def jax_seconds(case: Case, given: dict[str, Any], calls: Calls) -> dict[str, float]:

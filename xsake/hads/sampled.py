@@ -75,10 +75,10 @@ def attend_sampled(
     query, key, value, sinks = given
     queries = at_sample(query, sample)
     S = key.shape[1]
+    rows = _rows(rule, (query.shape[1], S), sample, every)
     if pieces is None:
         pieces = 1
         if _splits(rule):
-            rows = _rows(rule, (query.shape[1], S), sample, every)
             pieces = number_of_pieces(rows, query.shape[0] * query.shape[2])
     if pieces == 1:
         mask = at_queries(rule, sample)
@@ -87,7 +87,6 @@ def attend_sampled(
     key, value = (x.reshape(-1, S // pieces, *x.shape[2:]) for x in (key, value))
     limits: Any = _of_pieces(rule, sample, pieces, S)
     if every is not None:
-        rows = _rows(rule, (query.shape[1], S), sample, every)
         limits = _with_known_blocks(limits, rows, sample.shape[0], pieces)
     queries = jnp.repeat(queries, pieces, axis=0)
     out, logsumexp = attend(queries, key, value, limits, logits_soft_cap=soft_cap)

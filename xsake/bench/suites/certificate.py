@@ -31,6 +31,7 @@ from xsake import block_scores, dot_product_attention, masks, selection
 from xsake.backends.choice import check_name
 from xsake.bench import programs
 from xsake.bench.method_times import activations, check_is_plain
+from xsake.bench.peers import dense_causal
 from xsake.bench.suites import Record
 from xsake.bench.timing import beside, compiled_together, provenance, time_on_device, time_queued
 from xsake.block_mask import BlockMask
@@ -292,11 +293,6 @@ def speed(
             _write(out, rows)
 
 
-def _dense(q: Array, k: Array, v: Array) -> Array:
-    peer: Any = "cudnn" if jax.default_backend() == "gpu" else None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
-
-
 def _timed(
     shape: tuple[int, int, int, int],
     K: int,
@@ -340,7 +336,7 @@ def _timed(
         for selector in selectors
         for name, form in forms.items()
     }
-    calls["dense"] = (lambda counts, q, k, v: _dense(q, k, v), given)
+    calls["dense"] = (lambda counts, q, k, v: dense_causal(q, k, v), given)
     ready = compiled_together(calls)
     base = _both_times(ready["dense"], *given)
     for density, selector in ((x, y) for x in densities for y in selectors):
@@ -433,7 +429,7 @@ def model(
         for selector in selectors
         for name, form in _forms(threshold).items()
     }
-    dense = functools.partial(_layers, lambda plan, layer, q, k, v: _dense(q, k, v))
+    dense = functools.partial(_layers, lambda plan, layer, q, k, v: dense_causal(q, k, v))
     calls["dense"] = (dense, (None, *given))
     ready = compiled_together(calls)
     B, T, N, H = given[0][0].shape

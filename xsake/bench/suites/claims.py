@@ -22,7 +22,9 @@ from jax import Array
 
 from xsake import block_scores, dot_product_attention
 from xsake.bench import programs
+from xsake.bench.checks import ERROR_LIMIT
 from xsake.bench.method_times import check_is_plain, time_attention
+from xsake.bench.peers import dense_causal
 from xsake.bench.suites import Record
 from xsake.bench.timing import (
     compiled_together,
@@ -39,7 +41,6 @@ from xsake.hads import Profile, budget
 from xsake.model import huggingface
 from xsake.model.observer import Observer
 
-LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # largest error of an output
 METHODS = (
     "sliding_window",
     "sink_window",
@@ -102,11 +103,6 @@ def speed(
         _write(out, rows)
 
 
-def _dense(q: Array, k: Array, v: Array) -> Array:
-    peer: Any = "cudnn" if jax.default_backend() == "gpu" else None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
-
-
 def _timed(
     q: Array, k: Array, v: Array, counts: Array, block: int, selectors: tuple[str, ...]
 ) -> list[Record]:
@@ -127,7 +123,7 @@ def _timed(
         return run
 
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "dense, jax.nn": (_dense, (q, k, v)),
+        "dense, jax.nn": (dense_causal, (q, k, v)),
         "dense, xsake": (lambda *x: dot_product_attention(*x, is_causal=True), (q, k, v)),
         "block lists": (listed, (q, k, v, mask)),
         **{f"{x} and block lists": (selected(x), (q, k, v, counts)) for x in selectors},
@@ -152,9 +148,10 @@ def _check(q: Array, k: Array, v: Array, mask: BlockMask) -> None:
     """Raises unless block lists give what the definition gives, in float32."""
     wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
     want = dot_product_attention(wide_q, wide_k, wide_v, mask=mask, implementation="reference")
-    error = float(jnp.abs(dot_product_attention(q, k, v, mask=mask) - want).max())
-    if not error < LIMITS[str(q.dtype)]:
-        raise ValueError(f"an output is off by {error}; the limit is {LIMITS[str(q.dtype)]}")
+    away = jnp.abs(dot_product_attention(q, k, v, mask=mask) - want).max()
+    error, limit = float(away / jnp.abs(want).max()), ERROR_LIMIT[str(q.dtype)]
+    if not error <= limit:
+        raise ValueError(f"an output is off by {error} of the largest; the limit is {limit}")
 
 
 def baselines(

@@ -28,6 +28,7 @@ from xsake import block_scores, dot_product_attention, selection
 from xsake.backends.choice import check_name
 from xsake.bench import programs
 from xsake.bench.method_times import activations, check_is_plain
+from xsake.bench.peers import dense_causal
 from xsake.bench.suites import Record
 from xsake.bench.timing import provenance, time_queued
 from xsake.block_mask import BlockMask
@@ -315,19 +316,13 @@ def speed(
             write({"budget": name, "refresh": refresh, **record})
 
 
-def _dense(q: Array, k: Array, v: Array) -> Array:
-    """Dense attention: cuDNN on a GPU, elsewhere the default implementation of jax.nn."""
-    peer: Any = "cudnn" if jax.default_backend() == "gpu" else None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=peer)
-
-
 def _headline(
     plan: Plan, selectors: tuple[str, ...], shape: tuple[int, ...], implementation: str | None
 ) -> Iterator[Record]:
     B, T, N, H = shape
     block = plan.terms.block
     q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(3))
-    dense_seconds = time_queued(jax.jit(_dense), q, k, v).median_seconds
+    dense_seconds = time_queued(jax.jit(dense_causal), q, k, v).median_seconds
     for selector in selectors:
 
         def select(q: Array, k: Array, counts: Array, selector: str = selector) -> BlockMask:
@@ -382,7 +377,7 @@ def _on_activations(
     q, k, v, kernel = activations(subject, tokens)
 
     def dense(q: Array, k: Array, v: Array) -> Array:
-        return lax.map(lambda x: _dense(*x), (q, k, v))
+        return lax.map(lambda x: dense_causal(*x), (q, k, v))
 
     def sparse(q: Array, k: Array, v: Array) -> Array:
         def one(x: Any) -> Array:
