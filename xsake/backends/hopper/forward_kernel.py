@@ -344,12 +344,12 @@ class _Kernel(BlockKernel):
             at = tile, first_row, first_key
             return rule.keep(s, -jnp.inf, *at, (0, 1), values, column_values, words)
 
-        def keep(log, t):
-            self.statistics.keep(log, outs, wg, t)
+        def settle(sums, m, t):
+            return self.statistics.settle(sums, m, outs, wg, t)
 
         own_steps = self.own_steps(wg, tile, done)
         loads = load_bias, load_words
-        return TileSteps(self, wg, done, own_steps, decides, loads, mask, keep, q_rows, scratch)
+        return TileSteps(self, wg, done, own_steps, decides, loads, mask, settle, q_rows, scratch)
 
     def own_steps(self, wg, work_tile, done, steps=None):
         """As of all kernels; but of 192 rows, a warpgroup leaves out the steps that it cannot see.

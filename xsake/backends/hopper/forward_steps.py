@@ -36,20 +36,20 @@ class TileSteps:
     loads: two functions, step of the work tile -> its bias, its token masks, from global memory;
     with `bias_in_shared` the first one begins a copy and returns None.
     mask_step: (s, step of the work tile, rule, token masks) -> s with -inf where the rule forbids.
-    keep: (log2 of the sum of a step, step of the work tile) stores it; with statistics only.
+    settle: (statistics, m, step of the work tile) -> the statistics with the newest step's terms.
 
     A step's `masked` is the rule that masks it; None: no rule does. With statistics, l stands for
     `statistics_tile.Sums`.
     """
 
     def __init__(
-        self, kernel, wg, done, own_steps, decides, loads, mask_step, keep, q_rows, scratch
+        self, kernel, wg, done, own_steps, decides, loads, mask_step, settle, q_rows, scratch
     ):
         self.kernel, self.wg, self.done = kernel, wg, done
         self.decides = decides
         self.first, self.full, self.count = own_steps
         self.load_bias, self.load_words = loads
-        self.mask_step, self.keep = mask_step, keep
+        self.mask_step, self.settle_step = mask_step, settle
         self.q_rows, self.scratch = q_rows, scratch
         self.k_slots, self.v_slots = kernel.k_slots(scratch), kernel.v_slots(scratch)
         self.dtype = scratch.v_smem.dtype
@@ -69,7 +69,8 @@ class TileSteps:
             s = self.scores(t, self.kernel.pass_turn)
             self.free_k(t)
             s = self.logits(s, t, masked, loaded)
-            p, m, l, shrink = self.softmax(s, t, m, l, masked)
+            p, m, l, shrink = self.softmax(s, m, l, masked)
+            l = self.settle(l, m, t)
             acc = self.rescale(acc, shrink)
             p, acc, m, l = lax.optimization_barrier((p.astype(self.dtype), acc, m, l))
             self.await_v(t)
@@ -118,7 +119,7 @@ class TileSteps:
             self.kernel.await_turn(self.wg)
             acc = self.add_values(acc, p, self.count - 1, lambda: self.kernel.pass_turn(self.wg))
             self.free_v(self.count - 1)
-            return acc, m, l
+            return acc, m, self.settle(l, m, self.count - 1)
 
         return lax.cond(self.count > 0, run, self.init)
 
@@ -129,7 +130,7 @@ class TileSteps:
 
         def softmax(s, m, l):
             s = self.logits(s, t, masked, loaded)
-            p, m, l, shrink = self.softmax(s, t, m, l, masked)
+            p, m, l, shrink = self.softmax(s, m, l, masked)
             return m, l, shrink, p
 
         self.await_k(t)
@@ -139,7 +140,7 @@ class TileSteps:
             s = self.scores(t)
             acc = self.add_values(acc, p, t - 1)
             self.free_k(t)
-            m, l, shrink, p = softmax(s, m, l)
+            m, l, shrink, p = softmax(s, m, self.settle(l, m, t - 1))
         else:
 
             def products(refs):
@@ -149,6 +150,7 @@ class TileSteps:
                     plgpu.wgmma(s_ref, self.q_rows, self.k(t))
                     plgpu.wgmma(acc_ref, p, self.v(t - 1))
                     self.kernel.pass_turn(self.wg)
+                    settled = self.settle(l, m, t - 1)
                     # The rule's values per key need 32 registers, which p occupies until its
                     # product ends.
                     crowded = masked is not None and masked.column_arrays > 0
@@ -156,7 +158,7 @@ class TileSteps:
                     crowded = crowded or (bias.exists and not bias.loads_early)
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if crowded else 1)
                     self.free_k(t)
-                    jax.tree.map(_write, tuple(new_refs), softmax(s, m, l))
+                    jax.tree.map(_write, tuple(new_refs), softmax(s, m, settled))
 
                 pl.run_scoped(with_scores, self.scores_type)
 
@@ -199,15 +201,13 @@ class TileSteps:
             return acc, m, _splat(0.0, (ROWS,), ROW)
         return acc, m, self.kernel.statistics.init(_splat(0.0, (ROWS,), ROW))
 
-    def softmax(self, s, t, m, l, masked):
+    def softmax(self, s, m, l, masked):
         """p = 2^(s - m_new), the new m and l, and the factor that rescales acc."""
-        if self.is_lazy:
-            p, m, l, shrink, log = self.lazy_softmax(s, m, l)
-        else:
-            p, m, l, shrink, log = self.full_softmax(s, m, l, masked)
-        if self.kernel.statistics is not None:
-            self.keep(log, self.step_of(t))
-        return p, m, l, shrink
+        return self.lazy_softmax(s, m, l) if self.is_lazy else self.full_softmax(s, m, l, masked)
+
+    def settle(self, l, m, t):
+        """l with the statistics of step t, the newest one; without statistics, l."""
+        return l if self.kernel.statistics is None else self.settle_step(l, m, self.step_of(t))
 
     @property
     def is_lazy(self) -> bool:
@@ -229,11 +229,8 @@ class TileSteps:
         p = jnp.exp2(s * self.log2_scale - over_columns(m, s))
         total = p.sum(axis=1)
         is_safe = (total < MOST_GROWTH) & (m > -jnp.inf)  # not if it is NaN
-        if self.kernel.statistics is None:
-            as_before = p, m, l + total, jnp.ones_like(m), None
-        else:
-            log = jnp.log2(total)
-            as_before = p, m, l.with_block(total, log), jnp.ones_like(m), m + log
+        sums = l + total if self.kernel.statistics is None else l.with_newest(total)
+        as_before = p, m, sums, jnp.ones_like(m)
 
         def anew():
             return self.full_softmax(s, m, l, True)
@@ -243,7 +240,7 @@ class TileSteps:
         return lax.cond(any_in_warp(jnp.where(is_safe, 1.0, 0.0)), anew, lambda: as_before)
 
     def full_softmax(self, s, m, l, masked):
-        """`softmax` with the maximum of every row; with statistics also log2 of the step's sum."""
+        """`softmax` with the maximum of every row."""
         kernel, scale = self.kernel, self.log2_scale
         m_new = jnp.maximum(m, s.max(axis=1) * scale)
         if kernel.tiling.lazy_rescale:
@@ -258,9 +255,8 @@ class TileSteps:
         p = jnp.exp2(x)
         shrink = jnp.exp2(m - base)  # rescales what was summed under the old maximum
         if kernel.statistics is None:
-            return p, m_new, l * shrink + p.sum(axis=1), shrink, None
-        l, log = kernel.statistics.add(l, x, p, m, base, shrink, may_be_empty)
-        return p, m_new, l, shrink, log
+            return p, m_new, l * shrink + p.sum(axis=1), shrink
+        return p, m_new, kernel.statistics.add(l, x, p, m, base, shrink, may_be_empty), shrink
 
     def first_softmax(self, s, loaded):
         """(p, m, l) of a work tile's first step."""
@@ -269,9 +265,7 @@ class TileSteps:
         s = self.logits(s, jnp.int32(0), None, loaded)
         if rule is not None:
             s = lax.cond(self.full > 0, lambda: s, lambda: self.mask_first(s, rule, loaded))
-        p, m, l, _, log = self.full_softmax(s, m, l, rule)
-        if self.kernel.statistics is not None:
-            self.keep(log, self.step_of(jnp.int32(0)))
+        p, m, l, _ = self.full_softmax(s, m, l, rule)
         return p, m, l
 
     def mask_first(self, s, rule, loaded):

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, vector
 
 from xsake.backends.hopper.bias_tile import moved
+from xsake.backends.hopper.interval_tile import scalar
 from xsake.backends.hopper.layouts import COLUMN, LOG2E, ROW, ROWS, THREADS, TILE, round_up
 from xsake.backends.hopper.ptx import SCALAR, asm, i32
 from xsake.backends.hopper.row_store import OWNER, own_row, store_rows
@@ -34,18 +37,32 @@ class Sums(NamedTuple):
     l: Any  # Σ p
     blocks: Any  # Σ a log2 a over blocks, with a = Σ p of a block
     tokens: Any = None  # Σ p log2 p, if it is wanted
+    newest: Any = None  # a of the newest block, if its term is not in `blocks` yet
 
     def moved(self, m, base, shrink):
         """The same sums relative to `base` instead of m; shrink = 2^(m - base)."""
         # log2 of the factor of every p. Before the first key m is -inf and the sums are 0, whose
         # product with a number is 0.
         change = jnp.maximum(m, LOWEST) - base
-        rest = (None if x is None else (x + self.l * change) * shrink for x in self[1:])
-        return Sums(self.l * shrink, *rest)
+        blocks, tokens = (
+            None if x is None else (x + self.l * change) * shrink for x in self.without_l
+        )
+        return Sums(self.l * shrink, blocks, tokens)
 
-    def with_block(self, tile, log):
-        """The sums with a block whose p have the sum `tile`, but for `tokens`; log = log2(tile)."""
-        return Sums(self.l + tile, self.blocks + tile * jnp.maximum(log, LEAST), self.tokens)
+    @property
+    def without_l(self):
+        """(blocks, tokens)."""
+        return self.blocks, self.tokens
+
+    def with_newest(self, tile):
+        """The sums with a block whose p have the sum `tile`, but for its terms."""
+        return self._replace(l=self.l + tile, newest=tile)
+
+    def settled(self):
+        """(the sums with the newest block's term, log2 of its sum)."""
+        log = jnp.log2(self.newest)
+        blocks = self.blocks + self.newest * jnp.maximum(log, LEAST)
+        return self._replace(blocks=blocks, newest=None), log
 
     def entropies(self):
         """[over blocks, over keys] in nats: ln l - Σ p ln p / l; 0 in rows without keys."""
@@ -53,7 +70,7 @@ class Sums(NamedTuple):
         l = jnp.where(seen, self.l, 1.0)
         return [
             jnp.where(seen, (jnp.log2(l) - x / l) * (1 / LOG2E), 0.0)
-            for x in self[1:]
+            for x in self.without_l
             if x is not None
         ]
 
@@ -98,18 +115,21 @@ class StatisticsTile:
     # A step
 
     def add(self, sums, x, p, m, base, shrink, may_be_empty):
-        """(the sums with one more block, log2 of the block's sum); p = 2^x, relative to `base`."""
-        tile = p.sum(axis=1)
-        log = jnp.log2(tile)
+        """The sums with one more block, not settled; p = 2^x, relative to `base`."""
         sums = sums.moved(m, base, shrink)
         if sums.tokens is not None:
             x = jnp.maximum(x, LEAST) if may_be_empty else x
             sums = sums._replace(tokens=sums.tokens + (p * x).sum(axis=1))
-        return sums.with_block(tile, log), base + log
+        return sums.with_newest(p.sum(axis=1))
 
-    def keep(self, log, outs, wg, visit):
-        """Writes the logarithms of a visit where this CTA finds them again."""
-        store_rows(log, self.own_logs(outs, wg).at[visit], self.interpret)
+    def settle(self, sums, m, outs, wg, visit):
+        """The sums with the newest block's term, whose logarithm goes where this CTA finds it.
+
+        A step later: the products of that step hide the logarithm and its store.
+        """
+        sums, log = sums.settled()
+        store_rows(m + log, self.own_logs(outs, wg).at[visit], self.interpret)
+        return sums
 
     def own_logs(self, outs, wg):
         """This CTA's place for logarithms; both warpgroups share it where they have the same rows.
@@ -151,10 +171,10 @@ class StatisticsTile:
         @pl.loop(0, lax.div(tile.count + (VISITS - 1), jnp.int32(VISITS)))
         def _(group):
             first = group * VISITS
+            blocks = load_entries(index, tile.start + first, tile.count - first, self.interpret)
             log = plgpu.load(logs.at[pl.ds(first, VISITS)], layout=TILE, optimized=False)
             share = jnp.exp2(log - lax.broadcast_in_dim(base, log.shape, [1])).sum(axis=1)
-            listed = index, tile.start + first, tile.count - first
-            scatter_rows(share, mass, *listed, self.interpret)
+            scatter_rows(share, mass, blocks, self.interpret)
 
         plgpu.commit_smem()  # a barrier: the next tile's logarithms replace these
 
@@ -165,28 +185,54 @@ def mean_mass(mass: Array, T: int, block: int, kv_blocks: int) -> Array:
     return mass[..., :kv_blocks].sum(3) / queries[:, None]
 
 
-def scatter_rows(x, ref, index, first, count, interpret):
-    """ref[index[first + row]] = x[row] for the rows below count; ref is float32, index int32."""
+def load_entries(index, first, count, interpret):
+    """index[first + row] for the rows below count, -1 for others: int32 [64], one for each row."""
+    if interpret:
+        found = [index[first + jnp.minimum(row, count - 1)] for row in range(ROWS)]
+        return jnp.where(jnp.arange(ROWS) < count, jnp.stack(found), -1)
+    lines = [
+        ".reg .pred listed; setp.lt.s32 listed, $2, $3; mov.b32 $0, -1;",
+        "@listed ld.global.b32 $0, [$1];",
+    ]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), ROW, SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=ROW),
+    )
+    def emit(_, index, rows, first, count):
+        first, count = (y.registers[()] for y in (first, count))
+        registers = np.empty_like(rows.registers)
+        for at in np.ndindex(registers.shape):
+            row = scalar(rows.registers[at])
+            place = moved(index, arith.addi(first, row), 4)
+            entry = asm(lines, "=&r,l,r,r", [place, row, count])
+            registers[at] = vector.broadcast(rows.registers[at].type, entry)
+        return mgpu.FragmentedArray(_registers=registers, _layout=rows.layout, _is_signed=True)
+
+    rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+    return emit(index, rows, first, count)
+
+
+def scatter_rows(x, ref, at, interpret):
+    """ref[at[row]] = x[row] for the rows whose `at` is not negative; ref and x are float32."""
     if interpret:
 
-        @pl.loop(0, jnp.minimum(count, len(x)))
+        @pl.loop(0, len(x))
         def _(row):
-            ref[index[first + row]] = x[row]
+            @pl.when(at[row] >= 0)
+            def _():
+                ref[at[row]] = x[row]
 
         return
     lines = [
         *OWNER,
-        ".reg .pred listed; .reg .b32 at; .reg .b64 to;",
-        "setp.lt.and.s32 listed, $3, $4, own;",
-        "@listed ld.global.b32 at, [$1]; @listed mad.wide.s32 to, at, 4, $0;",
-        "@listed st.global.f32 [to], $2;",
+        ".reg .pred listed; .reg .b64 to; setp.ge.and.s32 listed, $1, 0, own;",
+        "mad.wide.s32 to, $1, 4, $0; @listed st.global.f32 [to], $2;",
     ]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, ROW))
-    def emit(_, ref, index, first, count, x):
-        row, value = own_row(x)
-        first, count = (y.registers[()] for y in (first, count))
-        entry = moved(index, arith.addi(first, row), 4)
-        asm(lines, "l,l,f,r,r", [moved(ref, i32(0), 4), entry, value, row, count])
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW, ROW))
+    def emit(_, ref, at, x):
+        values = [own_row(y)[1] for y in (at, x)]
+        asm(lines, "l,r,f", [moved(ref, i32(0), 4), *values])
 
-    emit(ref, index, first, count, x)
+    emit(ref, at, x)

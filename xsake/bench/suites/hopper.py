@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,11 @@ from xsake.bench.timing import beside, time_queued
 from xsake.block_mask import BlockMask
 
 SHAPES = ((4, 4096), (1, 16384))  # (B, T), sixteen heads
+SKEWED = (0.05, 0.1, 0.15, 0.3, 0.9)  # densities of the query heads of one kv head
+SPARSE_PEERS: dict[str, Peer] = {
+    "flex_attention": flex_attention,
+    "flash_attention_4": flash_attention_4,
+}
 
 
 def parts(quick: bool, model: Path | None = None) -> Iterator[Part]:
@@ -40,6 +46,7 @@ def parts(quick: bool, model: Path | None = None) -> Iterator[Part]:
                 case = hopper_case(B, T, H, density)
                 yield Part(case.name, functools.partial(sparse_records, case, dense), group)
     if not quick:
+        yield skewed_groups(2, 6144, 64)
         yield uneven_heads(1, 16384, 128)
         yield transposed_lists(1, 16384, 128)
 
@@ -49,6 +56,14 @@ def dense_case(B: int, T: int, H: int) -> Case:
     return Case(f"{B}·16·{T}·{H} full", B, T, N=16, H=H, dtype="bfloat16", rule=masks.everything())
 
 
+def skewed_groups(B: int, T: int, H: int) -> Part:
+    """Twenty query heads of four kv heads, of very different densities: autotuning never saw it."""
+    name = f"{B}·20/4·{T}·{H} heads {SKEWED}"
+    case = hopper_case(B, T, H, statistics.mean(SKEWED), SKEWED)
+    case = dataclasses.replace(case, name=name, N=20, K=4)
+    return Part(name, lambda done: measure(case, SPARSE_PEERS), name)
+
+
 def dense_records(case: Case, done: list[Record]) -> Iterator[Record]:
     """Measures a full or causal case and its peers."""
     return measure(case, {"cudnn": cudnn, "flash_attention_4": flash_attention_4})
@@ -56,12 +71,8 @@ def dense_records(case: Case, done: list[Record]) -> Iterator[Record]:
 
 def sparse_records(case: Case, dense: Case, done: list[Record]) -> Iterator[Record]:
     """Measures a block-sparse case and its peers, and its time relative to our own dense time."""
-    peers: dict[str, Peer] = {
-        "flex_attention": flex_attention,
-        "flash_attention_4": flash_attention_4,
-    }
     records_of(dense, done)  # the dense case must have passed its check
-    for record in measure(case, peers):
+    for record in measure(case, SPARSE_PEERS):
         ratio = time_ratio(case, dense, record["direction"])
         yield record | {"over_density_times_dense": ratio / record["density_ratio"]}
 
