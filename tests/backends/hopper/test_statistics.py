@@ -29,23 +29,29 @@ def compared(found, want):
 
 
 @pytest.mark.parametrize(
-    ("block", "length", "what", "tiling"),
+    ("block", "length", "what", "tiling", "shared_bytes"),
     [
-        ((128, 128), 200, "blocks", {"lazy_rescale": 8.0}),
-        ((128, 128), 200, "blocks", {"lazy_rescale": 8.0, "lazy_maximum": True}),
-        ((64, 64), 136, "tokens", {"overlap": False}),
+        ((128, 128), 200, "blocks", {"lazy_rescale": 8.0}, 0),
+        ((128, 128), 200, "blocks", {"lazy_rescale": 8.0, "lazy_maximum": True}, 226 << 10),
+        ((64, 64), 136, "tokens", {"overlap": False}, 226 << 10),
     ],
     ids=str,
 )
 @needs_interpreter
 @pytest.mark.second_python
-def test_small_statistics_agree_when_interpreted(block, length, what, tiling, capsys, monkeypatch):
-    """Full, partial and short blocks, two heads of one kv head, sinks, a soft cap, empty rows."""
+def test_small_statistics_agree_when_interpreted(
+    block, length, what, tiling, shared_bytes, capsys, monkeypatch
+):
+    """Full, partial and short blocks, two heads of one kv head, sinks, a soft cap, empty rows.
+
+    Logarithms are in global memory (without space in shared memory) or in shared memory.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from xsake.backends.hopper import forward_kernel
 
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(forward_kernel, "SHARED_BYTES", shared_bytes)
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(3 * rng.standard_normal((1, length, heads, 64)), jnp.bfloat16)
@@ -148,6 +154,27 @@ def test_steps_of_half_blocks_have_no_statistics():
     half = dataclasses.replace(call, options=Options(hopper_forward=ForwardTiling(step=64)))
     why = "takes steps of whole blocks; hopper_forward has steps of 64"
     assert hopper.why_not_observed(half) == why
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_tall_work_tiles_have_statistics_on_a_gpu():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 3001, 2, 64)), jnp.bfloat16) for _ in range(3))
+    mask = mask_of(masks.causal(), 3001)
+    want = oracle.statistics(
+        *(np.asarray(x, np.float64) for x in (q, k)),
+        allowed=np.asarray(mask.to_dense(1, 2)),
+        block=(128, 128),
+    )
+    for lazy in (False, True):
+        tiling = ForwardTiling(lazy_rescale=8.0, rows=192, lazy_maximum=lazy)
+        how = {"mask": mask, "options": Options(hopper_forward=tiling), "implementation": "hopper"}
+        plain = xsake.dot_product_attention(q, k, v, **how)
+        for _ in range(10):
+            out, found = xsake.observed_attention(q, k, v, what="blocks", **how)
+            compared([found.mass, found.block_entropy], want)
+            assert oracle.relative_error(out, np.asarray(plain, np.float64)) <= 1e-6
 
 
 @pytest.mark.parametrize(

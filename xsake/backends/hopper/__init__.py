@@ -257,9 +257,10 @@ def run_forward(
         # A grid that is not persistent would keep T · S / 128 logarithms, and statistics have the
         # shared memory that a bias could pass through.
         tiling = dataclasses.replace(tiling, persistent=True, bias_in_shared=False)
-        if given is None:  # with statistics it was not measured
+        if given is None and max(q.shape[-1], v.shape[-1]) > 64:  # registers spill
             tiling = dataclasses.replace(tiling, lazy_maximum=False)
-    if settings.statistics is None and bias is None:
+    mass_block = mask.block[0]
+    if bias is None:
         mask = _in_rows(mask, tiling.rows, max(q.shape[-1], v.shape[-1]))
     results = forward_kernel.forward(
         q,
@@ -274,6 +275,7 @@ def run_forward(
         tiling=tiling,
         statistics=settings.statistics,
         sinks=sinks,
+        mass_block=mass_block,
     )
     return _jax.vary(unaliased(*results), _jax.varying_axes(q))
 

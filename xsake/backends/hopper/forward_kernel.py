@@ -36,8 +36,10 @@ from xsake.backends.hopper.layouts import (
     PANEL,
     ROW,
     ROWS,
+    SHARED_BYTES,
     pad_tokens,
     round_up,
+    shared_bytes,
     tiles,
 )
 from xsake.backends.hopper.pipeline import Resident, Ring, stream
@@ -71,6 +73,7 @@ def forward(
     tiling: ForwardTiling = DEFAULT_TILING,
     statistics: Observed | None = None,
     sinks: jax.Array | None = None,
+    mass_block: int | None = None,
     table: jax.Array | np.ndarray | None = None,
     rows_per_q: int = 1,
     interpret: Any = False,
@@ -86,7 +89,8 @@ def forward(
 
     With `statistics` also, in float32: the mean mass of every block [B, N, row blocks, kv blocks],
     in whose denominator `sinks` are: float32 [N], the logarithm of their sum; and the entropy over
-    blocks, and for "tokens" that over keys, [B, N, T] in nats, without sinks.
+    blocks, and for "tokens" that over keys, [B, N, T] in nats, without sinks. Row blocks of the
+    mass have `mass_block` tokens, a multiple of 64; None: as those of the lists.
     """
     all_rows = jax.ShapeDtypeStruct((q.shape[0] * rows_per_q, *q.shape[1:]), q.dtype)
     shape = Shape.of(all_rows, k, v, lists, block)
@@ -107,7 +111,11 @@ def forward(
         interpret=interpret,
     )
     if statistics:
-        kernel.statistics = StatisticsTile(kernel, statistics == "tokens", sinks is not None)
+        most_visits = min(lists.kv_index.shape[-1], shape.kv_blocks)
+        has_tokens, has_sinks = statistics == "tokens", sinks is not None
+        kernel.statistics = StatisticsTile(kernel, has_tokens, has_sinks, most_visits)
+        used = shared_bytes(kernel.scratch(q.dtype) | kernel.scheduler.scratch())
+        kernel.statistics.in_shared = kernel.statistics.log_bytes <= SHARED_BYTES - used
     others = (
         lists.kv_index.reshape(-1),
         *rule_operands(rule, shape, axis=0),
@@ -130,8 +138,9 @@ def forward(
     )
     if not statistics:
         return out[:, :T], lse[..., :T]
-    *entropies, mass, _ = more
-    mass = mean_mass(mass, T, block[0], shape.kv_blocks)
+    count = kernel.statistics.entropies
+    entropies, mass = more[:count], more[count]
+    mass = mean_mass(mass, T, mass_block or block[0], shape.kv_blocks)
     return out[:, :T], lse[..., :T], mass, *(x[..., :T] for x in entropies)
 
 
@@ -146,7 +155,7 @@ class _Scratch(NamedTuple):
     k_smem: Any  # [stages, step, H]
     v_smem: Any  # [stages, step, Hv]
     out_smem: Any  # [consumers, 64, staged columns]
-    lse_smem: Any  # [consumers, 64]
+    rows_smem: Any  # [values per row, consumers, 64]: the logsumexp; with statistics, entropies
     q_ready: Any
     k_ready: Any
     v_ready: Any
@@ -159,9 +168,7 @@ class _Scratch(NamedTuple):
     piece_ready: Any = None
     piece_taken: Any = None
     bias_smem: Any = None  # [compute warpgroups, 64 · step], with `bias_in_shared`
-    # With statistics: [consumers, 64] each.
-    block_entropy_smem: Any = None
-    entropy_smem: Any = None
+    logs_smem: Any = None  # [consumers, visits, 64], with statistics if there is space
 
 
 class _Kernel(BlockKernel):
@@ -188,6 +195,11 @@ class _Kernel(BlockKernel):
             tiling.alternate_products and not self.alternate and not self.interpret
         )
 
+    @property
+    def row_values(self) -> int:
+        """Values that are stored for each row: the logsumexp, and entropies if they are wanted."""
+        return 1 if self.statistics is None else 1 + self.statistics.entropies
+
     def scratch(self, dtype) -> dict[str, Any]:
         """The types of `_Scratch`."""
         shape, stages = self.shape, self.stages
@@ -199,7 +211,7 @@ class _Kernel(BlockKernel):
             k_smem=tiles(stages, self.step, shape.sizes.H, dtype=dtype),
             v_smem=tiles(stages, self.step, shape.sizes.Hv, dtype=dtype),
             out_smem=tiles(self.consumers, ROWS, out_columns, dtype=dtype),
-            lse_smem=plgpu.SMEM((self.consumers, ROWS), jnp.float32),
+            rows_smem=plgpu.SMEM((self.row_values, self.consumers, ROWS), jnp.float32),
             q_ready=plgpu.Barrier(),
             k_ready=ready,
             v_ready=ready,
@@ -209,10 +221,7 @@ class _Kernel(BlockKernel):
         )
         if self.alternate:
             scratch["piece_smem"] = tiles(ROWS, PANEL, dtype=jnp.float32)
-            values = 2
-            if self.statistics is not None:  # m and Sums
-                values = 4 if self.statistics.has_tokens else 3
-            scratch["m_l_smem"] = plgpu.SMEM((values, ROWS), jnp.float32)
+            scratch["m_l_smem"] = plgpu.SMEM((self.row_values + 1, ROWS), jnp.float32)
             scratch |= Handover.barriers()
         if self.statistics is not None:
             scratch |= self.statistics.scratch()
@@ -303,7 +312,7 @@ class _Kernel(BlockKernel):
             if self.compute_wgs > COMPUTE_WGS:
                 steps.leave_out(tile.count * self.splits)
             if not self.alternate:
-                self.store(tile, wg, acc, m, l, for_mass, outs, scratch)
+                self.store(tile, steps.count, wg, acc, m, l, for_mass, outs, scratch)
                 return after
             pl.when(tile.count > 0)(lambda: plgpu.barrier_arrive(scratch.q_free))
             self.store_merged(tile, wg, acc, m, l, for_mass, outs, scratch)
@@ -345,7 +354,7 @@ class _Kernel(BlockKernel):
             return rule.keep(s, -jnp.inf, *at, (0, 1), values, column_values, words)
 
         def settle(sums, m, t):
-            return self.statistics.settle(sums, m, outs, wg, t)
+            return self.statistics.settle(sums, m, outs, scratch, wg, t)
 
         own_steps = self.own_steps(wg, tile, done)
         loads = load_bias, load_words
@@ -365,7 +374,7 @@ class _Kernel(BlockKernel):
         seen = lax.div(end + (self.step - 1), jnp.int32(self.step))
         return first, full, jnp.minimum(count, seen)
 
-    def store(self, tile, wg, acc, m, l, for_mass, outs, scratch):
+    def store(self, tile, visits, wg, acc, m, l, for_mass, outs, scratch):
         """out = acc / l and logsumexp = m + log l; zeros and -inf in rows that saw no key."""
         rows, normalizer = _finish(m, l)
         out = (acc * over_columns(normalizer, acc)).astype(scratch.out_smem.dtype)
@@ -375,7 +384,7 @@ class _Kernel(BlockKernel):
         for column in range(0, self.shape.sizes.Hv, scratch.out_smem.shape[-1]):
             self.copy_out(tile, wg, queries, column, out, rows, outs, scratch)
         if self.statistics is not None:
-            self.statistics.store_mass(tile, wg, queries.start, *for_mass, scratch)
+            self.statistics.store_mass(tile, visits, wg, queries.start, *for_mass, scratch)
 
     def store_merged(self, tile, wg, acc, m, l, for_mass, outs, scratch):
         """The same where each warpgroup has half of the visits: warpgroup 0 merges both.
@@ -413,7 +422,7 @@ class _Kernel(BlockKernel):
                 out = own + panel * over_columns(other_shrink * normalizer, panel)
                 self.copy_out(tile, 0, queries, column, out, rows, outs, scratch)
             if self.statistics is not None:
-                self.statistics.store_mass(tile, 0, queries.start, *for_mass, scratch)
+                self.statistics.store_mass(tile, tile.count, 0, queries.start, *for_mass, scratch)
                 plgpu.barrier_arrive(scratch.piece_taken)
 
     def copy_out(self, tile, wg, queries, column, out, rows, outs, scratch):
@@ -422,7 +431,6 @@ class _Kernel(BlockKernel):
         `out` is the whole tile, or as many of its columns as shared memory stages at a time.
         """
         out_smem = scratch.out_smem
-        rows_smem = scratch.lse_smem, scratch.block_entropy_smem, scratch.entropy_smem
         out_gmem, *rows_gmem = outs
         width = out_smem.shape[-1]
         # The previous copies must have read the buffers.
@@ -431,13 +439,15 @@ class _Kernel(BlockKernel):
             out = out[:, column : column + width]
         out_smem[wg] = out.astype(out_smem.dtype)
         if column == 0:
-            for smem, values in zip(rows_smem, rows, strict=False):
-                smem[wg] = values
+            for at, values in enumerate(rows):
+                scratch.rows_smem[at, wg] = values
         plgpu.commit_smem()
         if column == 0:
-            for smem, gmem, _ in zip(rows_smem, rows_gmem, rows, strict=False):
+            for at, gmem in enumerate(rows_gmem[: len(rows)]):
                 plgpu.copy_smem_to_gmem(
-                    smem.at[wg], gmem.at[tile.b, tile.n, queries], commit_group=False
+                    scratch.rows_smem.at[at, wg],
+                    gmem.at[tile.b, tile.n, queries],
+                    commit_group=False,
                 )
         # TMA drops rows past T.
         plgpu.copy_smem_to_gmem(

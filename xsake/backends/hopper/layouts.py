@@ -15,6 +15,8 @@ COMPUTE_WGS = 2  # compute warpgroups of a CTA
 WARP, THREADS = 32, 128  # threads of a warp, of a warpgroup
 PANEL = 64  # columns per staging buffer, per handover (handover.py), per copy that adds dq
 ALIGNED = 8  # rows of a swizzled tile: Mosaic copies from and to multiples of 8 tokens only
+SHARED_BYTES = 226 << 10  # of a CTA, for arrays; its barriers have the other KiB
+SHARED_ALIGNMENT = 1 << 10  # of every array there
 LOG2E = math.log2(math.e)
 
 TILE = plgpu.Layout.WGMMA
@@ -31,6 +33,13 @@ def swizzled(dtype):
     """How the elements of `tiles` lie in memory."""
     columns = 128 // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((ALIGNED, columns)), plgpu.SwizzleTransform(128)
+
+
+def shared_bytes(scratch):
+    """The bytes of the arrays of a kernel's scratch."""
+    arrays = [x for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
+    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+    return sum(round_up(size, SHARED_ALIGNMENT) for size in sizes)
 
 
 def slot_of(t, stages):

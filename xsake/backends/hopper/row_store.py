@@ -1,4 +1,4 @@
-"""One value per row of a tile, from registers to global memory (Hopper, sm90).
+"""One value per row of a tile, from registers to memory (Hopper, sm90).
 
 Four threads have the same two rows: the first of them writes one row, the second the other.
 """
@@ -9,7 +9,7 @@ from jaxlib.mlir.dialects import arith
 from xsake.backends.hopper.bias_tile import WARP_ROWS, moved, warp_and_lane
 from xsake.backends.hopper.interval_tile import GROUP, OWN, scalar
 from xsake.backends.hopper.layouts import ROW
-from xsake.backends.hopper.ptx import asm, i32
+from xsake.backends.hopper.ptx import asm, i32, shared_address
 
 OWNER = (
     ".reg .pred own; .reg .b32 tid; mov.u32 tid, %tid.x; and.b32 tid, tid, 3;",
@@ -17,8 +17,8 @@ OWNER = (
 )
 
 
-def store_rows(x, ref, interpret):
-    """ref = x; ref is float32 [64]."""
+def store_rows(x, ref, interpret, *, in_shared=False):
+    """ref = x; ref is float32 [64] in global memory, or in shared memory."""
     if interpret:
         ref[...] = x
         return
@@ -26,7 +26,11 @@ def store_rows(x, ref, interpret):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
     def emit(_, ref, x):
         row, value = own_row(x)
-        asm([*OWNER, "@own st.global.f32 [$0], $1;"], "l,f", [moved(ref, row, 4), value])
+        if in_shared:
+            place = arith.addi(shared_address(ref), arith.muli(row, i32(4)))
+            asm([*OWNER, "@own st.shared.f32 [$0], $1;"], "r,f", [place, value])
+        else:
+            asm([*OWNER, "@own st.global.f32 [$0], $1;"], "l,f", [moved(ref, row, 4), value])
 
     emit(ref, x)
 

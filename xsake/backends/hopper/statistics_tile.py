@@ -1,13 +1,13 @@
 """Entropy and block mass as by-products of the forward, on one compute warpgroup (Hopper, sm90).
 
     a step    S ─ p, relative to the running maximum m ─┬─ a = Σ p of the block, Σ a log2 a
-                                                        ├─ log2 of the block's sum ─▶ global memory
+                                                        ├─ log2 of the block's sum, kept
                                                         └─ Σ p log2 p, if it is wanted
     the end   2^(log2 of a block's sum - logsumexp) ─ sum over the 64 rows ─▶ mass of the block
 
-What goes to global memory is 64 floats per step and warpgroup. A CTA of a persistent grid writes to
-the same place for every work tile and reads it back when the work tile ends, so that it stays in
-L2.
+What is kept until a work tile ends is 64 floats per step and warpgroup: in shared memory where
+there is space for all visits that a list may have, else in global memory. There a CTA of a
+persistent grid has one place for all its work tiles, which stays in L2.
 """
 
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class Sums(NamedTuple):
 class StatisticsTile:
     """The statistics of a kernel's work tiles; `self` holds what is static."""
 
-    def __init__(self, kernel, has_tokens, has_sinks):
+    def __init__(self, kernel, has_tokens, has_sinks, most_visits):
         if kernel.splits > 1:
             raise ValueError(
                 f"statistics need steps of whole blocks, not {kernel.splits} steps per block"
@@ -87,22 +87,37 @@ class StatisticsTile:
         self.ctas = kernel.scheduler.ctas
         self.has_tokens, self.has_sinks = has_tokens, has_sinks
         self.interpret = kernel.interpret
+        # of all visits of a work tile, of the rows of all warpgroups
+        self.logs = jax.ShapeDtypeStruct(
+            (self.consumers, round_up(max(most_visits, 1), VISITS), ROWS), jnp.float32
+        )
+        self.in_shared = False  # whether logarithms are in shared memory
 
     def out_type(self) -> tuple[Any, ...]:
-        """Entropies of rows, mass of blocks, and the logarithms that a CTA keeps for itself."""
+        """Entropies of rows, mass of blocks, and the logarithms if they are in global memory."""
         B, _, _, N, *_ = self.shape.sizes
         rows = jax.ShapeDtypeStruct((B, N, self.shape.padded_rows), jnp.float32)
         blocks = round_up(self.shape.kv_blocks, THREADS)  # every thread clears as many
         mass = (B, N, self.shape.row_blocks, self.consumers, blocks)
-        logs = (self.ctas, self.consumers, round_up(self.shape.kv_blocks, VISITS), ROWS)
-        arrays = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (mass, logs))
-        return *[rows] * (2 if self.has_tokens else 1), *arrays
+        arrays = [mass] if self.in_shared else [mass, (self.ctas, *self.logs.shape)]
+        arrays = (jax.ShapeDtypeStruct(x, jnp.float32) for x in arrays)
+        return *[rows] * self.entropies, *arrays
+
+    @property
+    def log_bytes(self) -> int:
+        """The bytes of the logarithms of one work tile."""
+        return self.logs.size * self.logs.dtype.itemsize
+
+    @property
+    def entropies(self) -> int:
+        """How many entropies a row has."""
+        return 2 if self.has_tokens else 1
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory for what is copied out."""
-        rows = plgpu.SMEM((self.consumers, ROWS), jnp.float32)
-        found = dict(block_entropy_smem=rows)
-        return found | (dict(entropy_smem=rows) if self.has_tokens else {})
+        """Shared memory for logarithms, if they are there."""
+        if not self.in_shared:
+            return {}
+        return dict(logs_smem=plgpu.SMEM(self.logs.shape, self.logs.dtype))
 
     def init(self, zeros):
         """The sums before the first step."""
@@ -122,28 +137,30 @@ class StatisticsTile:
             sums = sums._replace(tokens=sums.tokens + (p * x).sum(axis=1))
         return sums.with_newest(p.sum(axis=1))
 
-    def settle(self, sums, m, outs, wg, visit):
+    def settle(self, sums, m, outs, scratch, wg, visit):
         """The sums with the newest block's term, whose logarithm goes where this CTA finds it.
 
         A step later: the products of that step hide the logarithm and its store.
         """
         sums, log = sums.settled()
-        store_rows(m + log, self.own_logs(outs, wg).at[visit], self.interpret)
+        place = self.own_logs(outs, scratch, wg).at[visit]
+        store_rows(m + log, place, self.interpret, in_shared=self.in_shared)
         return sums
 
-    def own_logs(self, outs, wg):
-        """This CTA's place for logarithms; both warpgroups share it where they have the same rows.
+    def own_logs(self, outs, scratch, wg):
+        """Where logarithms are kept; both warpgroups share it where they have the same rows.
 
         [visits, 64]
         """
-        logs = outs[-1]
-        return logs.at[lax.axis_index("cta"), 0 if self.consumers == 1 else wg]
+        logs = scratch.logs_smem if self.in_shared else outs[-1].at[lax.axis_index("cta")]
+        return logs.at[0 if self.consumers == 1 else wg]
 
     # The end of a work tile
 
     def own_mass(self, tile, outs, wg):
         """The sums over this warpgroup's rows of a work tile: one for every kv block."""
-        return outs[-2].at[tile.b, tile.n, tile.i, wg]
+        mass = outs[-1 if self.in_shared else -2]
+        return mass.at[tile.b, tile.n, tile.i, wg]
 
     def clear_mass(self, tile, wg, outs):
         """Zeros for blocks that no list names; a barrier must follow, before `store_mass`."""
@@ -151,12 +168,12 @@ class StatisticsTile:
         layout = plgpu.Layout.WG_STRIDED(mass.shape, vec_size=1)
         mass[...] = plgpu.layout_cast(jnp.zeros(mass.shape, jnp.float32), layout)
 
-    def store_mass(self, tile, wg, first_row, index, outs, sinks, scratch):
-        """The mass of every visited block, summed over the 64 rows; the logsumexp is in lse_smem.
+    def store_mass(self, tile, visits, wg, first_row, index, outs, sinks, scratch):
+        """The mass of the first `visits` blocks, summed over the 64 rows.
 
-        Sinks join the denominator, and rows past T have no mass.
+        The logsumexp is in rows_smem. Sinks join the denominator, and rows past T have no mass.
         """
-        base = plgpu.load(scratch.lse_smem.at[wg], layout=COLUMN, optimized=False) * LOG2E
+        base = plgpu.load(scratch.rows_smem.at[0, wg], layout=COLUMN, optimized=False) * LOG2E
         base = jnp.where(base == -jnp.inf, 0.0, base)  # of a row without keys, all logs are -inf
         if sinks is not None:
             sink = sinks[tile.n] * LOG2E
@@ -166,12 +183,12 @@ class StatisticsTile:
         if self.shape.padded_rows != T:
             row = first_row + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=COLUMN)
             base = jnp.where(row < T, base, jnp.inf)
-        logs, mass = self.own_logs(outs, wg), self.own_mass(tile, outs, wg)
+        logs, mass = self.own_logs(outs, scratch, wg), self.own_mass(tile, outs, wg)
 
-        @pl.loop(0, lax.div(tile.count + (VISITS - 1), jnp.int32(VISITS)))
+        @pl.loop(0, lax.div(visits + (VISITS - 1), jnp.int32(VISITS)))
         def _(group):
             first = group * VISITS
-            blocks = load_entries(index, tile.start + first, tile.count - first, self.interpret)
+            blocks = load_entries(index, tile.start + first, visits - first, self.interpret)
             log = plgpu.load(logs.at[pl.ds(first, VISITS)], layout=TILE, optimized=False)
             share = jnp.exp2(log - lax.broadcast_in_dim(base, log.shape, [1])).sum(axis=1)
             scatter_rows(share, mass, blocks, self.interpret)
@@ -180,9 +197,18 @@ class StatisticsTile:
 
 
 def mean_mass(mass: Array, T: int, block: int, kv_blocks: int) -> Array:
-    """Sums over rows [B, N, Tb, consumers, blocks] -> mean over queries [B, N, Tb, Sb]."""
-    queries = jnp.minimum(T - jnp.arange(mass.shape[2]) * block, block)
-    return mass[..., :kv_blocks].sum(3) / queries[:, None]
+    """The mean over the queries of row blocks of `block` tokens: [B, N, Tb, Sb].
+
+    mass: sums over 64 rows each, [B, N, row blocks, consumers, blocks]; its row blocks may be
+    others.
+    """
+    row_blocks, slices = -(-T // block), block // ROWS
+    mass = mass.reshape(*mass.shape[:2], -1, mass.shape[-1])
+    more = row_blocks * slices - mass.shape[2]
+    mass = jnp.pad(mass, ((0, 0), (0, 0), (0, max(more, 0)), (0, 0)))
+    mass = mass[:, :, : row_blocks * slices, :kv_blocks]
+    mass = mass.reshape(*mass.shape[:2], row_blocks, slices, kv_blocks).sum(3)
+    return mass / jnp.minimum(T - jnp.arange(row_blocks) * block, block)[:, None]
 
 
 def load_entries(index, first, count, interpret):
