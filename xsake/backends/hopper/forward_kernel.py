@@ -12,7 +12,6 @@ products in alternation, so that the softmax of one overlaps with the products o
 forward_steps.py has the steps of one work tile, work_table.py makes the table of work tiles.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -45,7 +44,6 @@ from xsake.backends.hopper.layouts import (
 )
 from xsake.backends.hopper.pipeline import Resident, Ring, stream
 from xsake.backends.hopper.rule_tile import rule_operands
-from xsake.backends.hopper.scheduler import WorkTile
 from xsake.backends.hopper.shape import Shape
 from xsake.backends.hopper.statistics_tile import StatisticsTile, Sums, mean_mass
 from xsake.backends.hopper.work_table import work_table
@@ -303,38 +301,27 @@ class _Kernel(BlockKernel):
 
     def compute(self, wg, work, inputs, sinks, outs, scratch):
         """64 rows of every work tile: online softmax over its visits, then one store."""
-        observed = self.statistics is not None
+        for_mass = inputs[0], outs, sinks
 
-        def store_mass(tile):
-            first_row = self.first_row(tile, wg)
-            self.statistics.store_mass(tile, wg, first_row, inputs[0], outs, sinks, scratch)
-
-        def compute_tile(tile, carry):
-            done, before = carry
+        def compute_tile(tile, done):
             after = done + tile.count * self.splits
             steps = self.steps_of(wg, tile, done, *inputs, outs, scratch)
-            if observed and not self.alternate:
-                steps.beside_first = functools.partial(store_mass, before)
             if self.alternate:  # a warpgroup without a step of its own waits for Q too
                 pl.when(tile.count > 0)(lambda: plgpu.barrier_wait(scratch.q_ready))
             acc, m, l = steps.overlapped() if self.tiling.overlap else steps.in_sequence()
             if self.compute_wgs > COMPUTE_WGS:
                 steps.leave_out(tile.count * self.splits)
             if not self.alternate:
-                self.store(tile, wg, acc, m, l, outs, scratch)
-                # what this warpgroup visited, of which the mass is stored beside the next tile
-                return after, tile._replace(count=steps.count) if observed else None
+                self.store(tile, steps.count, wg, acc, m, l, for_mass, outs, scratch)
+                return after
             pl.when(tile.count > 0)(lambda: plgpu.barrier_arrive(scratch.q_free))
-            self.store_merged(tile, wg, acc, m, l, store_mass, outs, scratch)
-            return after, before
+            self.store_merged(tile, wg, acc, m, l, for_mass, outs, scratch)
+            return after
 
         # Warpgroup 0 issues products first. It waits once more at the end, below, to consume the
         # arrival of the last warpgroup at the barrier.
         pl.when(wg == self.compute_wgs - 1)(lambda: self.pass_turn(wg))
-        nothing = WorkTile(*[0] * len(WorkTile._fields)) if observed else None
-        _, last = self.scheduler.for_each_tile(work, compute_tile, (0, nothing))
-        if observed and not self.alternate:
-            store_mass(last)
+        self.scheduler.for_each_tile(work, compute_tile, 0)
         pl.when(wg == 0)(lambda: self.await_turn(wg))
         plgpu.wait_smem_to_gmem(0)
 
@@ -387,7 +374,7 @@ class _Kernel(BlockKernel):
         seen = lax.div(end + (self.step - 1), jnp.int32(self.step))
         return first, full, jnp.minimum(count, seen)
 
-    def store(self, tile, wg, acc, m, l, outs, scratch):
+    def store(self, tile, visits, wg, acc, m, l, for_mass, outs, scratch):
         """out = acc / l and logsumexp = m + log l; zeros and -inf in rows that saw no key."""
         rows, normalizer = _finish(m, l)
         out = (acc * over_columns(normalizer, acc)).astype(scratch.out_smem.dtype)
@@ -396,8 +383,10 @@ class _Kernel(BlockKernel):
             self.statistics.clear_mass(tile, wg, outs)
         for column in range(0, self.shape.sizes.Hv, scratch.out_smem.shape[-1]):
             self.copy_out(tile, wg, queries, column, out, rows, outs, scratch)
+        if self.statistics is not None:
+            self.statistics.store_mass(tile, visits, wg, queries.start, *for_mass, scratch)
 
-    def store_merged(self, tile, wg, acc, m, l, store_mass, outs, scratch):
+    def store_merged(self, tile, wg, acc, m, l, for_mass, outs, scratch):
         """The same where each warpgroup has half of the visits: warpgroup 0 merges both.
 
         It takes warpgroup 1's acc one panel at a time.
@@ -433,7 +422,7 @@ class _Kernel(BlockKernel):
                 out = own + panel * over_columns(other_shrink * normalizer, panel)
                 self.copy_out(tile, 0, queries, column, out, rows, outs, scratch)
             if self.statistics is not None:
-                store_mass(tile)
+                self.statistics.store_mass(tile, tile.count, 0, queries.start, *for_mass, scratch)
                 plgpu.barrier_arrive(scratch.piece_taken)
 
     def copy_out(self, tile, wg, queries, column, out, rows, outs, scratch):

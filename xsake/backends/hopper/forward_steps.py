@@ -37,7 +37,6 @@ class TileSteps:
     with `bias_in_shared` the first one begins a copy and returns None.
     mask_step: (s, step of the work tile, rule, token masks) -> s with -inf where the rule forbids.
     settle: (statistics, m, step of the work tile) -> the statistics with the newest step's terms.
-    beside_first: what is left of the work tile before this one, done while the first product runs.
 
     A step's `masked` is the rule that masks it; None: no rule does. With statistics, l stands for
     `statistics_tile.Sums`.
@@ -52,7 +51,6 @@ class TileSteps:
         self.load_bias, self.load_words = loads
         self.mask_step, self.settle_step = mask_step, settle
         self.q_rows, self.scratch = q_rows, scratch
-        self.beside_first = lambda: None
         self.k_slots, self.v_slots = kernel.k_slots(scratch), kernel.v_slots(scratch)
         self.dtype = scratch.v_smem.dtype
         self.scores_type = plgpu.ACC((ROWS, kernel.step), jnp.float32)
@@ -83,8 +81,6 @@ class TileSteps:
             self.free_v(t)
             return acc, m, l
 
-        self.beside_first()
-
         @pl.when(self.count > 0)
         def _():
             self.copy_first_bias()
@@ -107,10 +103,6 @@ class TileSteps:
         The first scores and the last values of a work tile have nothing to overlap with.
         """
 
-        def issued(wg):
-            self.kernel.pass_turn(wg)
-            self.beside_first()
-
         def run():
             acc, _, _ = self.init()
             self.copy_first_bias()
@@ -118,7 +110,7 @@ class TileSteps:
             self.await_k(jnp.int32(0))
             self.await_q()
             self.kernel.await_turn(self.wg)
-            s = self.scores(jnp.int32(0), issued)
+            s = self.scores(jnp.int32(0), self.kernel.pass_turn)
             self.free_k(jnp.int32(0))
             p, m, l = self.first_softmax(s, loaded)
             acc, m, l, p = self.loop(1, self.overlapped_step, (acc, m, l, p.astype(self.dtype)))
@@ -129,11 +121,7 @@ class TileSteps:
             self.free_v(self.count - 1)
             return acc, m, self.settle(l, m, self.count - 1)
 
-        def no_step():
-            self.beside_first()
-            return self.init()
-
-        return lax.cond(self.count > 0, run, no_step)
+        return lax.cond(self.count > 0, run, self.init)
 
     def overlapped_step(self, t, carry, masked):
         """Issues the scores of step t, then the values of t - 1, whose p waits in registers."""

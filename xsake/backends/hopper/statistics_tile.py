@@ -168,8 +168,8 @@ class StatisticsTile:
         layout = plgpu.Layout.WG_STRIDED(mass.shape, vec_size=1)
         mass[...] = plgpu.layout_cast(jnp.zeros(mass.shape, jnp.float32), layout)
 
-    def store_mass(self, tile, wg, first_row, index, outs, sinks, scratch):
-        """The mass of every visited block, summed over the 64 rows.
+    def store_mass(self, tile, visits, wg, first_row, index, outs, sinks, scratch):
+        """The mass of the first `visits` blocks, summed over the 64 rows.
 
         The logsumexp is in rows_smem. Sinks join the denominator, and rows past T have no mass.
         """
@@ -185,10 +185,10 @@ class StatisticsTile:
             base = jnp.where(row < T, base, jnp.inf)
         logs, mass = self.own_logs(outs, scratch, wg), self.own_mass(tile, outs, wg)
 
-        @pl.loop(0, lax.div(tile.count + (VISITS - 1), jnp.int32(VISITS)))
+        @pl.loop(0, lax.div(visits + (VISITS - 1), jnp.int32(VISITS)))
         def _(group):
             first = group * VISITS
-            blocks = load_entries(index, tile.start + first, tile.count - first, self.interpret)
+            blocks = load_entries(index, tile.start + first, visits - first, self.interpret)
             log = plgpu.load(logs.at[pl.ds(first, VISITS)], layout=TILE, optimized=False)
             share = jnp.exp2(log - lax.broadcast_in_dim(base, log.shape, [1])).sum(axis=1)
             scatter_rows(share, mass, blocks, self.interpret)
