@@ -14,6 +14,7 @@ of four, such as the backward that casts dq. The interpreter runs no inline PTX:
 """
 
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
@@ -34,6 +35,22 @@ def arrive(barrier, warpgroups):
 def sync(barrier, warpgroups):
     """Arrives at a barrier that `warpgroups` warpgroups share, and waits for the others."""
     _named_barrier("sync", barrier, warpgroups)
+
+
+def sync_warpgroup(interpret):
+    """Waits for the other threads of the warpgroup.
+
+    Not `plgpu.commit_smem`: its fence also waits for this thread's stores to global memory.
+    """
+    if interpret:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        mgpu.utils.warpgroup_barrier()
+
+    emit()
 
 
 def sync_compute():

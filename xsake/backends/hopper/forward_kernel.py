@@ -12,6 +12,7 @@ products in alternation, so that the softmax of one overlaps with the products o
 forward_steps.py has the steps of one work tile, work_table.py makes the table of work tiles.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -306,6 +307,9 @@ class _Kernel(BlockKernel):
         def compute_tile(tile, done):
             after = done + tile.count * self.splits
             steps = self.steps_of(wg, tile, done, *inputs, outs, scratch)
+            if self.statistics is not None:
+                clear = functools.partial(self.statistics.clear_mass, tile, outs)
+                pl.when(wg == 0)(lambda: clear(0)) if self.alternate else clear(wg)
             if self.alternate:  # a warpgroup without a step of its own waits for Q too
                 pl.when(tile.count > 0)(lambda: plgpu.barrier_wait(scratch.q_ready))
             acc, m, l = steps.overlapped() if self.tiling.overlap else steps.in_sequence()
@@ -379,8 +383,6 @@ class _Kernel(BlockKernel):
         rows, normalizer = _finish(m, l)
         out = (acc * over_columns(normalizer, acc)).astype(scratch.out_smem.dtype)
         queries = pl.ds(self.first_row(tile, wg), ROWS)
-        if self.statistics is not None:
-            self.statistics.clear_mass(tile, wg, outs)
         for column in range(0, self.shape.sizes.Hv, scratch.out_smem.shape[-1]):
             self.copy_out(tile, wg, queries, column, out, rows, outs, scratch)
         if self.statistics is not None:
@@ -413,8 +415,6 @@ class _Kernel(BlockKernel):
                 merged = jax.tree.map(jnp.add, l.moved(m, base, own_shrink), moved)
             rows, normalizer = _finish(larger, merged)
             queries = pl.ds(self.first_row(tile, 0), ROWS)
-            if self.statistics is not None:
-                self.statistics.clear_mass(tile, 0, outs)
             for column in range(0, self.shape.sizes.Hv, PANEL):
                 if column > 0:
                     panel, _ = handover.take()

@@ -21,6 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, vector
 
+from xsake.backends.hopper.barriers import sync_warpgroup
 from xsake.backends.hopper.bias_tile import moved
 from xsake.backends.hopper.interval_tile import scalar
 from xsake.backends.hopper.layouts import COLUMN, LOG2E, ROW, ROWS, THREADS, TILE, round_up
@@ -162,8 +163,11 @@ class StatisticsTile:
         mass = outs[-1 if self.in_shared else -2]
         return mass.at[tile.b, tile.n, tile.i, wg]
 
-    def clear_mass(self, tile, wg, outs):
-        """Zeros for blocks that no list names; a barrier must follow, before `store_mass`."""
+    def clear_mass(self, tile, outs, wg):
+        """Zeros for blocks that no list names; a barrier must follow, before `store_mass`.
+
+        Before the steps: a fence of shared memory would wait for these stores.
+        """
         mass = self.own_mass(tile, outs, wg)
         layout = plgpu.Layout.WG_STRIDED(mass.shape, vec_size=1)
         mass[...] = plgpu.layout_cast(jnp.zeros(mass.shape, jnp.float32), layout)
@@ -193,7 +197,7 @@ class StatisticsTile:
             share = jnp.exp2(log - lax.broadcast_in_dim(base, log.shape, [1])).sum(axis=1)
             scatter_rows(share, mass, blocks, self.interpret)
 
-        plgpu.commit_smem()  # a barrier: the next tile's logarithms replace these
+        sync_warpgroup(self.interpret)  # the next tile's logarithms replace these
 
 
 def mean_mass(mass: Array, T: int, block: int, kv_blocks: int) -> Array:
