@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float
 
+from xsake import _jax
+from xsake.backends import unaliased
+from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
 from xsake.hads.chunks import PLAIN, Softmax
 from xsake.masks.rule import cut
 
@@ -37,8 +44,13 @@ def bounds(
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     bq, bk = block
     extremes = [cut(key, bk, 1, fill) for fill in (-jnp.inf, jnp.inf)]
-    keys = jnp.concatenate([extremes[0].max(2), extremes[1].min(2)], -1)  # [B, nk, K, 2H]
+    most, least = extremes[0].max(2), extremes[1].min(2)  # [B, nk, K, H]
     log_tokens = np.log(np.minimum(S - np.arange(0, S, bk), bk)).astype(np.float32)
+    if why_no_kernel(query, key, block, softmax) is None:
+        of_dropped = jnp.where(dropped, log_tokens, -jnp.inf)
+        kept = jnp.moveaxis(logsumexp, 2, 1).astype(jnp.float32)
+        return _by_kernel(bq, softmax.soft_cap)(query, most, least, kept, of_dropped)
+    keys = jnp.concatenate([most, least], -1)  # [B, nk, K, 2H]
     precision = lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
 
     def of_row_block(row: tuple[Array, Array, Array]) -> Array:
@@ -65,3 +77,45 @@ def bounds(
         batch_size=max(1, LOGITS_AT_ONCE // per_row),
     )  # [nq, B, N, bq]
     return jnp.moveaxis(found, 0, 2).reshape(B, N, -1)[..., :T]
+
+
+def why_no_kernel(
+    query: Array, key: Array, block: tuple[int, int], softmax: Softmax = PLAIN
+) -> str | None:
+    """The first reason why the kernel for Hopper GPUs does not compute the bounds."""
+    if reason := _jax.why_no_hopper(NEEDS_JAX):
+        return reason
+    if query.dtype not in (jnp.bfloat16, jnp.float16) or query.dtype != key.dtype:
+        return f"supports bfloat16 and float16; these are {query.dtype} and {key.dtype}"
+    if query.shape[-1] not in HEAD_SIZES:
+        return f"supports heads of {', '.join(map(str, HEAD_SIZES))}; these are {query.shape[-1]}"
+    if block[0] % BLOCKS[0]:
+        return f"supports row blocks of a multiple of {BLOCKS[0]} tokens; these are of {block[0]}"
+    if not (softmax.soft_cap is None or isinstance(softmax.soft_cap, (int, float))):
+        return "supports a soft cap that is known before the program is compiled"
+    return None
+
+
+@functools.lru_cache(maxsize=32)
+def _by_kernel(row_block: int, soft_cap: float | None) -> Callable[..., Array]:
+    """(q, most, least [B, nk, K, H], logsumexp [B, N, T], log_tokens) -> bounds [B, N, T].
+
+    `jax.vmap` folds the mapped axis into the batch. There is no derivative.
+    """
+
+    @jax.custom_batching.custom_vmap
+    @_jax.without_x64
+    def found(*given: Array) -> Array:
+        from xsake.backends.hopper.mass_bounds import mass_bounds
+
+        q, most, least, kept, log_tokens = unaliased(*given)
+        how: Any = {"scale": q.shape[-1] ** -0.5, "soft_cap": soft_cap}
+        limits = mass_bounds(q, most, least, kept, log_tokens, row_block, **how)
+        return _jax.vary(limits, _jax.varying_axes(*given))
+
+    @found.def_vmap
+    def by_batch(size: int, is_mapped: Sequence[bool], *given: Array) -> tuple[Array, bool]:
+        wide = _jax.folded(_jax.mapped(size, is_mapped, given))
+        return _jax.unfolded(size, found(*wide)), True
+
+    return found

@@ -100,8 +100,8 @@ class StatisticsTile:
         rows = jax.ShapeDtypeStruct((B, N, self.shape.padded_rows), jnp.float32)
         blocks = round_up(self.shape.kv_blocks, THREADS)  # every thread clears as many
         mass = (B, N, self.shape.row_blocks, self.consumers, blocks)
-        arrays = [mass] if self.in_shared else [mass, (self.ctas, *self.logs.shape)]
-        arrays = (jax.ShapeDtypeStruct(x, jnp.float32) for x in arrays)
+        shapes: list[Any] = [mass] if self.in_shared else [mass, (self.ctas, *self.logs.shape)]
+        arrays = (jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
         return *[rows] * self.entropies, *arrays
 
     @property

@@ -134,7 +134,7 @@ def _timed(
     compiled = {name: (ready[name], args) for name, (_, args) in calls.items()}
     on_cpu = jax.default_backend() == "cpu"
     times = time_calls(compiled) if on_cpu else time_interleaved(compiled)
-    records = [
+    records: list[Record] = [
         {
             "form": name,
             "density": 1.0 if name.startswith("dense") else density,
