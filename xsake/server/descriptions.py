@@ -67,6 +67,10 @@ DESCRIPTIONS: dict[str, Description] = {
         "Dense attention, block lists, and selection with block lists on a CPU: time and memory.",
         _CAUSAL,
     ),
+    "claims-speed-h200": Description(
+        "Dense attention by cuDNN, block lists, and selection with block lists on an H200.",
+        _CAUSAL,
+    ),
     "cost": Description(
         "Bytes and times of very long sequences on many cards, from the cost model: estimated, not "
         "measured.",
@@ -98,6 +102,10 @@ DESCRIPTIONS: dict[str, Description] = {
     ),
     "hopper": Description(
         "Block lists on an H200, forward and backward, beside cuDNN and FlashAttention-4.", _SQUARE
+    ),
+    "hopper-64": Description(
+        "Dense, causal and block-sparse attention with heads of 64 on an H200, beside three peers.",
+        _SQUARE,
     ),
     "hopper-bias": Description(
         "Bias and token masks on an H200, beside jax.nn on XLA and on cuDNN.", _SQUARE

@@ -27,6 +27,7 @@
     backward_rows.py       dq, unless fused
     means.py, outliers.py, scores.py, best_blocks.py
                            scores of blocks and lists of the best, for `xsake.block_scores`
+    mass_bounds.py         bounds on the mass that dropped blocks may have, for `xsake.hads`
     sampled/               attention of sampled queries, for `xsake.hads`
     selected/              blocks that every token selects for itself, for `xsake.nsa`
 
