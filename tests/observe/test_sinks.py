@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from jax import monitoring
 
-from xsake import _jax
+from xsake import _first_calls
 from xsake.observe import registry, sinks
 from xsake.observe.compiling import COMPILED, LOWERED, compiling
 from xsake.observe.events import (
@@ -229,13 +229,13 @@ def test_the_terminal_says_when_xla_compiles(capsys, monkeypatch, is_terminal):
 
 
 def test_kernels_that_threads_compile_are_not_the_end_of_a_compilation():
-    """The threads of _jax.py compile kernels while the program with them is lowered."""
+    """The threads of _first_calls.py compile kernels while the program with them is lowered."""
     reports = []
     with compiling(reports.append):
         monitoring.record_event_duration_secs(LOWERED, 0.1)
         for event in (LOWERED, COMPILED):
             record = monitoring.record_event_duration_secs
-            _jax._compilers().submit(record, event, 0.1).result()
+            _first_calls._compilers().submit(record, event, 0.1).result()
         assert reports == [True]
         monitoring.record_event_duration_secs(COMPILED, 0.1)
     assert reports == [True, False]

@@ -13,7 +13,7 @@ from jax import monitoring
 # the start of XLA's part, which takes most of the time.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
-# Threads that compile single kernels while the program with them is lowered (_jax.py).
+# Threads that compile single kernels while the program with them is lowered (_first_calls.py).
 KERNEL_THREADS = "xsake-compile"
 
 

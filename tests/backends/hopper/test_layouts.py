@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from tests.conditions import needs_gpu, needs_newer_jax
-from xsake import BlockMask, Options, _jax, masks
+from xsake import BlockMask, Options, _first_calls, _jax, masks
 
 needs_patched_jax = pytest.mark.skipif(
-    _jax.version() not in _jax.FASTER_IN, reason="this version of JAX keeps its functions"
+    _jax.version() not in _first_calls.FASTER_IN, reason="this version of JAX keeps its functions"
 )
 
 
@@ -41,7 +41,7 @@ def test_equal_variables_of_layouts_are_those_that_jax_finds():
         ]
     )
     theirs = replaced(constraints.compute_transitively_equal_vars)(system)
-    ours = _jax.equal_variables(system)
+    ours = _first_calls.equal_variables(system)
     assert {x: set(y) for x, y in ours.items()} == {x: set(y) for x, y in theirs.items()}
     assert set(ours[b]) == {a, c, d}
 
@@ -61,7 +61,7 @@ def test_constraints_of_layouts_are_reduced_as_jax_reduces_them():
         reduced.append(constraint)
         return theirs(constraint, assignments)
 
-    ours = _jax.reduce_once(counted)
+    ours = _first_calls.reduce_once(counted)
     for constraint in [
         constraints.Equals(a, b),
         constraints.Relayout(a, b, 32, strict=True),
@@ -84,13 +84,15 @@ def test_a_list_with_a_set_and_a_kept_hash_give_what_they_replace():
         def __eq__(self, other):
             return self.x == other.x
 
-        @_jax.hash_once
+        @_first_calls.hash_once
         def __hash__(self):
             hashed.append(self.x)
             return hash(self.x)
 
     keys = [Key(x) for x in (3, 1, 2)]
-    found = _jax.with_set(lambda unknowns, fuel: (unknowns, Key(1) in unknowns, Key(4) in unknowns))
+    found = _first_calls.with_set(
+        lambda unknowns, fuel: (unknowns, Key(1) in unknowns, Key(4) in unknowns)
+    )
     unknowns, *held = found(keys, fuel=1)
     assert unknowns == keys
     assert held == [True, False]
@@ -111,9 +113,9 @@ def test_systems_of_constraints_are_joined_as_jax_joins_them():
         return constraints.ConstraintSystem(assignments, [constraints.Relayout(a, b, 32)])
 
     for one, two in [({a: layout}, {b: other}), ({a: layout}, {a: layout}), ({}, {})]:
-        assert _jax.join(system(one), system(two)) == system(one) & system(two)
+        assert _first_calls.join(system(one), system(two)) == system(one) & system(two)
     for wrong in (system({a: other}), constraints.Unsatisfiable()):
-        assert isinstance(_jax.join(system({a: layout}), wrong), constraints.Unsatisfiable)
+        assert isinstance(_first_calls.join(system({a: layout}), wrong), constraints.Unsatisfiable)
 
 
 def test_a_cache_lasts_as_long_as_the_function_that_it_is_for():
@@ -126,7 +128,7 @@ def test_a_cache_lasts_as_long_as_the_function_that_it_is_for():
         if fails:
             raise ValueError("as it is")
 
-    cached = _jax.with_cache(run, module, "square")
+    cached = _first_calls.with_cache(run, module, "square")
     cached(False)
     with pytest.raises(ValueError, match="as it is"):
         cached(True)
@@ -153,7 +155,7 @@ def test_other_versions_of_jax_keep_their_functions(monkeypatch, version):
 
     before = functions()
     monkeypatch.setattr(_jax, "version", lambda: version)
-    _jax.speed_up_first_calls()
+    _first_calls.speed_up_first_calls()
     assert functions() == before
 
 
@@ -173,10 +175,10 @@ LOWER = """
 import sys
 import jax
 import jax.numpy as jnp
-from xsake import BlockMask, Options, _jax, masks
+from xsake import BlockMask, Options, _first_calls, _jax, masks
 replaced = sys.argv[1] == "replaced"
 if not replaced:
-    _jax.speed_up_first_calls = lambda: None
+    _first_calls.speed_up_first_calls = lambda: None
 from jax.experimental.mosaic.gpu import constraints, core
 from xsake.backends import Call, hopper
 from xsake.backends.options import BackwardTiling, ForwardTiling
@@ -224,7 +226,9 @@ def test_large_kernels_are_lowered_first_and_once(how, monkeypatch):
     groups = []
     monkeypatch.setattr(_jax, "platform", lambda: "gpu")
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 132)
-    monkeypatch.setattr(_jax, "start_compiling", lambda kernels: groups.append(len(kernels)))
+    monkeypatch.setattr(
+        _first_calls, "start_compiling", lambda kernels: groups.append(len(kernels))
+    )
     mask = BlockMask.from_rule(masks.causal(), (256, 256))
 
     def attend(q, k, v):
@@ -245,12 +249,36 @@ def test_large_kernels_are_lowered_first_and_once(how, monkeypatch):
     q, k = (jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (2, 1))
     jax.jit(run).trace(q, k, k).lower(lowering_platforms=("cuda",))
     ours = [re.sub("_mosaic_gpu.*", "", x) for x in names]
-    large = [x.startswith(_jax.LARGE_KERNELS) for x in ours]
+    large = [x.startswith(_first_calls.LARGE_KERNELS) for x in ours]
     assert large == sorted(large, reverse=True)
     assert {"xsake_forward", "xsake_prepare"} < set(ours)
     assert len(ours) == len(set(ours))
     # the first ones together; those for tables and lists, if they are new, by themselves
     assert [size for size in groups if size] in ([2], [2, 1, 1])
+
+
+@needs_patched_jax
+def test_kernels_of_branches_by_platform_are_not_among_the_first(monkeypatch):
+    """Only one of these branches is lowered; of a condition, both are."""
+    from xsake.backends import Call, hopper
+
+    monkeypatch.setattr(_jax, "multiprocessors", lambda: 132)
+    mask = BlockMask.from_rule(masks.causal(), (256, 256))
+    x = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
+
+    def attend(x):
+        return hopper.forward(Call(x, x, x, None, mask, 0.1, None, Options()))[0]
+
+    def first_kernels(run):
+        jaxpr = jax.make_jaxpr(run)(x).jaxpr
+        return len(list(_first_calls.kernels_of(jaxpr, _first_calls.LARGE_KERNELS, set())))
+
+    def by_platform(x):
+        return jax.lax.platform_dependent(x, tpu=lambda x: x, default=attend)
+
+    assert first_kernels(attend) == 1
+    assert first_kernels(lambda x: jax.lax.cond(x.sum() > 0, attend, lambda x: x, x)) == 1
+    assert first_kernels(by_platform) == 0
 
 
 class Jitted:
@@ -277,29 +305,29 @@ def test_kernels_of_a_group_are_compiled_when_all_of_them_are_lowered(bad, monke
     programs = {b"a": 0.05, b"b": 0.0, **({b"bad": None} if bad else {})}
 
     def compile_kernel(kernel_hash, lowered, device, together):
-        _jax.compile_uncached(Jitted(programs[kernel_hash], noted), together)
+        _first_calls.compile_uncached(Jitted(programs[kernel_hash], noted), together)
 
-    monkeypatch.setattr(_jax, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(_jax, "MAX_WAIT_SECONDS", 0.3 if bad else 60)
-    with _jax.compiled_together():
+    monkeypatch.setattr(_first_calls, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(_first_calls, "MAX_WAIT_SECONDS", 0.3 if bad else 60)
+    with _first_calls.compiled_together():
         for kernel in programs:
-            with _jax.compiled_together():  # as lowering a kernel for a mesh does
+            with _first_calls.compiled_together():  # as lowering a kernel for a mesh does
                 pass
-            _jax._lowering.collected[kernel] = b"lowered"
+            _first_calls._lowering.collected[kernel] = b"lowered"
     early()
     assert noted == ["lowered"] * 2 + ["compiled"] * 2
-    assert _jax._failed.is_set() == bool(bad)
+    assert _first_calls._failed.is_set() == bool(bad)
 
 
 @pytest.fixture
 def early(monkeypatch):
     """Compilation in threads, as at the start of a process; early() waits for its end."""
-    monkeypatch.setattr(_jax, "_started", set())
-    monkeypatch.setattr(_jax, "_failed", threading.Event())
+    monkeypatch.setattr(_first_calls, "_started", set())
+    monkeypatch.setattr(_first_calls, "_failed", threading.Event())
 
     def wait():
-        _jax._compilers().shutdown()
-        _jax._compilers.cache_clear()
+        _first_calls._compilers().shutdown()
+        _first_calls._compilers.cache_clear()
 
     yield wait
     wait()
@@ -312,7 +340,7 @@ def test_new_kernels_of_xsake_are_compiled_while_others_are_lowered(monkeypatch,
 
     known, compiled, meanwhile = {b"old": b"old"}, [], []
     monkeypatch.setattr(core, "KNOWN_KERNELS", known)
-    monkeypatch.setattr(_jax, "compile_kernel", lambda *args: compiled.append(args[:2]))
+    monkeypatch.setattr(_first_calls, "compile_kernel", lambda *args: compiled.append(args[:2]))
 
     def lower(ctx, *args, module, **kwargs):
         known[ctx] = b"lowered " + ctx
@@ -329,7 +357,7 @@ def test_new_kernels_of_xsake_are_compiled_while_others_are_lowered(monkeypatch,
         module = types.SimpleNamespace(operation=operation)
         assert rule(kernel, 1, 2, module=module, more=3) == ((1, 2), {"more": 3})
 
-    rule = _jax.with_early_compilation(lower)
+    rule = _first_calls.with_early_compilation(lower)
     run("cpu", "xsake_forward", b"a")
     run("gpu", "another_forward", b"b")
     run("gpu", "xsake_forward", b"a")
@@ -345,9 +373,9 @@ def test_a_kernel_that_does_not_compile_in_a_thread_is_reported_once(monkeypatch
     def compile_kernel(*args):
         raise ValueError("no such kernel")
 
-    monkeypatch.setattr(_jax, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(_first_calls, "compile_kernel", compile_kernel)
     for kernel in (b"a", b"b"):
-        _jax.start_compiling({kernel: b"lowered"})
+        _first_calls.start_compiling({kernel: b"lowered"})
         early()
     (record,) = (x for x in caplog.records if x.name == "xsake")
     assert record.levelname == "WARNING"
@@ -358,7 +386,7 @@ def test_a_kernel_that_does_not_compile_in_a_thread_is_reported_once(monkeypatch
 ENDING = """
 import threading, time
 from concurrent.futures import thread as pools
-from xsake import _jax
+from xsake import _first_calls
 
 begun = threading.Semaphore(0)
 
@@ -371,12 +399,12 @@ def compile_kernel(kernel_hash, *_):
 def lower():
     while not pools._shutdown:
         time.sleep(0.01)
-    _jax.start_compiling({b"late": b""})
+    _first_calls.start_compiling({b"late": b""})
     print("lowered", flush=True)
 
-_jax.compile_kernel = compile_kernel
+_first_calls.compile_kernel = compile_kernel
 for i in range(20):
-    _jax.start_compiling({bytes([i]): b""})
+    _first_calls.start_compiling({bytes([i]): b""})
 threading.Thread(target=lower).start()
 for _ in range(8):
     begun.acquire()
@@ -393,7 +421,7 @@ CACHED = """
 import sys
 import threading
 import jax
-from xsake import _jax
+from xsake import _first_calls
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -404,8 +432,8 @@ def kernel():
 def program():
     return jax.numpy.ones(3)
 
-_jax._compilers().submit(
-    _jax.compile_uncached, jax.jit(kernel), threading.Barrier(1)
+_first_calls._compilers().submit(
+    _first_calls.compile_uncached, jax.jit(kernel), threading.Barrier(1)
 ).result()
 jax.jit(program).lower().compile()
 """
@@ -425,16 +453,16 @@ def test_a_kernel_is_compiled_in_a_thread_on_a_gpu(monkeypatch, early):
     from xsake.backends.hopper import delta
 
     compiled = []
-    compile_kernel = _jax.compile_kernel
+    compile_kernel = _first_calls.compile_kernel
 
     def counted(*args):
         compile_kernel(*args)
         compiled.append(args)
 
-    monkeypatch.setattr(_jax, "compile_kernel", counted)
+    monkeypatch.setattr(_first_calls, "compile_kernel", counted)
     tile = jax.ShapeDtypeStruct((1, 1016, 3, 64), jnp.bfloat16)  # a length of no other test
     value = jax.ShapeDtypeStruct((1, 3, 1016), jnp.float32)
     jax.jit(lambda *x: delta.statistics(*x, rows=1024)).lower(tile, tile, value, value)
     early()
     assert len(compiled) == 1
-    assert not _jax._failed.is_set()
+    assert not _first_calls._failed.is_set()

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xsake import _jax
+from xsake import _first_calls
 
-_jax.speed_up_first_calls()  # here, because every module with a kernel imports this one
+_first_calls.speed_up_first_calls()  # here, because every module with a kernel imports this one
 
 ROWS = 64  # rows of a compute warpgroup: one wgmma tile; 128 rows spill registers at H = 128
 COMPUTE_WGS = 2  # compute warpgroups of a CTA
