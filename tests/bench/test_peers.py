@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import sys
 import types
@@ -73,6 +74,7 @@ def fake_torch(monkeypatch):
         return state.lists[-1]
 
     def attend(q, k, v, seen):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
         p = jnp.where(seen, jnp.exp(logits - logits.max(-1, keepdims=True)), 0)
         p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)  # a query without keys gets zeros
@@ -97,7 +99,9 @@ def fake_torch(monkeypatch):
         state.lists.append(Lists(*lists, BLOCK_SIZE))
         return _tokens(state.lists[-1], BLOCK_SIZE)
 
-    def flex(q, k, v, block_mask):
+    def flex(q, k, v, block_mask, enable_gqa):
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+
         def heads_first(*x):
             return attend(*(y.swapaxes(1, 2) for y in x), block_mask).swapaxes(1, 2)
 
@@ -194,9 +198,11 @@ def test_a_captured_call_keeps_what_its_graph_reads(fake_torch):
     assert len(replays) == 1
 
 
-def test_flex_attention_computes_the_case(fake_torch):
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_flex_attention_computes_the_case(fake_torch, kv_heads):
     """In the layout [B, N, T, H]."""
-    assert peers.flex_attention(SPARSE) == {"forward": 1.0, "backward": 1.0}
+    case = dataclasses.replace(SPARSE, K=kv_heads)
+    assert peers.flex_attention(case) == {"forward": 1.0, "backward": 1.0}
 
 
 @pytest.mark.parametrize(

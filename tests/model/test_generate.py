@@ -158,9 +158,7 @@ def test_greedy_tokens_are_those_of_full_passes():
     assert len({token for row in expected for token in row}) > 6  # not one token repeated
     for options in (
         {},
-        {"chunk": 4},
-        {"burst": 5},
-        {"budget": 1.0},
+        {"chunk": 4, "burst": 5},
         {"budget": 1.0, "burst": 5},
         {"budget": 1.0, "refresh": 3},
     ):
