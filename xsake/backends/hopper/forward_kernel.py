@@ -12,7 +12,6 @@ products in alternation, so that the softmax of one overlaps with the products o
 forward_steps.py has the steps of one work tile, work_table.py makes the table of work tiles.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -308,8 +307,7 @@ class _Kernel(BlockKernel):
             after = done + tile.count * self.splits
             steps = self.steps_of(wg, tile, done, *inputs, outs, scratch)
             if self.statistics is not None:
-                clear = functools.partial(self.statistics.clear_mass, tile, outs)
-                pl.when(wg == 0)(lambda: clear(0)) if self.alternate else clear(wg)
+                self.clear_mass(tile, wg, outs)
             if self.alternate:  # a warpgroup without a step of its own waits for Q too
                 pl.when(tile.count > 0)(lambda: plgpu.barrier_wait(scratch.q_ready))
             acc, m, l = steps.overlapped() if self.tiling.overlap else steps.in_sequence()
@@ -328,6 +326,13 @@ class _Kernel(BlockKernel):
         self.scheduler.for_each_tile(work, compute_tile, 0)
         pl.when(wg == 0)(lambda: self.await_turn(wg))
         plgpu.wait_smem_to_gmem(0)
+
+    def clear_mass(self, tile, wg, outs):
+        """Zeros for the masses of a work tile, by the warpgroup that will store them."""
+        if self.alternate:
+            pl.when(wg == 0)(lambda: self.statistics.clear_mass(tile, outs, 0))
+        else:
+            self.statistics.clear_mass(tile, outs, wg)
 
     def steps_of(self, wg, tile, done, index, rule_refs, bias_ref, outs, scratch):
         """The steps of a work tile; `done` steps of other work tiles came before."""
