@@ -12,24 +12,24 @@ Cells = tuple[list[str], Iterator[list[str]]]  # head, rows
 def speed(report: Record) -> Cells:
     """`claims speed`: a line for each length and form."""
     head = ["B·N·T·H", "form", "blocks, %"]
-    timed = [("ms", "seconds", "over_dense")]
+    timed = [("", "seconds", "over_dense")]
     if "kernel_seconds" in report["rows"][0]:
-        timed.append(("ms, kernels", "kernel_seconds", "kernels_over_dense"))
-    for name, *_ in timed:
-        head += [name, "÷ dense, jax.nn"]
+        timed.append((", kernels", "kernel_seconds", "kernels_over_dense"))
+    for what, *_ in timed:
+        head += [f"ms{what}", f"÷ dense, jax.nn{what}"]
 
     def lines() -> Iterator[list[str]]:
         for row in report["rows"]:
             cells = [row["shape"], row["form"], f"{100 * row['density']:.0f}"]
             for _, seconds, ratio in timed:
-                cells += [_milliseconds(row[seconds]), f"{row[ratio]:.2f}"]
+                cells += [_three_digits(1e3 * row[seconds]), f"{row[ratio]:.2f}"]
             yield [*cells, f"{row['temporary_bytes'] / 2**20:.1f}"]
 
     return [*head, "temporary MiB"], lines()
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+def _three_digits(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:#.3g}"
 
 
 def baselines(report: Record) -> Cells:

@@ -51,7 +51,7 @@ class ForwardTiling:
 
     # Queries of a work tile. None: a row block of the mask. 192: three compute warpgroups instead
     # of two, where the mask is causal and nothing else, heads have up to 64 channels, and there is
-    # neither a bias nor statistics; elsewhere as None.
+    # no bias; elsewhere as None.
     rows: Literal[192] | None = None
     # Keys per product; divides the mask's kv block. None: the block, or 64 with a head of 256.
     step: int | None = None

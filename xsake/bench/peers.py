@@ -92,8 +92,9 @@ def flex_attention(case: Case) -> dict[str, float]:
 
     lists = _torch_lists(np.asarray(case.blocks()))
     mask = flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=case.block)
-    _, _, _, N, K, *_ = case.sizes
-    attend = functools.partial(compiled(flex.flex_attention), block_mask=mask, enable_gqa=N != K)
+    attend = functools.partial(
+        compiled(flex.flex_attention), block_mask=mask, enable_gqa=(case.K or case.N) != case.N
+    )
     return _torch_seconds(torch_calls(case, attend, heads_first=True))
 
 

@@ -148,8 +148,8 @@ def certified_attention(
       window: queries of a window of the report; a multiple of `every`.
       logits_soft_cap: as for `dot_product_attention`.
       sinks: [N] or [N, M], as for `dot_product_attention`; their mass is never dropped.
-      implementation: of `dot_product_attention` with the mask; the sampled queries take the fastest
-        that can run.
+      implementation: of `dot_product_attention` with the mask; the sampled queries and the bound
+        take the fastest that can run.
     """
     query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     correct, bound = flag("correct", correct), flag("bound", bound)

@@ -18,6 +18,7 @@ from xsake.backends.hopper.limits import BLOCKS, HEAD_SIZES, NEEDS_JAX
 from xsake.hads.chunks import PLAIN, Softmax
 from xsake.masks.rule import cut
 
+MOST_SOFT_CAP = 1000  # of the kernel, whose tanh errs by 1e-7 of it
 LOGITS_AT_ONCE = 1 << 24  # upper bounds of logits in memory at a time
 
 
@@ -91,8 +92,12 @@ def why_no_kernel(
         return f"supports heads of {', '.join(map(str, HEAD_SIZES))}; these are {query.shape[-1]}"
     if block[0] % BLOCKS[0]:
         return f"supports row blocks of a multiple of {BLOCKS[0]} tokens; these are of {block[0]}"
-    if not (softmax.soft_cap is None or isinstance(softmax.soft_cap, (int, float))):
+    if softmax.soft_cap is None:
+        return None
+    if not isinstance(softmax.soft_cap, (int, float)):
         return "supports a soft cap that is known before the program is compiled"
+    if softmax.soft_cap > MOST_SOFT_CAP:
+        return f"supports soft caps of up to {MOST_SOFT_CAP}; this is {softmax.soft_cap}"
     return None
 
 

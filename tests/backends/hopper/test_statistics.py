@@ -32,8 +32,9 @@ def compared(found, want):
     ("block", "length", "what", "tiling", "shared_bytes"),
     [
         ((128, 128), 200, "blocks", {"lazy_rescale": 8.0}, 0),
-        ((128, 128), 200, "blocks", {"lazy_rescale": 8.0, "lazy_maximum": True}, 226 << 10),
-        ((64, 64), 136, "tokens", {"overlap": False}, 226 << 10),
+        ((128, 128), 200, "blocks", {"lazy_rescale": 8.0, "lazy_maximum": True}, None),
+        ((64, 64), 136, "tokens", {"overlap": False}, None),
+        ((64, 64), 136, "tokens", {}, 0),
     ],
     ids=str,
 )
@@ -51,7 +52,8 @@ def test_small_statistics_agree_when_interpreted(
     from xsake.backends.hopper import forward_kernel
 
     monkeypatch.setattr(_jax, "multiprocessors", lambda: 1)
-    monkeypatch.setattr(forward_kernel, "SHARED_BYTES", shared_bytes)
+    if shared_bytes is not None:
+        monkeypatch.setattr(forward_kernel, "SHARED_BYTES", shared_bytes)
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(3 * rng.standard_normal((1, length, heads, 64)), jnp.bfloat16)
@@ -84,6 +86,24 @@ def test_small_statistics_agree_when_interpreted(
     compared(found, (*entropies, mass))
     assert len(found) == (2 if what == "blocks" else 3)
     assert not np.asarray(found[1])[..., length - 5 :].any()
+
+
+@pytest.mark.parametrize("length", [1, 190, 200, 330, 385])
+@pytest.mark.parametrize(("rows", "block"), [(192, 128), (192, 64), (128, 128), (64, 64)])
+@needs_newer_jax
+def test_masses_of_64_rows_become_those_of_row_blocks(length, rows, block):
+    """Row blocks of the mask, whatever the rows of a work tile; the last ones are short."""
+    from xsake.backends.hopper.statistics_tile import mean_mass
+
+    by_row = np.random.default_rng(length).random((2, 3, length, 5))
+    tiles = -(-length // rows)
+    padded = np.pad(by_row, ((0, 0), (0, 0), (0, tiles * rows - length), (0, 128 - 5)))
+    sums = padded.reshape(2, 3, tiles, rows // 64, 64, 128).sum(4)
+    found = mean_mass(jnp.asarray(sums, jnp.float32), length, block, 5)
+    begins = np.arange(0, length, block)
+    sizes = np.diff(np.append(begins, length))[:, None]
+    want = np.add.reduceat(by_row, begins, axis=2) / sizes
+    np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
 def shape_of(length=256, head_size=64):
@@ -156,9 +176,15 @@ def test_steps_of_half_blocks_have_no_statistics():
     assert hopper.why_not_observed(half) == why
 
 
+@pytest.mark.parametrize("in_shared", [True, False])
 @pytest.mark.gpu
 @needs_gpu
-def test_tall_work_tiles_have_statistics_on_a_gpu():
+def test_tall_work_tiles_have_statistics_on_a_gpu(in_shared, monkeypatch):
+    from xsake.backends.hopper import forward_kernel
+
+    if not in_shared:
+        monkeypatch.setattr(forward_kernel, "SHARED_BYTES", 0)
+    jax.clear_caches()  # so that the kernel is traced again
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((1, 3001, 2, 64)), jnp.bfloat16) for _ in range(3))
     mask = mask_of(masks.causal(), 3001)
@@ -177,6 +203,7 @@ def test_tall_work_tiles_have_statistics_on_a_gpu():
             assert oracle.relative_error(out, np.asarray(plain, np.float64)) <= 1e-6
 
 
+@pytest.mark.parametrize("in_shared", [True, False])
 @pytest.mark.parametrize(
     ("length", "heads", "size", "block", "tiling"),
     [
@@ -191,8 +218,15 @@ def test_tall_work_tiles_have_statistics_on_a_gpu():
 )
 @pytest.mark.gpu
 @needs_gpu
-def test_statistics_of_long_calls_agree_on_a_gpu(length, heads, size, block, tiling):
+def test_statistics_of_long_calls_agree_on_a_gpu(
+    length, heads, size, block, tiling, in_shared, monkeypatch
+):
     """Ten times: logarithms that are read too early, or overwritten, do not show every time."""
+    from xsake.backends.hopper import forward_kernel
+
+    if not in_shared:
+        monkeypatch.setattr(forward_kernel, "SHARED_BYTES", 0)
+    jax.clear_caches()  # so that the kernel is traced again
     rng = np.random.default_rng(length)
     q, k, v = (
         jnp.asarray(scale * rng.standard_normal((1, length, n, size)), jnp.bfloat16)

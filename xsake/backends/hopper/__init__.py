@@ -15,10 +15,12 @@
     kernel.py              launch, roles and steps of the forward and both backward kernels
     barriers.py            which named barrier has which use
     layouts.py, ptx.py     register layouts and shared-memory tiles; inline PTX
+    row_store.py, votes.py one value per row to memory; what any thread of a warp says
     lanes.py               helpers of kernels in which every thread has its own value
     handover.py            partial results from compute warpgroup 1 to warpgroup 0
     forward_kernel.py      the forward; its steps are in forward_steps.py
     statistics_tile.py     entropy and block mass, by-products of the forward
+    sensitivity.py         what every block gives to the output, for the oracles of `xsake.evaluate`
     prepare.py, delta.py   what the backward needs before its products
     interval_transpose.py  intervals of queries for each key
     backward_kernel.py     the backward: calls the two kernels below

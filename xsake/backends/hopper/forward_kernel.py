@@ -111,11 +111,7 @@ def forward(
         interpret=interpret,
     )
     if statistics:
-        most_visits = min(lists.kv_index.shape[-1], shape.kv_blocks)
-        has_tokens, has_sinks = statistics == "tokens", sinks is not None
-        kernel.statistics = StatisticsTile(kernel, has_tokens, has_sinks, most_visits)
-        used = shared_bytes(kernel.scratch(q.dtype) | kernel.scheduler.scratch())
-        kernel.statistics.in_shared = kernel.statistics.log_bytes <= SHARED_BYTES - used
+        kernel.observe(statistics, sinks is not None, lists, q.dtype)
     others = (
         lists.kv_index.reshape(-1),
         *rule_operands(rule, shape, axis=0),
@@ -194,6 +190,13 @@ class _Kernel(BlockKernel):
         self.alternate_products = (
             tiling.alternate_products and not self.alternate and not self.interpret
         )
+
+    def observe(self, what, has_sinks, lists, dtype):
+        """Adds statistics; their logarithms are in shared memory if there is space."""
+        most_visits = min(lists.kv_index.shape[-1], self.shape.kv_blocks)
+        self.statistics = StatisticsTile(self, what == "tokens", has_sinks, most_visits)
+        used = shared_bytes(self.scratch(dtype) | self.scheduler.scratch())
+        self.statistics.in_shared = self.statistics.log_bytes <= SHARED_BYTES - used
 
     @property
     def row_values(self) -> int:

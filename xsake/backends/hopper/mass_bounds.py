@@ -115,7 +115,7 @@ class _Kernel:
         h = lax.div(n, jnp.int32(self.N // self.K))
         of_rows = log_tokens.at[b, n, lax.div(first, jnp.int32(self.row_block))]
 
-        def add(chunk, carry):
+        def add_chunk(chunk, carry):
             columns = pl.ds(chunk * CHUNK, CHUNK)
             for which, keys in enumerate((most, least)):
                 plgpu.copy_gmem_to_smem(keys.at[b, columns, h], k_smem.at[which], ready["k_ready"])
@@ -128,7 +128,7 @@ class _Kernel:
             return self.add(u, tokens, carry)
 
         nothing = (self.splat(-jnp.inf), self.splat(0.0))
-        m, l = lax.fori_loop(0, self.chunks, add, nothing)
+        m, l = lax.fori_loop(0, self.chunks, add_chunk, nothing)
         rows = pl.ds(first, ROWS)
         kept = plgpu.load(logsumexp.at[b, n, rows], layout=ROW, optimized=False) * LOG2E
         store_rows(self.share(m, l, kept), out.at[b, n, rows], self.interpret)
@@ -155,14 +155,17 @@ class _Kernel:
         return pl.run_scoped(product, plgpu.ACC((ROWS, CHUNK), jnp.float32))
 
     def add(self, u, tokens, carry):
-        """(m, l) with 64 more blocks; m is the maximum in powers of 2, infinite from then on."""
+        """(m, l) with 64 more blocks; m is the largest logarithm, in powers of 2.
+
+        It is inf once a dropped block's u is no finite number.
+        """
         m, l = carry
         tokens = lax.broadcast_in_dim(tokens, u.shape, [1])
-        # not if it is NaN
-        is_number = jnp.abs(u) < jnp.inf
+        is_number = jnp.abs(u) < jnp.inf  # not if it is NaN
         if self.soft_cap is None:
             x = u * (self.scale * LOG2E)
         else:
+            # as in forward_steps.logits; errs by 1e-7 of the soft cap
             growth = jnp.exp2(u * (2 * LOG2E * self.scale / self.soft_cap))
             x = (1.0 - 2.0 / (1.0 + growth)) * (self.soft_cap * LOG2E)
         x = jnp.where(is_number, x + tokens, jnp.inf)

@@ -27,8 +27,8 @@ def store_rows(x, ref, interpret, *, in_shared=False):
     def emit(_, ref, x):
         row, value = own_row(x)
         if in_shared:
-            place = arith.addi(shared_address(ref), arith.muli(row, i32(4)))
-            asm([*OWNER, "@own st.shared.f32 [$0], $1;"], "r,f", [place, value])
+            address = arith.addi(shared_address(ref), arith.muli(row, i32(4)))
+            asm([*OWNER, "@own st.shared.f32 [$0], $1;"], "r,f", [address, value])
         else:
             asm([*OWNER, "@own st.global.f32 [$0], $1;"], "l,f", [moved(ref, row, 4), value])
 

@@ -7,7 +7,7 @@
 
 What is kept until a work tile ends is 64 floats per step and warpgroup: in shared memory where
 there is space for all visits that a list may have, else in global memory. There a CTA of a
-persistent grid has one place for all its work tiles, which stays in L2.
+persistent grid has one buffer for all its work tiles, which stays in L2.
 """
 
 from typing import Any, NamedTuple
@@ -141,11 +141,11 @@ class StatisticsTile:
     def settle(self, sums, m, outs, scratch, wg, visit):
         """The sums with the newest block's term, whose logarithm goes where this CTA finds it.
 
-        A step later: the products of that step hide the logarithm and its store.
+        With `overlap` this is done a step later: the products of that step hide it.
         """
         sums, log = sums.settled()
-        place = self.own_logs(outs, scratch, wg).at[visit]
-        store_rows(m + log, place, self.interpret, in_shared=self.in_shared)
+        kept = self.own_logs(outs, scratch, wg).at[visit]
+        store_rows(m + log, kept, self.interpret, in_shared=self.in_shared)
         return sums
 
     def own_logs(self, outs, scratch, wg):
@@ -234,8 +234,8 @@ def load_entries(index, first, count, interpret):
         registers = np.empty_like(rows.registers)
         for at in np.ndindex(registers.shape):
             row = scalar(rows.registers[at])
-            place = moved(index, arith.addi(first, row), 4)
-            entry = asm(lines, "=&r,l,r,r", [place, row, count])
+            address = moved(index, arith.addi(first, row), 4)
+            entry = asm(lines, "=&r,l,r,r", [address, row, count])
             registers[at] = vector.broadcast(rows.registers[at].type, entry)
         return mgpu.FragmentedArray(_registers=registers, _layout=rows.layout, _is_signed=True)
 

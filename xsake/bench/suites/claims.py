@@ -74,8 +74,8 @@ def speed(
     """Times causal attention on random inputs, and XLA's analysis of its temporary memory.
 
     Dense attention is cuDNN's on a GPU and jax.nn's default elsewhere. On a GPU calls are timed in
-    a queue, and their kernels by the profiler. Budgets are uniform. The
-    output of the block lists is compared with the definition first.
+    a queue, and their kernels by the profiler. Budgets are uniform. The output of the block lists
+    is compared with the definition first.
 
     Args:
       out: the JSON file to write.
@@ -144,7 +144,7 @@ def _timed(
         }
         for name, (fn, args) in calls.items()
     ]
-    if on_cpu:
+    if jax.default_backend() != "gpu":
         return records
     # A call of little work ends before the host has queued the next one.
     kernels = {name: time_on_device(fn, *args) for name, (fn, args) in compiled.items()}
