@@ -88,7 +88,7 @@ def test_small_statistics_agree_when_interpreted(
     assert not np.asarray(found[1])[..., length - 5 :].any()
 
 
-@pytest.mark.parametrize("length", [1, 190, 200, 330, 385])
+@pytest.mark.parametrize("length", [1, 200, 385])
 @pytest.mark.parametrize(("rows", "block"), [(192, 128), (192, 64), (128, 128), (64, 64)])
 @needs_newer_jax
 def test_masses_of_64_rows_become_those_of_row_blocks(length, rows, block):
